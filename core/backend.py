@@ -288,6 +288,9 @@ class BackendConfig:
     ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
+    ``host_layers``: of the model's last layers, whose weights lie in host memory; ``host_buffer``: bytes of each of the
+    two buffers that they arrive in.
+
     With several ranks, all of them make their backends together: they meet at ``rendezvous``
     (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them. ``index`` is
     the card of the first of the ``local_world`` ranks of this machine.
@@ -314,6 +317,8 @@ class BackendConfig:
     windows: tuple[int, ...] = (0,)
     upto: bool = False
     batch_invariant: bool = False
+    host_layers: int = 0
+    host_buffer: int = 0
     options: Mapping[str, str] | None = None
 
     @property

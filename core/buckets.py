@@ -181,6 +181,10 @@ class Policy:
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
         host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
+        host_blocks: how many of them one launch gathers or scatters, ascending; the backend is a ``PlanningBackend``
+            there. Empty: copies need no launches, and no memory of their own.
+        host_weights: the weights of some layers can lie in host memory, and be copied within launches
+            (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
         kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
         aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
             fill them as weights are loaded. 1: no width is changed.
@@ -224,6 +228,8 @@ class Policy:
     invariant_rows: int = 0
     quantised: str = ""
     host_kv: bool = False
+    host_blocks: tuple[int, ...] = ()
+    host_weights: bool = False
     kv_codes: Mapping[str, str] = field(default_factory=dict)
     aligned: int = 1
     masked_head: bool = False

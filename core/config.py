@@ -140,8 +140,12 @@ class EngineConfig:
         kind="bytes",
         bound=BYTES,
     )
+    cpu_offload_gb: float = opt(
+        0.0, "host memory in GiB, of each rank, for the weights of the last layers, which every launch copies (cuda)",
+        bound=Bound(0, 2**20),
+    )  # fmt: skip
     kv_offloading_size: float = opt(
-        0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda)",
+        0.0, "host memory in GiB, of all ranks together, for KV blocks that make room on the device (cuda, hpu)",
         bound=Bound(0, 2**20),
     )  # fmt: skip
     kv_cache_dtype: str = opt(

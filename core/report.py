@@ -100,6 +100,8 @@ class EngineInfo:
     """Predicted for the largest step; 0: unknown. A step that takes far longer counts as a hang."""
     notes: list[str] = field(default_factory=list)
     graphs: GraphPlan | None = None
+    host_blocks: int = 0
+    """KV blocks that host memory holds for what makes room on the device."""
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ class SeparateExperts:
     down: list[Weight]
     count: int
     inner: int
+    nbytes: int = 0
 
 
 def joined_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> JoinedExperts:

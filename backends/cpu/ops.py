@@ -116,6 +116,20 @@ class CpuOps(ReferenceOps):
         ups, downs = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
         return SeparateExperts(ups, downs, len(downs), down[0].shape[1])
 
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
+    ) -> SeparateExperts:
+        """``core.layers.experts.CodingOps``: each expert as any other weight."""
+        held, total = list[list[Weight]](), 0
+        for some in (gate_up, down):
+            held.append([])
+            for one in some:
+                packed = self.pack_weight(one) if isinstance(one, Tensor) else self.pack_quantised(one)
+                plain = one.shape[0] * one.shape[1] * one.dtype.itemsize
+                total += getattr(packed, "nbytes", plain)
+                held[-1].append(packed)
+        return SeparateExperts(held[0], held[1], len(down), down[0].shape[1], total)
+
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Tokens grouped by expert."""
         assert isinstance(w, SeparateExperts)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trencadis.backends.cpu.comm import SingleRank
+from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.launches.buffers import Rooms
 from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.launches.sizes import input_bytes
@@ -51,6 +53,9 @@ class CudaBackend:
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)
+        self.host_layers = HostLayers(runtime, cfg.host_layers, cfg.host_buffer)
+        if cfg.host_layers:
+            cast(HostLayerOps, ops).host_layers = self.host_layers
         self._rooms, self._fetched = Rooms(runtime), runtime.event()
         self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
     act,
     attend_text,
@@ -43,7 +44,7 @@ from trencadis.core.backend import (
 from trencadis.core.quant.tensor import QTensor
 
 
-class CudaOps(ReferenceOps):
+class CudaOps(HostLayerOps, ReferenceOps):
     """``core.backend.Ops``.
 
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing

@@ -57,6 +57,7 @@ SERVING = Policy(
     invariant_rows=INVARIANT_ROWS,
     quantised=CODES,
     host_kv=True,
+    host_weights=True,
     kv_codes={INT8: "int8", FP8: "uint8"},
     windows=True,
     upto=True,

@@ -26,6 +26,7 @@ class Stream(Enum):
     PROGRAMS = "programs"
     UPLOADS = "uploads"
     DOWNLOADS = "downloads"
+    WEIGHTS = "weights"
 
 
 class CudaEvent(Protocol):
@@ -84,6 +85,10 @@ class Runtime(Protocol):
         """Pinned -> device, on UPLOADS."""
         ...
 
+    def bring(self, target: Tensor, source: Tensor) -> None:
+        """Pinned -> device, on WEIGHTS, within a launch and in its graph."""
+        ...
+
     def download(self, target: Tensor, source: Tensor) -> None:
         """Device -> pinned, on DOWNLOADS."""
         ...
@@ -111,6 +116,10 @@ class Runtime(Protocol):
 
     def release(self, graph: Graph) -> None:
         """Releases a graph. What it shares with others of its pool returns with the last of them."""
+        ...
+
+    def give(self, count: int) -> None:
+        """Weights that took ``count`` bytes of ``memory`` have left the device; a card knows that."""
         ...
 
     def compilations(self) -> int:

@@ -1,6 +1,7 @@
 """Streams, events, pinned memory and graphs of an NVIDIA card: only this module and ``captured`` touch them.
 
-Programs run on one stream, copies to the device on a second, copies from it on a third; events order them. Tests make
+Programs run on one stream, copies to the device on a second, copies from it on a third, copies of weights within a
+launch on a fourth; events order them. Tests make
 the same calls to ``twin.device.TwinRuntime``, which records them, so their order is checked without a card.
 """
 
@@ -106,6 +107,10 @@ class CudaRuntime:
         with torch.cuda.stream(self._streams[Stream.UPLOADS]):
             target.copy_(source, non_blocking=True)
 
+    def bring(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._streams[Stream.WEIGHTS]):
+            target.copy_(source, non_blocking=True)
+
     def download(self, target: Tensor, source: Tensor) -> None:
         stream = self._streams[Stream.DOWNLOADS]
         # The output of a launch without a graph may be freed before the copy runs.
@@ -164,6 +169,9 @@ class CudaRuntime:
         graph.out = None
         graph.end()
         torch.cuda.empty_cache()
+
+    def give(self, count: int) -> None:
+        """The driver knows."""
 
     def compilations(self) -> int:
         return self._compiled.count()

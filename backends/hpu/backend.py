@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
+from trencadis.backends.hpu.launches.host_blocks import HpuBlockCopies
 from trencadis.backends.hpu.launches.inputs import Seen
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.memory import HpuMemory
@@ -25,7 +27,7 @@ from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, LayerKV, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.executor.groups import join
@@ -113,6 +115,12 @@ class HpuBackend:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
+        """``core.launches.host_blocks.PlanningBackend``."""
+        compile = partial(self.bridge.compile, fullgraph=self.settings.fullgraph)
+        sizes = self.cfg.block_size, self.policy.host_blocks
+        return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, compile)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)

@@ -35,6 +35,7 @@ class Bridge:
         cast_to_fp8_v2: (x, scale) -> e4m3 codes of x times the scale, which broadcasts to it; None: of x.
         cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
         fp8_gemm_v2: (a [n, k], b [m, k], dtype, scale [n, 1], scale [m], bias) -> [n, m] of codes times their scales.
+        convert_from_uint4: (codes int32 [k, m / 8], scale [groups, m], zero [groups, m / 8], dtype) -> [k, m].
         fp8_top: the largest e4m3 float of the card.
         block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum (``symbols``).
     """
@@ -67,6 +68,7 @@ class Bridge:
     cast_to_fp8_v2: Callable[..., Tensor] | None = None
     cast_from_fp8: Callable[..., Tensor] | None = None
     fp8_gemm_v2: Callable[..., Tensor] | None = None
+    convert_from_uint4: Callable[..., Tensor] | None = None
     fp8_top: float = 240.0
 
     def compilations(self, metric: Any) -> int:

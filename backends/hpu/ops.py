@@ -26,6 +26,7 @@ from trencadis.backends.hpu.attention.tensors import (
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.regions import Regions
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
+from trencadis.backends.hpu.packed import PackedWeight4, packed4_weight
 from trencadis.backends.hpu.quantised import TAKEN, TINY, Floats8Weight, floats8_weight
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.backends.hpu.sharing import pieces
@@ -101,13 +102,22 @@ class HpuOps(ReferenceOps):
         self._layers, self._inside = 0, False
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """8-bit floats as they are where the plug-in multiplies them; others become the engine's type on the host."""
+        """8-bit floats as they are where the plug-in multiplies them, 4 bits where it opens them.
+
+        Others become the engine's type on the host.
+        """
         device, bridge = self.bridge.device, self.bridge
+        if bridge.convert_from_uint4 is not None and q.dtype == torch.bfloat16 and q.scheme.bits == 4:
+            packed = packed4_weight(q, bias, device)
+            if packed is not None:
+                return packed
         if q.data.dtype == torch.int8 or bridge.fp8_gemm_v2 is None or q.dtype not in TAKEN:
             return self.pack_weight(q.values().to(device), bias)
         return floats8_weight(q, bias, bridge.fp8_top, device)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
+        if isinstance(w, PackedWeight4):
+            return self._opened(x, w)
         if not isinstance(w, Floats8Weight):
             return super().linear(x, w)
         cast, multiply = self.bridge.cast_to_fp8_v2, self.bridge.fp8_gemm_v2
@@ -118,6 +128,14 @@ class HpuOps(ReferenceOps):
         else:
             scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
         return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
+
+    def _opened(self, x: Tensor, w: PackedWeight4) -> Tensor:
+        """The weight lies there in bfloat16 for this product alone."""
+        opens = self.bridge.convert_from_uint4
+        assert opens is not None
+        rows = x if w.gather is None else x.index_select(1, w.gather)
+        y = torch.matmul(rows, opens(w.codes, w.scale, w.zero, x.dtype))
+        return y if w.bias is None else y + w.bias
 
     def begin(self) -> None:
         """A launch starts: its layers are counted from here, so that its cuts never move."""

@@ -32,6 +32,7 @@ class OptionalSymbols(NamedTuple):
     cast_from_fp8: Callable[..., Tensor] | None
     fp8_gemm_v2: Callable[..., Tensor] | None
     fp8_top: float
+    convert_from_uint4: Callable[..., Tensor] | None = None
 
 
 def offered(version: str | None, card: str) -> OptionalSymbols:
@@ -50,6 +51,7 @@ def offered(version: str | None, card: str) -> OptionalSymbols:
         cast_from_fp8 if casts else None,
         fp8_gemm_v2 if casts and hasattr(ops, "fp8_gemm_v2") else None,
         FP8_TOP[third],
+        convert_from_uint4 if hasattr(ops, "convert_from_uint4") else None,
     )
 
 
@@ -114,4 +116,16 @@ def fp8_gemm_v2(
         b_scale: float32 [m].
     """
     found: Tensor = torch.ops.hpu.fp8_gemm_v2(a, False, b, True, None, dtype, a_scale, b_scale, bias, False)
+    return found
+
+
+def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """[k, m] of ``dtype``: (code - zero) times the scale of its group of rows.
+
+    Args:
+        codes: int32 [k, m / 8], the first of eight columns in the lowest bits.
+        scale: [groups, m]; groups divide k.
+        zero: int32 [groups, m / 8].
+    """
+    found: Tensor = torch.ops.hpu.convert_from_uint4(codes, scale, zero, dtype)
     return found

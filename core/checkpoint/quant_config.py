@@ -42,6 +42,7 @@ class Quantisation:
         rules: the first that matches a module's name counts.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
         given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
+        inner: (stored, canonical) parts of the family's names, with dots at both ends: files name modules as stored.
     """
 
     method: str
@@ -50,6 +51,7 @@ class Quantisation:
     ignore: tuple[str, ...] = ()
     within: bool = False
     given: tuple[tuple[str, GivenScale], ...] = ()
+    inner: tuple[tuple[str, str], ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module by its canonical name (``layers.0.mlp.up_proj``); None: 16 bits."""
@@ -67,7 +69,7 @@ class Quantisation:
             return self.rules[0].scheme if self.given_scale(module) is not None else None
         if self.method == "online":
             return self.rules[0].scheme if module.startswith(("layers.", "lm_head")) else None
-        names = aliases(module)
+        names = aliases(module, self.inner)
         if any(_matches(pattern, names, self.within) for pattern in self.ignore):
             return None
         for rule in self.rules:
@@ -94,8 +96,13 @@ class Quantisation:
         return max((s.group for s in self.schemes), default=0) or 1
 
 
-def aliases(module: str) -> tuple[str, ...]:
-    """The names that a module has had in transformers' models."""
+def aliases(module: str, inner: tuple[tuple[str, str], ...] = ()) -> tuple[str, ...]:
+    """The names that a module has had in transformers' models; ``inner``: as in ``Quantisation``."""
+    stored = f"{module}."
+    for theirs, ours in inner:
+        stored = stored.replace(ours, theirs)
+    if stored[:-1] != module:
+        return (*aliases(module), *aliases(stored[:-1]))
     if module.startswith("visual."):
         return module, f"model.{module}"
     if module.startswith("lm_head"):

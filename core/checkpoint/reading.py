@@ -7,6 +7,7 @@ here knows are listed for one line of warning. A missing key has transformers' d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,8 @@ def _described(
 ) -> ModelConfig:
     made = family.config(root, text, _tied(root, text, family.tied))
     media = made.media
-    if quant is not None and made.text.experts is not None:
-        raise StartupError(
-            f"{path}: experts of {quant.label} weights (quantization_config, --quantization) are not implemented; "
-            "take the 16-bit checkpoint as it is"
-        )
+    if quant is not None:
+        quant = replace(quant, inner=family.names.inner)
     return ModelConfig(
         path=path,
         architecture=architecture,

@@ -25,6 +25,38 @@ class CopyingBackend(Protocol):
         ...
 
 
+class BlockCopies(Protocol):
+    """Copies of blocks between device and host memory."""
+
+    def run(self, moves: Sequence[BlockMove]) -> None:
+        """Copies blocks out and back, one after the other, before all later launches."""
+        ...
+
+
+class PlannedCopies(BlockCopies, Protocol):
+    """Copies by launches of their own, whose buffers exist from the start."""
+
+    def rehearse(self, kv: Sequence[LayerKV]) -> None:
+        """Runs every launch on caches that are dropped afterwards: what it holds at its most is measured."""
+        ...
+
+    def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
+        """Takes the caches, and makes what launches need; ``graphs``: as graphs, where the device's mode has them."""
+        ...
+
+    def hold(self, slots: int) -> None:
+        """Takes host memory for so many blocks."""
+        ...
+
+
+class PlanningBackend(Protocol):
+    """What a backend has besides where its policy says ``host_blocks``."""
+
+    def block_copies(self, kv: Sequence[LayerKV]) -> PlannedCopies:
+        """Copies of the blocks of such caches; buffers are made now."""
+        ...
+
+
 def block_parts(kv: Sequence[LayerKV], blocks: int) -> list[Tensor]:
     """uint8 [blocks, bytes]: what each tensor of the caches holds of a block.
 

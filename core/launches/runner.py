@@ -19,7 +19,7 @@ from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.encoding import GatheredRows, dealt
-from trencadis.core.launches.host_blocks import HostKV
+from trencadis.core.launches.host_blocks import BlockCopies
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.pipe import Passage, runs
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
@@ -117,7 +117,7 @@ class Runner:
         }
         self.graphs = GraphManager(backend, bodies, plan, observer)
         self._warmup: Warmup | None = None
-        self.host_kv: HostKV | None = None
+        self.host_kv: BlockCopies | None = None
         self.desk = Desk(self.vocab, model.config.eos)
         self.share = model.config.share
         self.gathered: GatheredRows | None = None

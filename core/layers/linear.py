@@ -107,7 +107,7 @@ class Columns(Linear):
         biases = None
         if self.bias:
             biases = _join([self._bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
-        self.pack_apart(_together(weights), biases)
+        self.pack_apart(together(weights), biases)
 
     def _spans(self) -> list[tuple[int, int, int, int]]:
         """Of each part: output features of the stored matrix, and [start, stop) and padded width of this rank's."""
@@ -193,7 +193,7 @@ def pad_rows(t: Tensor, width: int) -> Tensor:
     return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
 
 
-def _together(parts: list[Matrix]) -> list[Matrix]:
+def together(parts: list[Matrix]) -> list[Matrix]:
     """One matrix where the parts can be; else the parts, which are multiplied apart."""
     if all(isinstance(part, Tensor) for part in parts):
         return [_join([part for part in parts if isinstance(part, Tensor)])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
@@ -16,7 +17,7 @@ from trencadis.core.checkpoint.vision_config import NO_SLOT
 from trencadis.core.layout import RESERVED_ROWS, aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.weights import decoder_values, grown, norm_excess
+from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess, opened
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.kv import head_bytes
@@ -178,6 +179,11 @@ class Sized:
             frequencies += v.tables(unit)
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
 
+    def layer(self, place: int) -> int:
+        """Weights of the decoder's layer ``place`` on this device, exact."""
+        unit = self.model.aligned(self.unit)
+        return layer_bytes(self.model, place, self.itemsize, self.ranks, self.quantised, unit)
+
     @property
     def classes(self) -> int:
         """Rows of the class head, which every rank holds in float32."""
@@ -217,6 +223,17 @@ class Sized:
             return self.model.vision.depth if self.model.vision else 0
         return 0 if stage in HEADS else len(self.model.share.layers)
 
+    def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
+        """What launches that copy KV blocks keep: buffers of the largest, inputs of each, and a graph each way."""
+        if not sizes:
+            return 0
+        return sizes[-1] * self.block_bytes(block_size) + sum(sizes) * 4 * block_size + 2 * len(sizes) * GRAPH * graphs
+
+    def copying(self, sizes: tuple[int, ...], block_size: int) -> int:
+        """Most bytes that such a launch holds at a time: the blocks it gathers, one of them once more, and slots."""
+        most = sizes[-1] if sizes else 0
+        return (most + 2) * self.block_bytes(block_size) + 8 * most * block_size if sizes else 0
+
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
         operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
@@ -231,7 +248,7 @@ class Sized:
             v = self.model.vision
             return 0 if v is None else v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
         if stage is Stage.SAMPLE:
-            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
+            return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
         if stage is Stage.RESET:
             return 0
         if stage is Stage.POOL:
@@ -245,7 +262,13 @@ class Sized:
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
         narrow = streams + max(attention, self._mlp(size))
-        return self.shared(bucket) + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+        return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+
+    @cached_property
+    def _opened(self) -> tuple[int, int]:
+        """Most bytes of weights that a product of a layer, or of the head, opens to the engine's type."""
+        args = self.model, self.itemsize, self.ranks, self.quantised, self.model.aligned(self.unit)
+        return opened(*args, False), opened(*args, True)
 
     def _mlp(self, size: int) -> int:
         """What an MLP of ``size`` tokens holds, or experts: a few of all at a time, or each token's own, and shares."""

@@ -69,6 +69,7 @@ class Before:
     hidden: int = 0
     inputs: int = 0
     activations: int = 0
+    copies: int = 0
 
     @property
     def free(self) -> int:
@@ -78,7 +79,7 @@ class Before:
     @property
     def taken(self) -> int:
         """Bytes of other programs, weights, fixed tensors, and the activations of the costliest launch."""
-        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs
+        fixed = self.weights + self.arena + self.state + self.hidden + self.inputs + self.copies
         return self.others + fixed + self.activations
 
 
@@ -213,6 +214,7 @@ class Ledger:
             ("sampler state", b.state),
             ("hidden rows", b.hidden),
             ("static inputs", b.inputs),
+            *([("copies of host memory", b.copies)] if b.copies else []),
             ("activations and workspace", b.activations),
             ("KV cache", d.kv),
             ("text graphs", self.spent[TEXT]),

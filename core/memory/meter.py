@@ -31,5 +31,5 @@ class Meter:
 
     def before(self) -> Before:
         """The bytes in use before the KV cache exists."""
-        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations")
+        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies")
         return Before(self.total, *(self.rows.get(name, 0) for name in names))

@@ -9,7 +9,13 @@ from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import aligned
-from trencadis.core.quant.scheme import FLOATS8, Scheme, held_bytes, mlp_unit, notes_of
+from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
+
+EXPERT_FORMS = (ROWS8, PANELS)
+"""Forms (``Policy.quantised``) of devices that keep experts as codes; others make them of the engine's type."""
+
+EXPERTS = ".experts."
+"""What names of experts' matrices have in them."""
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
@@ -20,7 +26,12 @@ def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
     """
     if model.quant is not None and model.quant.given and form != FLOATS8:
         raise StartupError("--quantization inc is for fp8 on Gaudi; here --quantization fp8, int8 or int4 works")
-    return notes_of(model.quant.schemes, form, itemsize) if model.quant is not None else []
+    if model.quant is None:
+        return []
+    lines = notes_of(model.quant.schemes, form, itemsize)
+    if model.text.experts is not None and form and form not in EXPERT_FORMS:
+        lines.append(f"weights: experts become {8 * itemsize}-bit values as they load; the CPU keeps int8 and int4")
+    return lines
 
 
 def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
@@ -50,26 +61,45 @@ def norm_excess(model: ModelConfig, itemsize: int) -> int:
     t, share = model.text, model.share
     if t.norm != RMS_ONE:
         return 0
-    layer = layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)
-    return (len(share.layers) * layer + (t.hidden if t.final_norm and share.ends else 0)) * (4 - itemsize)
+    return len(share.layers) * norm_excess_of(t, itemsize) + (
+        t.hidden * (4 - itemsize) if t.final_norm and share.ends else 0
+    )
 
 
-def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Values of the decoder on a stage's rank 0, exact, without a class head; row-parallel biases live there alone."""
-    share = model.share
+def norm_excess_of(t: TextConfig, itemsize: int) -> int:
+    """``norm_excess`` of a layer."""
+    if t.norm != RMS_ONE:
+        return 0
+    return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
+
+
+def layer_values(model: ModelConfig, place: int, ranks: int, width: int = 1) -> int:
+    """Values of the decoder's layer ``place`` on a stage's rank 0, exact; row-parallel biases live there alone."""
     t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    norm = t.hidden * (2 if t.norm == LAYER else 1)
-    layer = t.hidden * (qkv + heads) + layer_norms(t) * norm
+    layer = t.hidden * (qkv + heads) + layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
     layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
-    dense = mlp_matrices(t) * t.hidden * columns
-    if t.mlp_bias:
-        dense += (mlp_matrices(t) - 1) * columns + t.hidden
-    with_mlp = len(share.layers) if t.experts is None else len(set(share.layers) & set(t.experts.dense))
-    total = len(share.layers) * layer + with_mlp * dense
-    if t.experts is not None:
-        total += (len(share.layers) - with_mlp) * t.experts.values(t.hidden, ranks)
+    if t.experts is not None and place not in t.experts.dense:
+        return layer + t.experts.values(t.hidden, ranks)
+    biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
+    return layer + mlp_matrices(t) * t.hidden * columns + biases
+
+
+def layer_bytes(model: ModelConfig, place: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
+    """Bytes of that layer's weights as a device of ``form`` (``Policy.quantised``) holds them."""
+    t = model.text
+    kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
+    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
+    more = _grown(model, itemsize, ranks, form, width, place)
+    return layer_values(model, place, ranks, width) * itemsize + beside + more
+
+
+def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Values of the decoder on a stage's rank 0, exact, without a class head."""
+    t, share = model.text, model.share
+    norm = t.hidden * (2 if t.norm == LAYER else 1)
+    total = sum(layer_values(model, place, ranks, width) for place in share.layers)
     crosses = t.hidden * t.width if t.width != t.hidden else 0
     if share.starts:
         total += t.vocab * t.width + t.learned * t.hidden + (t.types * t.hidden + norm if t.types else 0) + crosses
@@ -80,6 +110,24 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     return total
 
 
+def opened(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, head: bool) -> int:
+    """Bytes of the largest matrix that a product opens to the engine's type first: the head's, or one of a layer.
+
+    Parts over one input are one matrix.
+    """
+    quant = model.quant
+    if quant is None or form != FLOATS8 or itemsize != 2:
+        return 0
+    found: dict[str, int] = {}
+    for name, rows, columns, _, _ in _linears(model, ranks, width):
+        scheme = quant.scheme(name) if EXPERTS not in name and (name == "lm_head") is head else None
+        if scheme is not None and scheme.bits == 4 and packs4(rows, columns, 0) and not name.startswith("visual"):
+            place, _, part = name.rpartition(".")
+            joint = "qkv" if part in ("q_proj", "k_proj", "v_proj") else "up" if part == "gate_proj" else part[:2]
+            found[f"{place}.{joint}"] = found.get(f"{place}.{joint}", 0) + rows * columns * itemsize
+    return max(found.values(), default=0)
+
+
 def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
     """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
 
@@ -88,16 +136,26 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     quant = model.quant
     if quant is None:
         return 0
-    total = 0
-    for scheme, (_, rows, columns, whole, first) in _fused(quant, _linears(model, ranks, width)):
-        total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
-    t, share = model.text, model.share
+    total, t, share = _grown(model, itemsize, ranks, form, width), model.text, model.share
     one = ranks == 1 and share.starts and share.ends  # else the head is not the embedding's table
     head = quant.scheme("lm_head") if t.tied and one else None
     if head is not None and quant.method == "online":
         total += t.vocab * t.width * itemsize
     elif head is not None:  # stored as the embedding's table, whatever config.json says
         total -= held_bytes(head, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
+    return total
+
+
+def _grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, place: int | None = None) -> int:
+    """``grown`` of all matrices, or of those of one layer. Experts are kept as codes by ``EXPERT_FORMS`` alone."""
+    quant = model.quant
+    if quant is None:
+        return 0
+    total, own = 0, form if form in EXPERT_FORMS else ""
+    found = _linears(model, ranks, width) if place is None else _of_layer(model, place, ranks, width)
+    for scheme, (name, rows, columns, whole, first) in _fused(quant, found):
+        kept = own if EXPERTS in name else form
+        total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
     return total
 
 
@@ -118,23 +176,40 @@ def _fused(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterator[tuple
 
 def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
     """Every linear of this stage that a checkpoint may quantise."""
-    share = model.share
-    t, columns = model.text, mlp_columns(model, ranks, width)
-    heads = -(-t.heads // ranks) * t.head_dim
-    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    for i in share.layers:
-        at = f"layers.{i}"
-        yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
-        yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
-        yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
-        yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
-        if t.mlp == GATED:
-            yield SharedMatrix(f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden)
-        yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden, first=t.mlp != GATED)
-        yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+    t, share = model.text, model.share
+    for place in share.layers:
+        yield from _of_layer(model, place, ranks, width)
     if share.ends:
         yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
     if model.vision is not None and model.sees and not decoder_only:
         yield from model.vision.matrices(1 if model.own_towers else ranks, width)
+
+
+def _of_layer(model: ModelConfig, place: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
+    """Those of one layer; a router is kept in the engine's type."""
+    t, at = model.text, f"layers.{place}"
+    heads = -(-t.heads // ranks) * t.head_dim
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
+    yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
+    if t.experts is not None and place not in t.experts.dense:
+        inner = t.experts.inner
+        for i in range(t.experts.count):
+            yield from _gated(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+        return
+    columns = mlp_columns(model, ranks, width)
+    if t.mlp == GATED:
+        yield from _gated(f"{at}.mlp", t.hidden, columns, t.intermediate)
+        return
+    yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden)
+    yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+
+
+def _gated(at: str, hidden: int, columns: int, whole: int) -> Iterator[SharedMatrix]:
+    yield SharedMatrix(f"{at}.gate_proj", columns, hidden, hidden)
+    yield SharedMatrix(f"{at}.up_proj", columns, hidden, hidden, first=False)
+    yield SharedMatrix(f"{at}.down_proj", hidden, columns, whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.interface import DrawingOps, MaskingOps, Persistent
+from trencadis.core.models.interface import DrawingOps, HostLayering, MaskingOps, Persistent
 from trencadis.core.models.passing import PassedEntry
 from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
@@ -53,7 +54,7 @@ class Layer:
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
         if c.experts is not None and place not in c.experts.dense:
-            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation)
+            self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
@@ -239,7 +240,8 @@ class Decoder:
             self.embedding.load(source, "embed_tokens")
             self.enter.load(source)
         for i, layer in zip(share.layers, self.layers, strict=True):
-            layer.load(source, f"layers.{i}")
+            with self._place_of(layer, i):
+                layer.load(source, f"layers.{i}")
         if not share.ends:
             return
         self.leave.load(source, self.config.text)
@@ -247,6 +249,12 @@ class Decoder:
             self._load_head(source)
         elif self.config.pooling.classes:
             self._load_classes(source, self.config.pooling)
+
+    def _place_of(self, layer: Layer, place: int) -> AbstractContextManager[None]:
+        """Where a layer's weights are kept: host memory has those of some layers (``--cpu-offload-gb``)."""
+        if not self.backend.policy.host_weights:
+            return nullcontext()
+        return cast(HostLayering, self.backend).host_layers.loading(layer, place, len(self.layers))
 
     def _load_head(self, source: Source) -> None:
         tied = self.config.text.tied and not self._own_head(source)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -48,6 +49,24 @@ class DrawingOps(Protocol):
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         """The full variant of ``Ops.sample`` without log-probabilities, ranks and best ids."""
         ...
+
+
+class LayersInHostMemory(Protocol):
+    """Layers whose weights lie in host memory; ``core.backend.Ops.layer`` copies them ahead of their turn."""
+
+    def make(self) -> None:
+        """Makes the buffers that weights arrive in."""
+        ...
+
+    def loading(self, layer: Any, place: int, count: int) -> AbstractContextManager[None]:
+        """Around the loading of layer ``place`` of ``count``: host memory takes what one of these packs."""
+        ...
+
+
+class HostLayering(Protocol):
+    """What a backend has besides where its policy says ``host_weights``."""
+
+    host_layers: LayersInHostMemory
 
 
 class Model(Protocol):

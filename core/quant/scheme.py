@@ -23,7 +23,10 @@ CODES = "codes"
 """A device that keeps codes of 8 and 4 bits with the scales of their groups, and decodes them in every product."""
 
 FLOATS8 = "floats8"
-"""A device that multiplies floats of 8 bits with one scale an output row."""
+"""A device that multiplies floats of 8 bits with one scale an output row, and opens integers of 4 bits as it runs."""
+
+WORD = 8
+"""Codes of 4 bits in an int32, along the outputs, where such a device keeps them."""
 
 FACTOR = 4
 """Bytes of the float32 factor of a row, which both keep."""
@@ -133,9 +136,21 @@ def held_bytes(
         return _panel_bytes(scheme, rows, columns, whole)
     if scheme is not None and form == FLOATS8 and scheme.kind == "float":
         return rows * (columns + FACTOR) + (FACTOR if scheme.activations == "given" and first else 0)
+    if scheme is not None and form == FLOATS8 and itemsize == 2 and scheme.bits == 4:
+        cut = scheme.group and columns < whole
+        group = gcd(scheme.group, columns) if cut else scheme.group
+        if packs4(rows, columns, group) and not (cut and scheme.ordered):
+            groups = groups_of(columns, group)
+            gathered = 4 * columns if scheme.ordered and first and groups > 1 else 0
+            return rows * columns // 2 + groups * (2 * rows + rows // 2) + gathered
     if scheme is not None and form == CODES:
         return _codes_bytes(scheme, rows, columns, itemsize, whole, first)
     return rows * columns * itemsize
+
+
+def packs4(rows: int, columns: int, group: int) -> bool:
+    """Whether a weight of 4 bits stays packed on a device of ``FLOATS8``: whole words, groups of equal columns."""
+    return rows % WORD == 0 and (not group or columns % group == 0)
 
 
 def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: int, first: bool) -> int:
@@ -164,7 +179,7 @@ GIVEN = "the scales of QUANT_CONFIG's files"
 KNOWN = {
     ROWS8: "int8 and int4 are kept",
     PANELS: "int8 and int4 are kept",
-    FLOATS8: "fp8 is kept",
+    FLOATS8: "fp8 and int4 are kept",
     "": "the CPU keeps int8 and int4, CUDA all",
 }
 
@@ -186,6 +201,8 @@ def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
             given = scheme.activations == "given"
             how = f"as fp8 with a scale a row, and activations as fp8 with {GIVEN if given else 'a scale a token'}"
             lines.append(f"weights: {scheme.label}, multiplied {how}")
+        elif form == FLOATS8 and scheme.bits == 4 and itemsize == 2:
+            lines.append(f"weights: {scheme.label}, kept packed and opened to bfloat16 in every product")
         elif form == CODES:
             lines.append(f"weights: {scheme.label}, kept as they are and decoded in every product")
         else:

@@ -36,8 +36,9 @@ from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.links.topology import RAY, Topology, topology
-from trencadis.core.memory import host_tier
-from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
+from trencadis.core.memory import host_weights
+from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
+from trencadis.core.memory.free_host import free_host
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
@@ -50,6 +51,7 @@ from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.stages import check_ranks, staged
+from trencadis.core.startup import host_side
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
@@ -143,13 +145,13 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     policy = package.pick_policy(config.policy)
     if config.batch_invariant and not policy.invariant_rows:
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
-    host_tier.check(config, policy, device)
+    host_side.check(config, policy, device)
     _check_pooling(config, model_config, policy)
     check_attention(config, model_config, policy)
     check_ranks(model_config, device, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
-    backend = make(backend_config(config, model_config, place, dtype, limits, index))
+    backend = make(backend_config(config, model_config, place, policy, dtype, limits, index))
     check_kv(device, model_config, backend.policy)
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
@@ -168,9 +170,18 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
 
 
 def backend_config(
-    config: EngineConfig, model: ModelConfig, place: Place, dtype: torch.dtype, limits: ShapeLimits, index: int
+    config: EngineConfig,
+    model: ModelConfig,
+    place: Place,
+    policy: Policy,
+    dtype: torch.dtype,
+    limits: ShapeLimits,
+    index: int,
 ) -> BackendConfig:
     """What a rank's backend is made for; ``index``: of the engine's first card."""
+    sized = Sized(model, dtype.itemsize, place.peers, quantised=policy.quantised, unit=policy.aligned)
+    free = free_host() if place.local_rank == 0 else None  # the others would see what this one has taken
+    moved = host_weights.moved(config, sized, free, place.local_world)
     return BackendConfig(
         dtype=dtype,
         block_size=limits.block_size,
@@ -191,6 +202,8 @@ def backend_config(
         stage=place.stage,
         stages=place.stages,
         rendezvous=place.rendezvous,
+        host_layers=moved.layers,
+        host_buffer=moved.buffer,
         local_rank=place.card,
         local_world=place.cards,
         options={
@@ -309,6 +322,7 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
+        host_blocks=plan.host_blocks,
     )
 
 

@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Bucket, Stage
@@ -27,6 +27,7 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.profile import PROFILE_BLOCKS, profile
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.graphs.watch import GraphWatch
+from trencadis.core.launches.host_blocks import PlannedCopies
 from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cache, sampler_state, stream_rows
 from trencadis.core.launches.pipe import LAST
 from trencadis.core.launches.runner import Runner
@@ -39,15 +40,15 @@ from trencadis.core.memory.ledger import Before, Division, check_room, divide
 from trencadis.core.memory.meter import Meter
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
-from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.core.startup.host_tier import with_host_blocks
+from trencadis.core.startup.host_tier import planned_copies, with_host_blocks
 from trencadis.core.startup.stages import planned_stage
 
-SAID = ("max_model_len", "graphs:", "weights:", "KV cache:", "--kv-cache-dtype")
+SAID = ("max_model_len", "graphs:", "host memory: weights", "weights:", "KV cache:", "--kv-cache-dtype")
 """How notes of the paper plan begin that users must know."""
 
 
@@ -58,6 +59,7 @@ class Fixed:
     runner: Runner
     tensors: Persistent
     activations: Mapping[Bucket, int]
+    copies: PlannedCopies | None = None
 
 
 class Divided(NamedTuple):
@@ -127,13 +129,17 @@ class DeviceStart:
     def _run(self) -> StartedDevice:
         meter = Meter(self.backend)
         self.progress("weights", gib(self.paper.sized.weights()), 0.1)
+        if self.config.cpu_offload_gb:
+            cast(HostLayering, self.backend).host_layers.make()
+            meter.book("copies")
         model = registry.build(self.model_config, self.backend, self.config)
         meter.book("weights")
         self.progress("profiling", f"{len(self.paper.plan.buckets)} planned shapes", 0.6)
         fixed = self._fixed(model, meter)
         limits, division = self._divide(meter.before())
         cache = self._kv(model, fixed.tensors, meter, limits, division)
-        cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache)
+        cache = with_host_blocks(self.config, fixed.runner, fixed.tensors, cache, fixed.copies, not self._eager)
+        meter.book("copies")
         captures = self._captures(fixed, meter.before(), limits, division)
         return StartedDevice(fixed.runner, cache, limits, self._warm(fixed.runner, captures), captures)
 
@@ -156,10 +162,19 @@ class DeviceStart:
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.book("inputs")
+        copies = planned_copies(self.config, b, small)
+        meter.book("copies")
         activations = self.paper.sized.activations
         held = profile(runner.graphs, costliest(plan, lambda bucket: activations(bucket, limits.block_size)))
+        if copies is not None:
+            copies.rehearse(small)
         meter.book("activations")
-        return Fixed(runner, tensors, held)
+        return Fixed(runner, tensors, held, copies)
+
+    @property
+    def _eager(self) -> bool:
+        """Whether nothing is captured."""
+        return self.paper.settings.eager
 
     def _divide(self, own: Before) -> Divided:
         """Divides the free memory of the fullest rank into KV cache and graph pools.
@@ -169,6 +184,7 @@ class DeviceStart:
         agreement = Agreement(self.backend)
         total, free = agreement.least(own.total, own.free)
         before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
+        before = dataclasses.replace(before, copies=max(own.copies, self.paper.ledger.before.copies))
         config, limits, settings = self.config, self.paper.limits, self.paper.settings
         block = self.paper.sized.block_bytes(limits.block_size)
         of, multimodal = self.backend.policy.utilisation_of, self.model_config.sees

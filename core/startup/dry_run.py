@@ -14,7 +14,7 @@ from trencadis.core.executor.ranks import shares
 from trencadis.core.launches.pipe import own_plan
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory import host_tier
+from trencadis.core.memory import host_weights
 from trencadis.core.memory.asked_kv import check_kv_asked, kv_asked, kv_flag
 from trencadis.core.memory.estimate import Sized, any_inputs, before, costliest
 from trencadis.core.memory.graph_budget import GraphSelection, Price
@@ -34,9 +34,11 @@ from trencadis.core.memory.ledger import (
 )
 from trencadis.core.memory.measured import Measured
 from trencadis.core.memory.units import gib
+from trencadis.core.report import LedgerRow
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
+from trencadis.core.startup import host_side
 from trencadis.core.startup.forms import check_kv, form_notes
 
 BUILT_FOR_FEW = 128, 2048
@@ -59,7 +61,10 @@ class PlannedDevice:
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything that is known before weights are loaded. ``formula``: names of figures that were not measured."""
+    """Everything that is known before weights are loaded.
+
+    ``formula``: names of figures that were not measured. ``host``: what lies in host memory, of all ranks.
+    """
 
     plan: Plan
     limits: ShapeLimits
@@ -72,6 +77,7 @@ class Planned:
     formula: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
     arena_rows: int = 0
+    host: tuple[LedgerRow, ...] = ()
 
     @property
     def concurrency(self) -> float:
@@ -183,6 +189,7 @@ class DryRun:
 
     def _planned(self) -> Planned:
         check_kv(self.device.name, self.model, self.policy)
+        host_side.check(self.config, self.policy, self.device.name)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if self.at_most:
             limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
@@ -205,7 +212,7 @@ class DryRun:
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
         advice = self._advice(limits, ledger, selection, wanted, settings)
         forms = form_notes(self.model, self.device.itemsize, self.policy)
-        lines = (*plan.notes, *notes, *forms, *self._host_blocks(limits), *advice)
+        lines = (*plan.notes, *notes, *forms, *host_side.notes(self.config, self.sized, limits.block_size), *advice)
         return Planned(
             plan,
             limits,
@@ -218,6 +225,7 @@ class DryRun:
             self._formula(plan, limits),
             lines,
             self._arena_rows(limits),
+            host_side.rows(self.config, self.sized, limits.block_size),
         )
 
     def _plan(self, limits: ShapeLimits) -> Plan:
@@ -254,7 +262,8 @@ class DryRun:
         ledger = self._host_ledger(plan, limits, found)
         selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
-        notes += [*form_notes(self.model, self.device.itemsize, self.policy), *self._host_blocks(limits)]
+        notes += form_notes(self.model, self.device.itemsize, self.policy)
+        notes += host_side.notes(self.config, self.sized, limits.block_size)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
@@ -272,14 +281,6 @@ class DryRun:
             tuple(notes),
             found.arena_rows,
         )
-
-    def _host_blocks(self, limits: ShapeLimits) -> list[str]:
-        """The line about KV blocks in host memory, if they are asked for."""
-        host_tier.check(self.config, self.policy, self.device.name)
-        share, ranks = self.model.share, self.device.ranks
-        block = self.sized.block_bytes(limits.block_size) // len(share.layers) * self.model.text.layers
-        count = host_tier.blocks(self.config, block, ranks)
-        return [host_tier.note(count, block, limits.block_size, ranks)] if count else []
 
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """The rows of one rank; the machine's other ranks take as much each and count as other use."""
@@ -334,7 +335,18 @@ class DryRun:
     def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
         rows = self._arena_rows(limits)
         taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
+        graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
+        copies, moved = (
+            self.sized.copies(copying, limits.block_size, graphs),
+            host_weights.moved(self.config, self.sized),
+        )
+        taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
+
+    @property
+    def _copying(self) -> tuple[int, ...]:
+        """Blocks of each launch that copies some to or from host memory; empty: there is none."""
+        return self.policy.host_blocks if self.config.kv_offloading_size else ()
 
     def _activations(self, plan: Plan, limits: ShapeLimits) -> tuple[int, bool]:
         """Most bytes of the launches that a start profiles, and whether all of them were measured."""
@@ -344,7 +356,8 @@ class DryRun:
             return self.sized.activations(bucket, limits.block_size)
 
         chosen = costliest(plan, formula)
-        return max((known.get(b) or formula(b) for b in chosen), default=0), all(b in known for b in chosen)
+        most = max((known.get(b) or formula(b) for b in chosen), default=0)
+        return max(most, self.sized.copying(self._copying, limits.block_size)), all(b in known for b in chosen)
 
     def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
         taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
 
+from trencadis.core.backend import Backend, LayerKV
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.agree import Agreement
-from trencadis.core.launches.host_blocks import CopyingBackend, HostKV, block_parts
+from trencadis.core.launches.host_blocks import (
+    CopyingBackend,
+    HostKV,
+    PlannedCopies,
+    PlanningBackend,
+    block_parts,
+)
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import host_tier
@@ -19,27 +27,55 @@ from trencadis.core.memory.host_plan import CachePlan
 from trencadis.core.models.interface import Persistent
 
 
-def with_host_blocks(config: EngineConfig, runner: Runner, held: Persistent, plan: CachePlan) -> CachePlan:
+def planned_copies(config: EngineConfig, backend: Backend, kv: Sequence[LayerKV]) -> PlannedCopies | None:
+    """Launches that copy blocks of caches like ``kv``, where they are asked for and the device has any."""
+    if not (config.kv_offloading_size and backend.policy.host_blocks):
+        return None
+    return cast(PlanningBackend, backend).block_copies(kv)
+
+
+def with_host_blocks(
+    config: EngineConfig,
+    runner: Runner,
+    held: Persistent,
+    plan: CachePlan,
+    copies: PlannedCopies | None = None,
+    graphs: bool = False,
+) -> CachePlan:
     """Gives a rank the host memory that is asked for; returns the plan with its blocks.
 
-    Copies go through the rows that a step's text leaves for its SAMPLE: between two steps nothing there is needed.
+    Without launches of their own (``copies``), copies go through the rows that a step's text leaves for its SAMPLE:
+    between two steps nothing there is needed.
 
     Raises:
         StartupError: the size does not fit, or these rows are smaller than a block.
     """
     if not config.kv_offloading_size:
         return plan
-    backend = runner.backend
-    parts = block_parts(held.kv, plan.num_blocks + RESERVED_BLOCKS)
-    block, world = sum(part.shape[1] for part in parts), backend.comm.world
+    backend, blocks = runner.backend, plan.num_blocks + RESERVED_BLOCKS
+    block, world = _block_bytes(held.kv, blocks), backend.comm.world
     share = runner.model.config.share
     whole = block // len(share.layers) * runner.model.config.text.layers  # on all pipeline stages
     (count,) = Agreement(backend).over_stages(host_tier.blocks(config, whole, world, free_host()))
+    note = host_tier.note(count, whole, plan.block_size, world)
+    plan = replace(plan, host_blocks=count, notes=(*plan.notes, note))
+    if copies is not None:
+        copies.bind(held.kv, graphs)
+        copies.hold(count)
+        runner.host_kv = copies
+        runner.graphs.expected()
+        return plan
+    parts = block_parts(held.kv, blocks)
     rows = held.hidden[1:].view(-1).view(torch.uint8)
     if len(rows) < block:
         tokens = -(-block // (held.hidden.shape[1] * held.hidden.element_size()))
         works = f"--max-num-batched-tokens {tokens} holds one"
         raise StartupError(f"{host_tier.asked(config)}: a block goes through the rows of a step; {works}")
     runner.host_kv = HostKV(cast(CopyingBackend, backend), parts, count, rows[:block])
-    note = host_tier.note(count, whole, plan.block_size, world)
-    return replace(plan, host_blocks=count, notes=(*plan.notes, note))
+    return plan
+
+
+def _block_bytes(kv: Sequence[LayerKV], blocks: int) -> int:
+    """Bytes of one of the caches' blocks over all layers."""
+    tensors = [t for x in kv for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors) // blocks

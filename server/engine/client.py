@@ -306,7 +306,7 @@ def announce(info: wire.EngineInfo) -> None:
     log.info("KV cache size: %s tokens", f"{tokens:,}")
     # As vLLM words them on every device; scripts read the numbers.
     log.info("GPU KV cache size: %s tokens", f"{tokens:,}")
-    log.info("# GPU blocks: %d, # CPU blocks: 0", info.num_blocks)
+    log.info("# GPU blocks: %d, # CPU blocks: %d", info.num_blocks, info.host_blocks)
     if info.max_model_len:
         log.info(
             "Maximum concurrency for %s tokens per request: %.2fx",

@@ -16,7 +16,7 @@ ABSENT = {
     "mamba_ssm_cache_dtype": "auto", "mamba_cache_mode": "none", "enable_mamba_fine_grained_prefix_cache": "False",
     "replayssm_buffer_len": "None", "use_replayssm": "False", "prefix_cache_retention_interval": "None",
     "kv_cache_dtype_skip_layers": "[]", "skip_page_size_padded": "None", "attn_group_size": "None",
-    "calculate_kv_scales": "False", "num_cpu_blocks": "0", "swap_space": "0",
+    "calculate_kv_scales": "False", "swap_space": "0",
 }  # fmt: skip
 """Labels whose value is the same on every server of this kind, most of them for parts that it does not have."""
 
@@ -31,6 +31,7 @@ def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
         "cache_dtype": config.kv_cache_dtype,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_gpu_blocks": info.num_blocks,
+        "num_cpu_blocks": info.host_blocks,
         "num_gpu_blocks_override": config.num_gpu_blocks_override,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "kv_cache_size_tokens": tokens,

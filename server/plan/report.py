@@ -37,6 +37,7 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, sizes: Si
             "block_size": limits.block_size,
         },
         "ledger": [{"name": name, "bytes": count} for name, count in planned.ledger.rows()],
+        "host": [{"name": name, "bytes": count} for name, count in planned.host],
         "total": planned.ledger.before.total,
         "usable": division.usable,
         "kv_blocks": division.blocks,

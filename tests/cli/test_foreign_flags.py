@@ -25,7 +25,7 @@ def refused(line):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("--cpu-offload-gb 4", "all weights lie on the device"),
+        ("--cpu-offload-params mlp", "--cpu-offload-gb puts the last layers into host memory"),
         ("--tokenizer-mode mistral", "tokenizer.json"),
         ("--config-format mistral", "config.json"),
         ("--model-impl transformers", "the server's own"),
@@ -50,7 +50,8 @@ def test_flags_that_would_change_something_are_refused(line, part, capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        "--cpu-offload-gb 0", "--tokenizer-mode auto", "--tokenizer-mode hf", "--config-format hf", "--model-impl vllm",
+        "--offload-backend auto", "--tokenizer-mode auto", "--tokenizer-mode hf", "--config-format hf",
+        "--model-impl vllm",
         "--api-server-count 1", "--swap-space 0", "--preemption-mode recompute",
         "--task generate", "--task auto", "--runner generate", "--convert none", "--mm-encoder-tp-mode weights",
         "--data-parallel-size 1", "--nnodes 1", "--distributed-executor-backend mp", "--quantization null",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.host_blocks import HostKV, block_parts
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.core.step import BlockMove
 
@@ -26,6 +28,7 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu", "policy": "padded", "threads": 1}, "cuda": {"device": "cuda", "policy": "twin"},
+    "hpu": {"device": "hpu", "block_size": 16, "warmup": "full", "max_num_seqs": 2},
 }  # fmt: skip
 SOME = 4 / 1024
 """GiB of host memory: hundreds of blocks."""
@@ -53,6 +56,54 @@ def test_answers_are_equal_with_host_memory(vl_checkpoint: Path) -> None:
     compare(vl_checkpoint, "cpu", 1, 40)
 
 
+@pytest.mark.usefixtures("settled")
+def test_a_gaudi_takes_prompts_from_host_memory_and_compiles_nothing(
+    vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated, behind a full warm-up: prompts that others made room for come back, with equal answers."""
+    gaudi(vl_checkpoint, 1, 8, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("lazy", ["1", "0"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
+def test_a_gaudi_takes_prompts_from_host_memory_and_compiles_nothing_long(
+    depth: int, cache: str, lazy: str, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    gaudi(vl_checkpoint, depth, 100, monkeypatch, kv_cache_dtype=cache)
+    compare(vl_checkpoint, "hpu", depth, 150, kv_cache_dtype=cache)
+
+
+def gaudi(path: Path, depth: int, count: int, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
+    """``count`` requests over four prompts of three blocks, which take turns in six blocks."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    rng = random.Random(1)
+    prompts = [[rng.randrange(100, 200) for _ in range(49)] for _ in range(4)]
+    found = []
+    for size in (0.0, SOME):
+        asked = {**FLAGS, **DEVICES["hpu"], "async_depth": depth, "kv_offloading_size": size, **flags}
+        engine = create_engine(EngineConfig(model=str(path), **asked))
+        rank: Any = engine.executor._rank  # type: ignore[attr-defined]
+        before, answers = rank.backend.compilations(), []
+        for number in range(count):
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            engine.add(Request(f"r{number}", list(prompts[number % 4]), params))
+            while not engine.idle():
+                answers += [token for delta in engine.step() for token in delta.tokens]
+        assert rank.backend.compilations() == before and rank.backend.fallbacks() == 0
+        engine.scheduler.check()
+        info = engine.info()
+        rows = dict(info.graphs.ledger) if info.graphs is not None else {}
+        assert ("copies of host memory" in rows) == bool(size) and (info.host_blocks > 0) == bool(size)
+        assert engine.stats().host_hits == (48 * (count - 4) if size else 0)
+        found.append(answers)
+        engine.close()
+    assert found[0] == found[1] and len(found[0]) == 3 * count
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("depth", [0, 1])
@@ -62,10 +113,10 @@ def test_answers_are_equal_with_host_memory_long(device: str, depth: int, vl_che
     print(f"{device}, depth {depth}: {stats.prefix_hits} tokens cached, {stats.host_hits} of them in host memory")
 
 
-def compare(path: Path, device: str, depth: int, count: int) -> Engine:
+def compare(path: Path, device: str, depth: int, count: int, **flags: Any) -> Engine:
     """Equal answers with and without; the engine with it."""
-    _, want = answers(path, device, count, async_depth=depth)
-    engine, got = answers(path, device, count, async_depth=depth, kv_offloading_size=SOME)
+    _, want = answers(path, device, count, async_depth=depth, **flags)
+    engine, got = answers(path, device, count, async_depth=depth, kv_offloading_size=SOME, **flags)
     host, stats = engine.scheduler.pool.host, engine.stats()
     assert host is not None and stats.host_total == host.size > 100
     assert stats.host_hits >= 16 and stats.prefix_hits >= stats.host_hits and host.stored and host.restored

@@ -123,7 +123,7 @@ def family_checkpoint(folder: Path, *, family: str, form: str, **changes: Any) -
     import transformers
 
     config, model = (getattr(transformers, name) for name in CLASSES[family])
-    made = model(config(**FORMS[family][form], **changes))
+    made = model(config(**{**FORMS[family][form], **changes}))
     randomise(made, 0)
     _louder(made)
     made.generation_config = transformers.GenerationConfig(eos_token_id=EOS, do_sample=False)

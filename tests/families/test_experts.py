@@ -110,17 +110,6 @@ def copied(form: Any, tmp_path: Path) -> Any:
     return lambda family, name: Path(shutil.copytree(form(family, name), tmp_path / family))
 
 
-def test_quantised_experts_are_refused(copied: Any) -> None:
-    path = copied("mixtral", "plain")
-    for how in ("int8", "fp8"):
-        with pytest.raises(StartupError, match=r"experts of \w+ weights .* are not implemented") as error:
-            load_config(path, how)
-        assert "\n" not in str(error.value)
-    set_keys(path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True})
-    with pytest.raises(StartupError, match="experts of gptq weights"):
-        load_config(path)
-
-
 def test_the_number_of_experts_has_two_names(copied: Any) -> None:
     path = copied("qwen3_moe", "plain")
     raw = json.loads((path / "config.json").read_text())

@@ -22,7 +22,7 @@ from trencadis.core.backend import HeadTensorsOut, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, StepInputs
 
-LANES = (HOST, "programs", "uploads", "downloads")
+LANES = (HOST, "programs", "uploads", "downloads", "weights")
 LAUNCHES = ("launch", "replay")
 Clock = dict[str, int]
 

@@ -110,7 +110,8 @@ def config(kind: str, bits: int, group: int, symmetric: bool, ordered: bool) -> 
 
 def linear(name: str, tensor: Tensor) -> bool:
     """Whether ``name`` is a weight of the decoder's linears."""
-    return tensor.ndim == 2 and ".layers." in name and name.endswith("_proj.weight")
+    ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    return tensor.ndim == 2 and ".layers." in name and name.endswith(ends)
 
 
 def copied(source: Path, out: Path, stored: dict[str, Tensor], quantisation: dict[str, Any] | None) -> Path:

@@ -8,6 +8,7 @@ import signal
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trencadis.backends.cuda.protocol import Array, CudaEvent, Graph, Stream
-from trencadis.backends.cuda.twin.tape import TwinTape
+from trencadis.backends.cuda.twin.tape import LaunchReads, TwinTape
 from trencadis.backends.hooks import STEP, Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
 from trencadis.core.errors import StartupError
@@ -56,8 +57,10 @@ class TwinEvent:
 class TwinGraph:
     """A tape, the outputs it writes, the static memory it reads and what it takes for itself."""
 
-    def __init__(self, name: str, pool: str, tape: TwinTape, out: Any, static: Tensor) -> None:
-        self.name, self.pool, self.tape, self.out, self.static = name, pool, tape, out, static
+    def __init__(
+        self, name: str, pool: str, tape: TwinTape, out: Any, static: Tensor, calls: Sequence[TwinCall] = ()
+    ) -> None:
+        self.name, self.pool, self.tape, self.out, self.static, self.calls = name, pool, tape, out, static, calls
         self.nodes = CALL * len(tape.steps)
         self.own = self.nodes + tape.kept
 
@@ -167,6 +170,10 @@ class TwinRuntime:
         self._given_up: Counter[str] = Counter()
         self._kept: list[Any] = []
         self._shapes: set[tuple[str, ...]] = set()
+        self._inner: list[TwinCall] | None = None
+        """Calls of a launch that is being captured: every replay makes them again."""
+        self._watched: dict[int, Tensor] = {}
+        self._bringing = False
         self._events = 0
 
     # Memory
@@ -222,10 +229,26 @@ class TwinRuntime:
         self._call("download", Stream.DOWNLOADS.value, reads=(source,), writes=(target,))
         target.copy_(source)
 
+    def bring(self, target: Tensor, source: Tensor) -> None:
+        """Whatever a launch reads of ``target`` is recorded from now on."""
+        self._call("weights", Stream.WEIGHTS.value, reads=(source,), writes=(target,))
+        before = self._watched.get(target.data_ptr(), target)
+        self._watched[target.data_ptr()] = max(before, target, key=Tensor.numel)
+        self._bringing = True
+        target.copy_(source)
+        self._bringing = False
+
+    def seen(self, t: Tensor) -> None:
+        """A launch takes ``t``: where it lies in what ``bring`` fills, that is read."""
+        at = t.data_ptr()
+        for begin, room in () if self._bringing else self._watched.items():
+            if begin <= at < begin + room.nbytes:
+                self._call("read", Stream.PROGRAMS.value, reads=(room,))
+
     def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
         shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
         self._shapes.add(shapes)
-        with torch.no_grad():
+        with torch.no_grad(), self._watching():
             out = body(inputs)
         self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
         return out
@@ -235,10 +258,14 @@ class TwinRuntime:
 
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
         self._call("capture", HOST, name)
-        with torch.no_grad(), TwinTape() as tape:
-            out = body(inputs)
+        self._inner = []
+        try:
+            with torch.no_grad(), TwinTape() as tape, self._watching():
+                out = body(inputs)
+        finally:
+            inner, self._inner = self._inner, None
         tape.close(out)
-        graph = TwinGraph(name, pool, tape, out, static)
+        graph = TwinGraph(name, pool, tape, out, static, inner)
         work = max(tape.bytes - self._work.get(pool, 0), 0)
         self.books.take(graph.own + work)
         self._work[pool] = self._work.get(pool, 0) + work
@@ -250,7 +277,12 @@ class TwinRuntime:
         assert isinstance(graph, TwinGraph)
         written = [t for g in self.pools[graph.pool] for t in leaves(g.out)]
         self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
+        if self.calls is not None:
+            self.calls += graph.calls
         graph.tape.replay()
+
+    def _watching(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.calls is None else LaunchReads(self.seen)
 
     def release(self, graph: Graph) -> None:
         """As on a card: nodes return at once, the pool's memory, outputs too, with its last graph."""
@@ -265,6 +297,9 @@ class TwinRuntime:
     def run_out(self, kind: str) -> None:
         """The next ``capture``, or the next launch or replay of a ``step``, finds no memory."""
         self._short = ("launch", "replay") if kind == STEP else (kind,)
+
+    def give(self, count: int) -> None:
+        self.books.give(count)
 
     def compilations(self) -> int:
         """Distinct shapes launched so far: a card would compile or tune for each."""
@@ -288,7 +323,7 @@ class TwinRuntime:
             # Addresses stay in use while the record lives, so that equal ones mean the same memory.
             self._kept += [*reads, *writes]
             number = 0 if event is None else event.number
-            self.calls.append(
+            (self.calls if self._inner is None else self._inner).append(
                 TwinCall(kind, stream, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
             )
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.twin.device import TwinMemory
 from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
 from trencadis.core.backend import (
@@ -33,7 +34,7 @@ BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
 
 
-class TwinOps(ReferenceOps):
+class TwinOps(HostLayerOps, ReferenceOps):
     """``core.backend.Ops`` that charges weights to the twin's memory."""
 
     def __init__(self, books: TwinMemory) -> None:

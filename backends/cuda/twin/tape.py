@@ -6,6 +6,7 @@ a CUDA graph goes stale here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -107,3 +108,17 @@ class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         made[slot] = t
             for slot, target in self._out:
                 target.copy_(made[slot])
+
+
+class LaunchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells ``seen`` of every tensor that a call of a launch takes."""
+
+    def __init__(self, seen: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_flatten((args, kwargs or {}))[0]:
+            if isinstance(x, Tensor):
+                self._seen(x)
+        return func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from trencadis.backends.hpu.emulator.faults import EmulatedFaults
 from trencadis.backends.hpu.emulator.op_table import OpTable
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.queue import Queue
+from trencadis.backends.hpu.emulator.repeats import leaf_key
 from trencadis.backends.hpu.emulator.scope import Scope
 from trencadis.backends.hpu.emulator.shadows import SHADOWS
 from trencadis.backends.hpu.emulator.tape import RecordedTape
@@ -98,6 +99,8 @@ class EmulatedDevice:
             if why:
                 self._on_the_host(str(func), why, leaves, capture)
         function, name = narrowed(checked(func), str(func)), str(func)
+        if self.scope is None and not is_view(func):
+            self._alone(name, leaves)
         return (self._apply if self._is_free(func) else self.execute)(function, name, args, kwargs)
 
     def _is_free(self, func: Any) -> bool:
@@ -130,6 +133,12 @@ class EmulatedDevice:
         else:
             self.scope.add(name, args, kwargs)
         return self._apply(function, name, args, kwargs)
+
+    def _alone(self, name: str, leaves: list[Any]) -> None:
+        """An operation outside of launches: in lazy mode a recipe, of a view elsewhere another one."""
+        if self.lazy:
+            offsets = tuple(t.storage_offset() for t in leaves if isinstance(t, DeviceTensor))
+            self.clock.recipe(("alone", name, offsets, *map(leaf_key, leaves)), 1)
 
     def _apply(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Runs ``function`` on inner tensors and wraps what comes out."""

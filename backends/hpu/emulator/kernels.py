@@ -105,6 +105,29 @@ def all_gathered(x: Tensor, world: int) -> Tensor:
     return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
 
 
+def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """``symbols.convert_from_uint4``; into bfloat16, which its users ask for."""
+    if codes.dtype != torch.int32 or zero.dtype not in (torch.int32, scale.dtype):
+        raise RuntimeError("Only int input tensors are supported")
+    if dtype != torch.bfloat16:
+        raise RuntimeError(f"convert_from_uint4 gives bfloat16, not {dtype}")
+    rows, columns, groups = codes.shape[0], codes.shape[1] * 8, scale.shape[0]
+    if scale.shape[1] != columns or rows % groups or zero.shape != (groups, codes.shape[1]):
+        raise RuntimeError(
+            f"convert_from_uint4: scale {list(scale.shape)} and zero_point {list(zero.shape)} do not divide "
+            f"{[rows, columns]}"
+        )
+    each = rows // groups
+    apart = _nibbles(codes).float() - _nibbles(zero).float().repeat_interleave(each, 0)
+    return (apart * scale.float().repeat_interleave(each, 0)).to(dtype)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [n, m] -> [n, 8 m], lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 15).reshape(words.shape[0], -1)
+
+
 class KernelOps:
     """The fused symbols as operations of torch, which a compiled graph holds as they are."""
 
@@ -128,6 +151,8 @@ class KernelOps:
             ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
             ("all_reduce(Tensor x) -> Tensor", all_reduced),
             ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+            ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
+             convert_from_uint4),
             *floats8.SCHEMAS,
         ):  # fmt: skip
             library.define(schema)
@@ -256,4 +281,11 @@ class Kernels:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(floats8.fp8_gemm_v2, *args)
+        return out
+
+    def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """``torch.ops.hpu.convert_from_uint4``."""
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.convert_from_uint4(codes, scale, zero, dtype)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(convert_from_uint4, codes, scale, zero, dtype)
         return out

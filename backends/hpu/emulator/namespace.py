@@ -113,6 +113,7 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         cast_to_fp8_v2=kernels.to_fp8,
         cast_from_fp8=kernels.from_fp8,
         fp8_gemm_v2=kernels.fp8_gemm,
+        convert_from_uint4=kernels.from_uint4,
         fp8_top=device.profile.fp8_top,
         pin=device.transfers.pin,
         event=lambda: QueueEvent(device.queue),

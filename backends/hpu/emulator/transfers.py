@@ -48,8 +48,11 @@ class Transfers:
         return made
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a host tensor is one that ``pin`` made, or a view of one that still exists."""
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        """Whether a host tensor begins where one that ``pin`` made does, and that still exists.
+
+        The plug-in knows pinned memory by the address of a tensor's first element: a view into it may not be found.
+        """
+        return tensor.data_ptr() in self._pinned
 
     def up(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
         """Host to card. The source is read when the copy runs."""

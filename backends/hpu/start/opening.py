@@ -134,6 +134,7 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         cast_to_fp8_v2=optional.cast_to_fp8_v2,
         cast_from_fp8=optional.cast_from_fp8,
         fp8_gemm_v2=optional.fp8_gemm_v2,
+        convert_from_uint4=optional.convert_from_uint4,
         fp8_top=optional.fp8_top,
         pin=lambda tensor: tensor.pin_memory("hpu"),
         event=hpu.Event,

@@ -11,7 +11,7 @@ _READS = "safetensors are mapped into memory; how they are read changes no answe
 _SCALES = "attention of images computes in the type of the model (--dtype)"
 _SHAPE = "all layers attend to all tokens before them, and KV blocks have one form"
 _OTHER_CODE = "no code of others runs in a server; an installed package offers a device by the entry point "
-_HOST_WEIGHTS = "all weights lie on the device; -tp shares them among cards and --quantization makes them smaller"
+_HOST_WEIGHTS = "--cpu-offload-gb puts the last layers into host memory, and copies each ahead of its turn"
 _ROPE = "put it into config.json of the checkpoint (rope_scaling, rope_theta)"
 
 MODEL: tuple[FlagRow, ...] = (
@@ -71,7 +71,6 @@ LOADING: tuple[FlagRow, ...] = (
 MEMORY: tuple[FlagRow, ...] = (
     free("swap_space", "float", "what is preempted is computed again, which gives the same answer", 0),
     free("preemption_mode", "str", "what is preempted is computed again, which gives the same answer", "recompute"),
-    refused("cpu_offload_gb", "float", _HOST_WEIGHTS, 0),
     refused("cpu_offload_params", "list", _HOST_WEIGHTS),
     refused("offload_backend", "str", _HOST_WEIGHTS, "auto"),
     refused("offload_group_size", "int", _HOST_WEIGHTS, 0),

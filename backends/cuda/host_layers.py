@@ -1,0 +1,159 @@
+"""Layers whose weights lie in pinned host memory, and arrive on the card while the layer before them is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cuda.protocol import Runtime, Stream
+from trencadis.core.errors import StartupError
+
+T = TypeVar("T")
+
+UNIT = 256
+"""Tensors begin at multiples of so many bytes in a buffer."""
+
+OTHERS = frozenset({"ops", "comm", "backend", "kv"})
+"""Attributes of a layer's parts that lead elsewhere."""
+
+
+class HostLayers:
+    """``core.models.interface.LayersInHostMemory``: the last ``held`` layers of a decoder.
+
+    Each has an image of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
+    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers take
+    turns, on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for its
+    copy. Copies begin with the launch, beside the layers whose weights lie on the card.
+
+    Args:
+        buffer: bytes of each of the two buffers.
+    """
+
+    def __init__(self, runtime: Runtime, held: int, buffer: int) -> None:
+        self._runtime, self._held, self._size = runtime, held, buffer
+        self._buffers: list[Tensor] = []
+        self._images: list[Tensor] = []
+        self._rooms: list[Tensor] = []
+        self._places: dict[int, int] = {}
+        self._layers: list[Any] = []
+        self._first = 0
+        self._begun = runtime.event()
+        self._arrived = [runtime.event(), runtime.event()]
+        self._used = [runtime.event(), runtime.event()]
+
+    def make(self) -> None:
+        """Makes the buffers."""
+        self._buffers = [self._runtime.buffer(self._size) for _ in range(2)] if self._held else []
+
+    @contextmanager
+    def loading(self, layer: Any, place: int, count: int) -> Iterator[None]:
+        """``count``: layers of the decoder.
+
+        Raises:
+            StartupError: the layer's tensors are larger than a buffer.
+        """
+        before = self._runtime.memory.free()
+        yield
+        if not self._held:
+            return
+        self._places[id(layer)] = place
+        self._layers.append(layer)  # keeps its id
+        self._first = count - self._held
+        if place >= self._first:
+            self._move(layer, place)
+            self._runtime.give(before - self._runtime.memory.free())
+
+    def _move(self, layer: Any, place: int) -> None:
+        """Puts the layer's tensors into an image, and makes them views of a buffer."""
+        buffer = self._buffers[(place - self._first) % 2]
+        tensors, starts, end = tensors_of(layer), list[int](), 0
+        for t in tensors:
+            starts.append(end)
+            end += -(-bytes_of(t) // UNIT) * UNIT
+        if end > self._size:
+            raise StartupError(
+                f"layer {place} takes {end} bytes and config.json says at most {self._size}: its weights are not as "
+                "config.json quantises them; leave out --cpu-offload-gb"
+            )
+        image = self._runtime.pinned((end,), torch.uint8)
+        for t, at in zip(tensors, starts, strict=True):
+            placed(image, at, t).copy_(t)
+            t.data = placed(buffer, at, t)
+        self._images.append(image)
+        self._rooms.append(buffer[:end])
+
+    def run(self, layer: Callable[..., T], *args: Any) -> T:
+        """``layer(*args)``, behind the copy of its weights and before that of the layer which takes its buffer."""
+        place, runtime = self._places.get(id(layer)), self._runtime
+        if place is None:
+            return layer(*args)
+        if place == 0:
+            runtime.record(self._begun, Stream.PROGRAMS)
+            runtime.wait(Stream.WEIGHTS, self._begun)
+            for number in range(2):
+                self._copy(number)
+        number = place - self._first
+        if number < 0:
+            return layer(*args)
+        runtime.wait(Stream.PROGRAMS, self._arrived[number % 2])
+        out = layer(*args)
+        if number + 2 < self._held:
+            runtime.record(self._used[number % 2], Stream.PROGRAMS)
+            runtime.wait(Stream.WEIGHTS, self._used[number % 2])
+            self._copy(number + 2)
+        return out
+
+    def _copy(self, number: int) -> None:
+        self._runtime.bring(self._rooms[number], self._images[number])
+        self._runtime.record(self._arrived[number % 2], Stream.WEIGHTS)
+
+
+class HostLayerOps:
+    """``Ops.layer`` where the weights of some layers lie in host memory."""
+
+    host_layers: HostLayers | None = None
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """``run(*args)``, one layer of a stack."""
+        return run(*args) if self.host_layers is None else self.host_layers.run(run, *args)
+
+
+def bytes_of(t: Tensor) -> int:
+    """Bytes from the first element of ``t`` to its last."""
+    far = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (far + 1) * t.element_size()
+
+
+def placed(area: Tensor, at: int, like: Tensor) -> Tensor:
+    """A tensor as ``like`` at byte ``at`` of uint8 ``area``, which begins its memory."""
+    values = area[at : at + bytes_of(like)].view(like.dtype)
+    return values.as_strided(like.shape, like.stride(), values.storage_offset())
+
+
+def tensors_of(part: Any) -> list[Tensor]:
+    """Every tensor that a layer holds, each once, in the order of its attributes; not those of a KV cache."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.numel():
+                found[id(value)] = value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item)
+        elif isinstance(value, dict):
+            walk(list(value.values()))
+        elif id(value) not in seen and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")):
+            if value is not part and callable(value) and not hasattr(type(value), "load"):
+                return  # a class or a function
+            seen.add(id(value))
+            names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+            walk([getattr(value, name) for name in names if name not in OTHERS and hasattr(value, name)])
+
+    walk(part)
+    return list(found.values())

@@ -1,0 +1,155 @@
+"""Quantised experts: every format is its twin on the reference, the CPU, the twin of a card and an emulated Gaudi."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.families.forms import family_checkpoint
+from tests.quant import checkpoints as quantised
+from tests.quant.test_loading import on
+from trencadis import LLM, SamplingParams
+from trencadis.backends.cpu import make_backend
+from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.memory.estimate import Sized
+from trencadis.core.memory.weights import weight_notes
+from trencadis.core.models.registry import build
+from trencadis.core.quant.scheme import CODES, FLOATS8, ROWS8
+
+pytestmark = pytest.mark.part("quantised")
+
+KINDS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
+    "awq": lambda a, b: quantised.checkpoint(a, b, "awq", 4, 32, False),
+    "gptq by activation": lambda a, b: quantised.checkpoint(a, b, "gptq", 4, 32, True, True),
+    "gptq_v2 of 8 bits": lambda a, b: quantised.checkpoint(a, b, "gptq_v2", 8, 32, False),
+    "pack-quantized": lambda a, b: quantised.checkpoint(a, b, "pack-quantized", 4, 32, False),
+    "int-quantized": lambda a, b: quantised.checkpoint(a, b, "int-quantized", 8, 0),
+    "fp8 in blocks": lambda a, b: quantised.fp8(a, b, "fp8", 16, 16),
+    "float-quantized": lambda a, b: quantised.fp8(a, b, "float-quantized", 1),
+}
+WIDER = {"qwen3_moe": {"moe_intermediate_size": 64}}
+Files = Callable[[str, str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """``files(family, kind)``: (the quantised checkpoint, its twin), made once."""
+    known: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def make(family: str, kind: str) -> tuple[Path, Path]:
+        if (family, kind) not in known:
+            wider = WIDER.get(family, {})
+            source = family_checkpoint(tmp_path_factory.mktemp(family), family=family, form="plain", **wider)
+            known[family, kind] = KINDS[kind](source, tmp_path_factory.mktemp("quantised"))
+        return known[family, kind]
+
+    return make
+
+
+CASES = [(family, kind) for family in ("mixtral", "qwen3_moe") for kind in KINDS]
+SOME = {("mixtral", "awq"), ("qwen3_moe", "gptq by activation")}
+DEVICES = {("hpu", "qwen3_moe", "gptq by activation")}
+LONG = [pytest.param(*case, marks=[] if case in SOME else pytest.mark.long) for case in CASES]
+
+
+@pytest.mark.parametrize(("family", "kind"), LONG)
+def test_the_reference_answers_as_the_twin(family: str, kind: str, files: Files) -> None:
+    """On one rank and on two, whose shares of an expert end within a group."""
+    path, twin = files(family, kind)
+    want = on(twin, 1, ops="reference")
+    for world in (1, 2):
+        got = on(path, world, ops="reference")
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max(), f"{world} ranks"
+
+
+@pytest.mark.parametrize(("family", "kind"), LONG)
+def test_the_cpu_answers_as_the_twin_within_8_bits(family: str, kind: str, files: Files) -> None:
+    """Integers are multiplied, and two ranks divide each expert. A token near a tie may take another expert."""
+    path, twin = files(family, kind)
+    want = on(twin, 1)
+    for world in (1, 2):
+        got = on(path, world)
+        away = ((got - want).norm(dim=1) / want.norm(dim=1)).sort().values
+        assert away[len(away) // 2] <= (1e-4 if "f" in kind[:2] else 0.06), f"{world} ranks: {away}"
+        assert "f" in kind[:2] or away.max() > 1e-5, "integers were multiplied"
+
+
+@pytest.mark.parametrize(
+    ("device", "family", "kind"),
+    [
+        pytest.param(d, *case, marks=[] if (d, *case) in DEVICES else pytest.mark.long)
+        for d in ("cuda", "hpu")
+        for case in CASES
+    ],
+)
+def test_devices_with_graphs_answer_as_with_the_twin(
+    device: str, family: str, kind: str, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+    found = [answers(str(path), device) for path in files(family, kind)]
+    agree = sum(a == b for x, y in zip(*found, strict=True) for a, b in zip(x, y, strict=True))
+    assert agree >= (24 if device == "hpu" and "f" not in kind[:2] else 20), found
+
+
+def answers(path: str, device: str) -> list[list[int]]:
+    """Four tokens each of six prompts."""
+    llm = LLM(path, device=device, dtype="float32", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=64,
+              block_size=16, num_gpu_blocks_override=16, warmup="skip")  # fmt: skip
+    prompts: list[Any] = [{"prompt_token_ids": [5 * n + i % 7 for i in range(3, 9 + n)]} for n in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize("method", ["int8", *(pytest.param(m, marks=pytest.mark.long) for m in ("int4", "fp8"))])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_experts_are_rounded_as_they_load_and_the_router_is_not(family: str, method: str, files: Files) -> None:
+    """The CPU holds what the formula says; where it keeps floats of 16 bits, they are rounded all the same."""
+    _, path = files(family, "awq")
+    config = load_config(path, method)
+    backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
+    model: Any = build(config, backend)
+    sized = Sized(config, 2, quantised=ROWS8)
+    mlp = model.layers[0].mlp
+    assert mlp.router.weights[0].out_features == mlp.count and not hasattr(mlp.router.weights[0], "nbytes")
+    assert hasattr(mlp.weights.down[0], "nbytes") is (method != "fp8")
+    plain: Any = build(load_config(path), backend)
+    assert (plain.layers[0].mlp.nbytes() > 1.5 * mlp.nbytes()) is (method != "fp8")
+    priced = sum(sized.layer(place) for place in range(config.text.layers))
+    assert priced == sum(layer.nbytes() for layer in model.layers)
+
+
+def test_a_router_that_is_stored_quantised_is_read(files: Files, tmp_path: Path) -> None:
+    path, _ = files("mixtral", "int-quantized")
+    held = load_file(path / "model.safetensors")
+    names = [name for name in held if name.endswith("block_sparse_moe.gate.weight")]
+    twin = dict(held)
+    for name in names:
+        m = quantised.made(held.pop(name), 8, 0, True, False)
+        held |= quantised.tensors("int-quantized", name.removesuffix(".weight"), m)
+        twin[name] = m.values()
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    ignoring = settings | {"ignore": ["lm_head", "re:.*block_sparse_moe.gate"]}
+    coded = quantised.copied(path, tmp_path / "coded", held, settings)
+    plain = quantised.copied(path, tmp_path / "plain", twin, ignoring)
+    assert names and torch.equal(on(coded, 1), on(plain, 1))
+    assert load_config(plain).quant.scheme("layers.0.mlp.gate") is None  # type: ignore[union-attr]
+    assert load_config(plain).quant.scheme("layers.0.mlp.experts.0.gate_proj") is not None  # type: ignore[union-attr]
+
+
+def test_a_line_says_where_experts_take_16_bits(files: Files) -> None:
+    config = load_config(files("qwen3_moe", "awq")[0])
+    said = "weights: experts become 16-bit values as they load; the CPU keeps int8 and int4"
+    assert said in weight_notes(config, 2, CODES) and said in weight_notes(config, 2, FLOATS8)
+    assert said not in weight_notes(config, 2, ROWS8) and said not in weight_notes(config, 2, "")
+    assert Sized(config, 2, quantised=CODES).layer(0) > 1.4 * Sized(config, 2, quantised=ROWS8).layer(0)
