@@ -110,10 +110,9 @@ class RayLauncher:
     def close(self) -> None:
         """Gives everything back to Ray."""
         self._door.close()
-        for actor in self.actors.values():
+        while self.actors:  # a failure and the engine's end may both be here
             with suppress(Exception):
-                self._ray.kill(actor)
-        self.actors.clear()
+                self._ray.kill(self.actors.popitem()[1])
         cluster.release(self._group)
 
 
