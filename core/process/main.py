@@ -190,14 +190,20 @@ class EngineProcess:
             case inbox.Pixels(id, index, data):
                 if id in self.open:
                     self.pixels(engine, id, index, data)
-            case wire.MediaFailed(id, index, status, message):
-                if id in self.open:
-                    engine.media_failed(id, index, status, message)
             case wire.Abort(ids, choice):
                 for id in ids:
                     if id in self.open:
                         engine.abort(id, choice)
                         self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+            case _:
+                self.obey_rare(engine, command)
+
+    def obey_rare(self, engine: EngineLike, command: inbox.Command) -> None:
+        """Carries out what few requests need, or none."""
+        match command:
+            case wire.MediaFailed(id, index, status, message):
+                if id in self.open:
+                    engine.media_failed(id, index, status, message)
             case inbox.PackedVocabulary(data):
                 engine.vocabulary(data)
             case wire.ResetPrefixCache():
