@@ -26,6 +26,9 @@ SETTLERS = {
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> Settled``, which runs before torch is imported."""
 
+CLUSTER = {"cuda": ("GPU", "CUDA_VISIBLE_DEVICES"), "hpu": ("HPU", "HABANA_VISIBLE_MODULES"), "cpu": ("CPU", "")}
+"""What a rank takes of a node of a cluster, and the variable in which it finds its cards there."""
+
 GROUP = "trencadis.backends"
 """Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 

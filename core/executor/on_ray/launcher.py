@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
-from trencadis.core.devices import likely
+from trencadis.core.devices import CLUSTER, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.launcher import Child
@@ -40,7 +40,7 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, lie: Topology, environ: Mapping[str, str]) -> None:
         device = likely(config.device)
         self._config, self._world = config, lie.world
-        self._resource = cluster.RESOURCES.get(device, device.upper())
+        self._resource = CLUSTER.get(device, (device.upper(), ""))[0]
         self._masked = device != "cpu"
         self._ray = cluster.connect(environ)
         size = config.tensor_parallel_size
@@ -92,7 +92,9 @@ class RayLauncher:
         before = sum(other.id == node.id for other in self.nodes[:number])
         beside = _count(self.nodes)[node.id]
         host = "" if node.here else node.address
-        return Place(number, self._world, self.rendezvous, before, beside, host, masked=self._masked)
+        stages = self._config.pipeline_parallel_size
+        encodes = number < self._world // stages
+        return Place(number, self._world, self.rendezvous, before, beside, host, self._masked, encodes, stages)
 
     def launch(self, number: int) -> Child:
         """Starts an actor, which starts the rank's process; that comes to this engine."""
