@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
@@ -17,6 +19,9 @@ from trencadis.core.errors import StartupError
 from trencadis.ray_serve import build
 from trencadis.ray_serve.policy import CALM, KV_USE, WAIT, WaitGauge, scale
 from trencadis.ray_serve.replica import ServedReplica
+from trencadis.server.config.config import ServerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -37,11 +42,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_flags_become_words_and_ranks_become_cards(made: dict[str, Any]) -> None:
     build({
-        "model": "m", "device": "hpu", "tensor_parallel_size": 4, "enforce_eager": True,
+        "model": "m", "device": "hpu", "tensor_parallel_size": 4, "enforce_eager": True, "threads": 1,
         "enable_prefix_caching": "false", "limit_mm_per_prompt": {"image": 2}, "deployment": {"num_replicas": 3},
     })  # fmt: skip
     assert made["words"] == [
-        "--model", "m", "--device", "hpu", "--tensor-parallel-size", "4", "--enforce-eager",
+        "--model", "m", "--device", "hpu", "--tensor-parallel-size", "4", "--enforce-eager", "--threads", "1",
         "--no-enable-prefix-caching", "--limit-mm-per-prompt", '{"image": 2}',
     ]  # fmt: skip
     assert made["ray_actor_options"] == {"num_cpus": 1, "resources": {"HPU": 4}}
@@ -63,6 +68,27 @@ def test_flags_that_do_not_fit_fail_the_build_and_not_a_replica(
 ) -> None:
     with pytest.raises(StartupError, match=words):
         build({"device": "cpu", **args})
+
+
+def test_the_manifest_of_kuberay_is_ours(made: dict[str, Any]) -> None:
+    """What it imports, its flags, its policy; a token; and more patience than a replica that drains has."""
+    spec = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "ray" / "rayservice.yaml").read_text())["spec"]
+    (app,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    module, _, name = app["import_path"].partition(":")
+    assert getattr(import_module(module), name) is build
+    build(app["args"])
+    module, _, name = made["autoscaling_config"]["policy"]["policy_function"].partition(":")
+    assert getattr(import_module(module), name) is scale
+    cluster = spec["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert pod["terminationGracePeriodSeconds"] > made["graceful_shutdown_timeout_s"] > ServerConfig().shutdown_timeout
+    held = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(held) == made["ray_actor_options"]["num_gpus"] and "/dev/shm" in str(
+        pod["containers"][0]["volumeMounts"]
+    )
+    assert workers["maxReplicas"] >= made["autoscaling_config"]["max_replicas"]
 
 
 def test_without_ray_serve_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

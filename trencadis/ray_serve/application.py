@@ -50,11 +50,11 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.strip("-").replace("_", "-")
-        text = value.strip().lower() if isinstance(value, str) else value
-        if text is None:
+        text = str(value).strip().lower()  # `serve run` gives texts, YAML gives values; 1 is not true
+        if value is None:
             continue
-        if text in (True, False, "true", "false"):
-            found.append(flag if text in (True, "true") else "--no-" + flag[2:])
+        if text in ("true", "false"):
+            found.append(flag if text == "true" else "--no-" + flag[2:])
         elif isinstance(value, dict):
             found += [flag, json.dumps(value)]
         else:
