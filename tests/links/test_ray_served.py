@@ -1,4 +1,4 @@
-"""Ray Serve on a cluster of two nodes of this machine: a chat about a picture, and replicas that come and go under load."""
+"""Ray Serve on two nodes of this machine: a chat about a picture, and replicas that come and go under load."""
 
 from __future__ import annotations
 
