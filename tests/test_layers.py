@@ -72,6 +72,10 @@ RULES = {
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
     ),
+    "backends/cuda/timing": Rule(
+        ("core", "backends/cuda/.", "backends/cuda/launches"),
+        torch("tape"),
+    ),
     "backends/cuda/weights": Rule(("core",), EVERY),
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/hpu/attention": Rule(("core", "backends/hpu/."), EVERY),

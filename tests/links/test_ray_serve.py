@@ -101,7 +101,8 @@ def test_a_replica_passes_pieces_on_as_the_app_sends_them(tmp_path: Path, monkey
     monkeypatch.setattr(ServedReplica, "__del__", lambda self: None)  # Ray Serve awaits it
     rig = scripted_app(write_text_checkpoint(tmp_path))
     replica = ServedReplica.__new__(ServedReplica)
-    replica.app, replica.supervisor, replica._failed = rig.app(), rig.engine, ""
+    replica.app, replica._failed = rig.app(), ""
+    replica.supervisor = rig.engine  # type: ignore[assignment]
     replica._patience = 1.0
 
     async def served(scope: Any, receive: Any, send: Any) -> None:

@@ -29,7 +29,7 @@ class ServedReplica:
         words: flags of ``trencadis serve``.
     """
 
-    async def __init__(self, words: Sequence[str]) -> None:
+    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         from trencadis.server.cli import logs, run
         from trencadis.server.config import argv
         from trencadis.server.config.settings import resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trencadis.core.devices import CLUSTER
+from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.executor import frames
 from trencadis.core.executor.dial import Followers
 
@@ -17,7 +17,7 @@ class RankActor:
 
     def cards(self) -> dict[str, str]:
         """What this actor may see."""
-        return {name: os.environ[name] for _, name in CLUSTER.values() if os.environ.get(name)}
+        return {name: os.environ[name] for name in CARD_VARIABLES if os.environ.get(name)}
 
     def start(self, dial: bytes) -> None:
         """Starts the rank's process, which ends with this actor."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
-from trencadis.core.devices import CLUSTER, likely
+from trencadis.core.devices import RESOURCES, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.launcher import Child
@@ -40,7 +40,7 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, lie: Topology, environ: Mapping[str, str]) -> None:
         device = likely(config.device)
         self._config, self._world = config, lie.world
-        self._resource = CLUSTER.get(device, (device.upper(), ""))[0]
+        self._resource = RESOURCES.get(device, device.upper())
         self._masked = device != "cpu"
         self._ray = cluster.connect(environ)
         size = config.tensor_parallel_size
