@@ -48,16 +48,6 @@ class Place:
         return self.world if self.beside is None else self.beside
 
     @property
-    def card(self) -> int:
-        """The number of its card among those that it sees and that its engine has."""
-        return 0 if self.masked else self.local_rank
-
-    @property
-    def cards(self) -> int:
-        """How many cards of its engine it sees."""
-        return 1 if self.masked else self.local_world
-
-    @property
     def peers(self) -> int:
         """Ranks of a stage."""
         return self.world // self.stages
@@ -81,6 +71,16 @@ class Place:
     def answers(self) -> bool:
         """Whether it sends the results of Steps to rank 0."""
         return self.draws and self.peer == 0 and self.stages > 1
+
+    @property
+    def card(self) -> int:
+        """The number of its card among those that it sees and that its engine has."""
+        return 0 if self.masked else self.local_rank
+
+    @property
+    def cards(self) -> int:
+        """How many cards of its engine it sees."""
+        return 1 if self.masked else self.local_world
 
 
 TCP = "tcp://"

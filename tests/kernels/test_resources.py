@@ -66,7 +66,7 @@ for rows in (2, 3, 8, 16):
 for windows in (1, 2, 5, 8):
     launch = packed([[64] * windows], 2, 16, torch.float16, device)[0]
     note("vision", lambda: (launch.run(IMAGES), launch.run(WINDOWS)))
-assert len(keys) == 7, sorted(keys)
+assert len(keys) == 8, sorted(keys)
 for name, found in keys.items():
     assert len(found) == 1, (name, found)
 print("one key each")
@@ -128,7 +128,7 @@ def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
         bound = tiles.need(name, TileEntry(int(r["arch"]), bits, head, 1, "", tile))
         assert float(r["shared_kib"]) * 1024 <= bound, r
         seen += 1
-    assert seen > 400
+    assert seen > 50
 
 
 HEAD = ("parts_kernel", "draw_kernel", "told_kernel", "greedy_parts_kernel", "greedy_pick_kernel")

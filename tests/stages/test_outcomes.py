@@ -16,8 +16,9 @@ from tests.fakes.ranks import full_step
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor import frames
-from trencadis.core.executor.mp import Multiproc, RankFailed
+from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.ranks import Place
+from trencadis.core.executor.trouble import RankFailed
 from trencadis.core.launches.outcomes import Outcomes
 from trencadis.core.step import HeadOutput, StepOutput, StepStats, TargetScores
 
@@ -68,7 +69,11 @@ def test_an_output_crosses_whole() -> None:
 def test_a_step_is_over_when_both_ends_have_run_it(first: bool) -> None:
     """Its launches are those of both, each once."""
     found: dict[int, StepOutput] = {}
-    outcomes = Outcomes(lambda future, output: found.setdefault(output.number, output) and None)
+
+    def settle(future: Future[StepOutput], output: StepOutput) -> None:
+        found[output.number] = output
+
+    outcomes = Outcomes(settle)
     text = StepStats(Bucket(Stage.DECODE, (2,)), 2, 2, "CAPTURED", 0.5)
     for number in (1, 2):
         outcomes.expect(number, Future())
@@ -95,7 +100,8 @@ def group() -> Iterator[Callable[..., Multiproc]]:
     yield make
     for one in made:
         one.close()
-        assert all(c.process.returncode is not None for c in one.children)
+        processes: list[Any] = [c.process for c in one.children]
+        assert all(p.returncode is not None for p in processes)
 
 
 def test_the_last_stage_answers(group: Any) -> None:

@@ -27,7 +27,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.launches.pipe import LAST
 from trencadis.core.memory import measured
 from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.stages import staged
+from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.core.startup.stages import planned_stages
 from trencadis.server.plan.command import main
@@ -155,10 +155,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "with 1 decoding requests 1 steps are in flight" in said and "stages wait 50.0 %" in said
 
 
-def test_a_device_without_stages_is_planned_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--memory", "80GiB", "--device", "cuda", "-pp", "2"]) == 0
+def test_what_a_device_cannot_start_is_planned_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--memory", "80GiB", "--device", "cuda", "-pp", "2", "-tp", "2"]
+    assert main(words) == 0
     said = capsys.readouterr().out
-    assert "stage 1" in said and "a start would be refused: --pipeline-parallel-size 2: the cuda backend" in said
+    assert "stage 1" in said and "refused" not in said
+    assert main([*words, "--mm-encoder-tp-mode", "data"]) == 0
+    assert "a start would be refused: --mm-encoder-tp-mode data: ranks of the cuda" in capsys.readouterr().out
+    (first, _) = staged(model_of(*SIZES["2B"][0], vision=True), 2)
+    with pytest.raises(StartupError, match=r"--pipeline-parallel-size 2: the other backend passes no rows between"):
+        check_ranks(first, "other", dataclasses.replace(SERVING, stages=False))
 
 
 def test_a_stage_that_does_not_fit_is_named() -> None:

@@ -18,7 +18,8 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.following import Followers, dials
+from trencadis.core.executor.dial import Followers
+from trencadis.core.executor.following import dials
 from trencadis.core.links.topology import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)
@@ -150,6 +151,7 @@ LONG: dict[str, dict[str, Any]] = {
     "hpu, 2 stages, all captured": {"pipeline_parallel_size": 2, **EMULATED, "warmup": "full"},
     "hpu, 2 stages of 2 ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **EMULATED},
     "hpu, 4 stages": {"pipeline_parallel_size": 4, **EMULATED},
+    "twin of a card, 2 stages": {"pipeline_parallel_size": 2, "device": "cuda", "warmup": "skip"},
 }  # fmt: skip
 
 

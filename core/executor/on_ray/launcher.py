@@ -94,7 +94,9 @@ class RayLauncher:
         host = "" if node.here else node.address
         stages = self._config.pipeline_parallel_size
         encodes = number < self._world // stages
-        return Place(number, self._world, self.rendezvous, before, beside, host, self._masked, encodes, stages)
+        return Place(
+            number, self._world, self.rendezvous, before, beside, host, self._masked, encodes=encodes, stages=stages
+        )
 
     def launch(self, number: int) -> Child:
         """Starts an actor, which starts the rank's process; that comes to this engine."""
