@@ -73,8 +73,8 @@ class EngineConfig:
         "encodes pictures of its own (cpu)", choices=("weights", "data"),
     )  # fmt: skip
     distributed_executor_backend: str = opt(
-        "", "what starts the ranks: mp (processes here and on --nnodes), uni (one rank), external_launcher (torchrun), "
-        "ray (actors of a cluster); none: mp where the cards are here, else ray",
+        "", "what starts the ranks: mp (processes here and on --nnodes; the default), uni (one rank), "
+        "external_launcher (torchrun), ray (actors of a cluster)",
         choices=("", "mp", "uni", "external_launcher", "ray"), means={"auto": ""},
     )  # fmt: skip
     nnodes: int = opt(1, "machines that the ranks are on, as many on each", aliases=("n",), bound=Bound(1, 1024))

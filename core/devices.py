@@ -36,6 +36,9 @@ GROUP = "trencadis.backends"
 KERNELS = "trencadis.backends.cpu.native.library"
 """A module with ``line()``: what multiplies quantised weights on the CPU."""
 
+RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}
+"""What a rank takes of a node of a cluster, by device."""
+
 CARD_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 """Variables in which a scheduler of clusters says which cards a process may use."""
 

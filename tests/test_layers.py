@@ -133,6 +133,7 @@ RULES = {
     "server/bench/alone": Rule(("core", "assets", "server", "trencadis")),
     "server/cli": Rule(("core", "assets", "server", "trencadis")),
     "trencadis": Rule(("core", "multimodal", "server", "assets")),
+    "trencadis/ray_serve": Rule(("core", "server")),
 }
 """Imports go server -> multimodal -> core <- backends."""
 

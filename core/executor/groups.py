@@ -45,7 +45,8 @@ def serve_store(host: str, world: int) -> str:
         raise
     port = sock.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    store = torch.distributed.TCPStore(
+    c10d: Any = torch.distributed
+    store = c10d.TCPStore(
         host, port, world, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=sock.detach()
     )
     rendezvous = f"{TCP}{shown}:{port}"
@@ -56,13 +57,13 @@ def serve_store(host: str, world: int) -> str:
 def store_of(cfg: BackendConfig) -> Any:
     """The store of a group: a file's, or rank 0's."""
     keep_to(cfg.rendezvous)
+    c10d: Any = torch.distributed
     if not cfg.rendezvous.startswith(TCP):
-        c10d: Any = torch.distributed
         return c10d.FileStore(cfg.rendezvous, cfg.ranks)
     if cfg.rendezvous in _stores:
         return _stores[cfg.rendezvous]
     host, _, port = cfg.rendezvous.removeprefix(TCP).rpartition(":")
-    return torch.distributed.TCPStore(
+    return c10d.TCPStore(
         host.strip("[]"), int(port), cfg.ranks, is_master=False, timeout=TIMEOUT, wait_for_workers=False
     )
 

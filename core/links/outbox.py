@@ -23,7 +23,7 @@ class Outbox:
     """
 
     def __init__(
-        self, send_now: Callable[[bytes, int], int] | None, send_all: Callable[[bytes | memoryview], None]
+        self, send_now: Callable[[bytes, int], int] | None, send_all: Callable[[bytes | bytearray | memoryview], None]
     ) -> None:
         self._now, self._all = send_now, send_all
         self._changed = threading.Condition()

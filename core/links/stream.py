@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from trencadis.core.links.link import shut
 
@@ -135,7 +135,8 @@ class TlsStream:
         while True:
             try:
                 with self._state:
-                    return self._tls.read(len(buffer), buffer)
+                    got: Any = self._tls.read(len(buffer), buffer)  # a count, where there is a buffer
+                    return int(got)
             except ssl.SSLWantReadError:
                 if not self._more(limit):
                     return 0

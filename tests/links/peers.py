@@ -17,6 +17,7 @@ from trencadis.core.executor.dial import dialled
 from trencadis.core.executor.facts import Facts, facts_of
 from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.nodes import NodesLauncher
+from trencadis.core.executor.ranks import Place
 from trencadis.core.links.door import Door
 from trencadis.core.links.keyed import KeyedLink, Pulse
 from trencadis.core.links.link import LinkClosed
@@ -67,7 +68,7 @@ class Peer:
             link.close()
 
     def _serve(self, link: KeyedLink) -> None:
-        rank = fake_ranks.FakeRank("", frames.Place(self._dial.rank, 2))
+        rank = fake_ranks.FakeRank("", Place(self._dial.rank, 2))
         while True:
             match frames.decode_down(link.receive()):
                 case frames.Begin(config):

@@ -97,6 +97,39 @@ def test_twenty_ranks_elsewhere_are_killed(key_file: str) -> None:
     assert max(taken) < SOON
 
 
+@pytest.mark.long
+def test_eight_ranks_over_tcp_cost_little_host_time(key_file: str) -> None:
+    """What ``submit`` takes of the engine's thread without pixels, and what an idle rank takes of a core."""
+    engine = config(key_file, tensor_parallel_size=8, nnodes=8)
+    door, _ = open_door(engine, topology(engine, {}), {})
+    far = []
+    try:
+        for node in range(1, 8):
+            there = replace(engine, node_rank=node, headless=True, master_port=door.address[1])
+            far.append(Followers(dials(there, topology(there, {}), {}, 60.0)))
+        group = group_at(door, world=8, group_key_file=key_file)
+        start(group)
+        taken = []
+        for number in range(400):
+            step = replace(full_step(number), images=())
+            begun = time.perf_counter()
+            pending = group.submit(step)
+            taken.append(time.perf_counter() - begun)
+            pending.result()
+            time.sleep(0.005)
+        ranks = [psutil.Process(p.pid) for one in far for p, _ in one._processes]
+        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        time.sleep(5)
+        idle = [(sum(rank.cpu_times()[:2]) - b) / 5 for rank, b in zip(ranks, before, strict=True)]
+        group.close()
+    finally:
+        for one in far:
+            one.close()
+    taken.sort()
+    print(f"\nsubmit, 8 TCP ranks: p50 {taken[200] * 1e3:.2f} ms, p90 {taken[360] * 1e3:.2f} ms; idle {max(idle):.1%}")
+    assert taken[200] < 5e-3 and max(idle) < 0.1, "five times the bars"
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

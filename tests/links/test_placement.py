@@ -44,7 +44,7 @@ def test_groups_stay_on_a_node_and_the_first_is_here() -> None:
 )  # fmt: skip
 def test_what_cannot_be_placed_is_refused_with_both_counts(free: Any, shape: Any, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        deal(nodes(*free), *shape, "HPU", False)
+        deal(nodes(*free), shape[0], shape[1], "HPU", False)
 
 
 def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

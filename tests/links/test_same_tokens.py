@@ -24,7 +24,10 @@ from trencadis.assets import demo_path
 pytestmark = pytest.mark.long
 
 SEEDS = range(67)
-DEVICES: dict[str, dict[str, Any]] = {"cpu": {}, "hpu": EMULATED}
+TP: dict[str, Any] = {"tensor_parallel_size": 2, "allow_tp_over_nodes": True}
+GROUPS: dict[str, dict[str, Any]] = {
+    "cpu, 2 ranks": TP, "hpu, 2 ranks": {**TP, **EMULATED}, "cpu, 2 stages": {"pipeline_parallel_size": 2},
+}  # fmt: skip
 
 
 def free_port() -> int:
@@ -40,40 +43,28 @@ def wanted() -> Iterator[Any]:
     llm.close()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", GROUPS)
 def test_two_hundred_prompts_over_two_nodes(
-    device: str, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second node's rank outlives an engine and serves its successor."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     key, port = tmp_path / "group.key", free_port()
     key.write_text("k" * 44)
     key.chmod(0o600)
-    group = [
-        "-tp",
-        "2",
-        "--nnodes",
-        "2",
-        "--allow-tp-over-nodes",
-        "--master-port",
-        str(port),
-        "--group-key-file",
-        str(key),
-    ]
+    shape = ["-pp", "2"] if "stages" in name else ["-tp", "2", "--allow-tp-over-nodes"]
+    group = [*shape, "--nnodes", "2", "--master-port", str(port), "--group-key-file", str(key)]
     node = subprocess.Popen(
         [sys.executable, "-P", "-m", "trencadis.server.cli.main", "serve", str(demo_path()), *group, "--node-rank", "1",
          "--headless"],
     )  # fmt: skip
-    shared = dict(
-        tensor_parallel_size=2, nnodes=2, allow_tp_over_nodes=True, master_port=port, group_key_file=str(key),
-        **DEVICES[device],
-    )  # fmt: skip
+    shared = dict(nnodes=2, master_port=port, group_key_file=str(key), **GROUPS[name])
     try:
         llm = LLM(str(demo_path()), **{**BASE, **shared})
         (greedy, drawn), (ours, ours_drawn) = wanted, answered(llm, SEEDS)
         assert_same([(a.tokens, b) for a, b in zip(ours, greedy, strict=True)])
         other = sum(a != b for a, b in zip(ours_drawn, drawn, strict=True))
-        print(f"\n{device}: {len(greedy) + len(drawn)} answers over two nodes, {other} drawn ones differ")
+        print(f"\n{name}: {len(greedy) + len(drawn)} answers over two nodes, {other} drawn ones differ")
         assert other <= 0.01 * len(drawn)
         llm.close()
         again = LLM(str(demo_path()), **{**BASE, **shared})
@@ -116,17 +107,8 @@ def test_a_server_whose_node_is_gone_waits_for_it(tmp_path: Path) -> None:
     key, port, http = tmp_path / "group.key", free_port(), free_port()
     key.write_text("k" * 44)
     key.chmod(0o600)
-    group = [
-        "-tp",
-        "2",
-        "--nnodes",
-        "2",
-        "--allow-tp-over-nodes",
-        "--master-port",
-        str(port),
-        "--group-key-file",
-        str(key),
-    ]
+    group = ["-tp", "2", "--nnodes", "2", "--allow-tp-over-nodes"]
+    group += ["--master-port", str(port), "--group-key-file", str(key)]
     command = [sys.executable, "-P", "-m", "trencadis.server.cli.main", "serve", str(demo_path()), *group]
     command += ["--max-model-len", "512", "--kv-cache-memory-bytes", "64MiB"]
     far = [*command, "--node-rank", "1", "--headless"]

@@ -15,9 +15,6 @@ from typing import Any
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
 
-RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}
-"""What a rank takes of a node, by device."""
-
 START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
 NODE = "ray.io/node-id"
 """A label that every node has."""

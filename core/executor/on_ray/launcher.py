@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
-from trencadis.core.devices import likely
+from trencadis.core.devices import RESOURCES, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.launcher import Child
@@ -40,7 +40,7 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, lie: Topology, environ: Mapping[str, str]) -> None:
         device = likely(config.device)
         self._config, self._world = config, lie.world
-        self._resource = cluster.RESOURCES.get(device, device.upper())
+        self._resource = RESOURCES.get(device, device.upper())
         self._masked = device != "cpu"
         self._ray = cluster.connect(environ)
         size = config.tensor_parallel_size
@@ -114,10 +114,9 @@ class RayLauncher:
     def close(self) -> None:
         """Gives everything back to Ray."""
         self._door.close()
-        for actor in self.actors.values():
+        while self.actors:  # a failure and the engine's end may both be here
             with suppress(Exception):
-                self._ray.kill(actor)
-        self.actors.clear()
+                self._ray.kill(self.actors.popitem()[1])
         cluster.release(self._group)
 
 

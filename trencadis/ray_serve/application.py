@@ -1,0 +1,90 @@
+"""From arguments to an application of Ray Serve; its replicas are ``trencadis.ray_serve.replica``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely
+from trencadis.core.errors import StartupError
+from trencadis.ray_serve.replica import ServedReplica
+from trencadis.server.config import argv
+from trencadis.server.config.settings import resolve
+
+DEPLOYMENT = "deployment"
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """The application: one deployment, each of whose replicas is a whole server with an engine.
+
+    Args:
+        args: flags of ``trencadis serve`` by name, as in a file of ``--config`` (``model``, ``max_model_len``), and
+            ``deployment``: options of Ray Serve's deployment (``num_replicas``, ``autoscaling_config``,
+            ``ray_actor_options``). Cards are asked for by themselves.
+
+    Raises:
+        StartupError: a flag is wrong, or names what a replica does not have.
+    """
+    try:
+        serve: Any = import_module("ray.serve")
+    except ImportError:
+        raise StartupError("Ray Serve is not installed: pip install 'ray[serve]', of the cluster's version") from None
+    given = dict(args)
+    options = given.pop(DEPLOYMENT, {})
+    options = json.loads(options) if isinstance(options, str) else dict(options)
+    line = words(given)
+    engine = check(line)
+    options.setdefault("name", "trencadis")
+    options.setdefault("ray_actor_options", actor_options(engine))
+    options.setdefault("max_ongoing_requests", 2 * (engine.max_num_seqs or 128))
+    options.setdefault("graceful_shutdown_timeout_s", 600.0)
+    return serve.deployment(**options)(ServedReplica).bind(line)
+
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as words of a command line."""
+    found: list[str] = []
+    for name, value in flags.items():
+        flag = "--" + name.strip("-").replace("_", "-")
+        text = str(value).strip().lower()  # `serve run` gives texts, YAML gives values; 1 is not true
+        if value is None:
+            continue
+        if text in ("true", "false"):
+            found.append(flag if text == "true" else "--no-" + flag[2:])
+        elif isinstance(value, dict):
+            found += [flag, json.dumps(value)]
+        else:
+            found += [flag, *map(str, value if isinstance(value, list) else [value])]
+    return found
+
+
+def check(line: list[str]) -> EngineConfig:
+    """What the flags say, checked where the application is built and not in a replica that dies of them.
+
+    Raises:
+        StartupError: a flag is wrong, or contradicts Ray Serve.
+    """
+    settings = resolve(argv.parse(line), os.environ)
+    server, engine = settings.server, settings.engine
+    if engine.distributed_executor_backend == "ray" or engine.nnodes > 1:
+        raise StartupError(
+            "a replica of Ray Serve has its ranks in its own node; leave out --distributed-executor-backend"
+        )
+    if server.ssl_certfile or server.uds:
+        raise StartupError("Ray Serve's proxy has the port: leave out --ssl-certfile and --uds")
+    return engine
+
+
+def actor_options(engine: EngineConfig) -> dict[str, Any]:
+    """What a replica takes of its node: a card for each rank; on a CPU its threads."""
+    ranks = engine.tensor_parallel_size
+    device = likely(engine.device)
+    if device == "cuda":
+        return {"num_cpus": 1, "num_gpus": ranks}
+    if device == "cpu":
+        return {"num_cpus": engine.threads or 1}
+    return {"num_cpus": 1, "resources": {device.upper(): ranks}}

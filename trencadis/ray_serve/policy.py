@@ -1,0 +1,76 @@
+"""How many replicas Ray Serve should run: by the wait that a new request would have, and by the KV blocks in use."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+WAIT, KV_USE = "wait_seconds", "kv_use"
+"""What replicas report (``ServedReplica.record_autoscaling_stats``)."""
+
+MOST_WAIT = 1.0
+"""Seconds of wait at which another replica is worth its start."""
+
+MOST_KV = 0.85
+"""Share of the KV blocks in use from which requests are soon preempted."""
+
+IDLE = 0.5
+"""Load below which a replica may go, if the others can take its share."""
+
+CALM = 120.0
+"""Seconds of such a load before one goes: it drains, and its caches are gone."""
+
+
+def scale(context: Any) -> tuple[int, dict[str, Any]]:
+    """A policy for ``autoscaling_config: {policy: {policy_function: trencadis.ray_serve.policy:scale}}``.
+
+    Args:
+        context: ``ray.serve.config.AutoscalingContext``.
+
+    Returns:
+        The number of replicas, and what the next call gets as ``policy_state``.
+    """
+    now = context.current_time or time.time()
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    count = max(context.current_num_replicas, 1)
+    load = load_of(context.aggregated_metrics or {}, count)
+    since = (context.policy_state or {}).get("calm_since")
+    wanted = count
+    if load > 1:
+        wanted, since = math.ceil(count * min(load, 2.0)), None
+    elif load < IDLE and count > 1 and load * count / (count - 1) < 1:
+        since = now if since is None else since
+        if now - since >= CALM:
+            wanted, since = count - 1, now
+    else:
+        since = None
+    return max(least, min(wanted, most)), {"calm_since": since}
+
+
+def load_of(metrics: Mapping[str, Mapping[Any, float]], count: int) -> float:
+    """1: as much as ``count`` replicas should have. Replicas that report nothing yet count as empty."""
+    waits, uses = metrics.get(WAIT, {}).values(), metrics.get(KV_USE, {}).values()
+    return max(sum(waits) / count / MOST_WAIT, sum(uses) / count / MOST_KV)
+
+
+class WaitGauge:
+    """Predicts the wait of a new request by Little's law: those that wait, over how many begin a second."""
+
+    SPAN = 10.0
+    """Seconds over which the rate is averaged."""
+
+    def __init__(self) -> None:
+        self._begun, self._at, self._rate = 0, 0.0, 0.0
+
+    def wait(self, submitted: int, waiting: int, now: float) -> float:
+        """Seconds; ``submitted``: requests so far, which begins anew with an engine."""
+        begun = submitted - waiting
+        if self._at and now > self._at and begun >= self._begun:
+            share = 1 - math.exp((self._at - now) / self.SPAN)
+            self._rate += share * ((begun - self._begun) / (now - self._at) - self._rate)
+        self._begun, self._at = begun, now
+        if not waiting:
+            return 0.0
+        return waiting / self._rate if self._rate > 0 else self.SPAN

@@ -1,0 +1,112 @@
+"""One replica of Ray Serve: the whole server but its port, over an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trencadis.core.errors import StartupError
+from trencadis.ray_serve.policy import KV_USE, WAIT, WaitGauge
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import StreamingResponse
+
+LOOK = 0.1
+"""Seconds between two looks at an engine that loads."""
+
+CHUNKS = 64
+"""Pieces of an answer that may wait for their reader."""
+
+
+class ServedReplica:
+    """A deployment's class. It counts from ``/ready`` on, and ends by draining.
+
+    Args:
+        words: flags of ``trencadis serve``.
+    """
+
+    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        from trencadis.server.cli import logs, run
+        from trencadis.server.config import argv
+        from trencadis.server.config.settings import resolve
+        from trencadis.server.engine.spawn import spawn
+        from trencadis.server.fleet.deal import deal
+
+        self._failed, self._gauge = "", WaitGauge()
+        settings = run.find_model(resolve(argv.parse(list(words)), os.environ))
+        logs.setup(settings.engine.log_level, settings.server, settings.engine.log_format)
+        self._patience = settings.server.shutdown_timeout
+        configs = deal(settings.engine, settings.server.data_parallel_size)
+        self._handles = [spawn(config) for config in configs]
+        self.supervisor = run.supervise(settings.server, configs, self._handles, settings.server.sleep_after)
+        self.supervisor.on_fatal = self._fatal
+        self.app: Any = run.find_app(settings.server.app)(settings, self.supervisor)
+        self._life = self.app.router.lifespan_context(self.app)
+        await self._life.__aenter__()
+        self.supervisor.start()
+        while not self.supervisor.ready:
+            if self._failed:
+                raise StartupError(self._failed)
+            await asyncio.sleep(LOOK)
+
+    def _fatal(self, message: str, code: int) -> None:
+        self._failed = message
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        """Answers a request, in the pieces in which the app sends them."""
+        from starlette.responses import StreamingResponse
+
+        begun: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        pieces: asyncio.Queue[bytes | None] = asyncio.Queue(CHUNKS)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                begun.set_result(message)
+                return
+            if message.get("body"):
+                await pieces.put(message["body"])
+            if not message.get("more_body"):
+                await pieces.put(None)
+
+        task = asyncio.ensure_future(self.app(request.scope, request.receive, send))
+        await asyncio.wait([begun, task], return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            await task
+            raise RuntimeError("the app ended without an answer")
+        head = begun.result()
+
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                while (piece := await pieces.get()) is not None:
+                    yield piece
+            finally:
+                task.cancel()  # a client that is gone ends its request
+                await asyncio.gather(task, return_exceptions=True)
+
+        answer = StreamingResponse(body(), head["status"])
+        answer.raw_headers = list(head["headers"])
+        return answer
+
+    def check_health(self) -> None:
+        """Raises where only a new replica can help; one whose engine restarts stays."""
+        if self.supervisor.failing or self._failed:
+            raise RuntimeError(self._failed or "engines fail again and again")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Figures for ``trencadis.ray_serve.policy``."""
+        stats, links = self.supervisor.stats, getattr(self.supervisor, "engines", [self.supervisor])
+        waiting = max(stats.waiting - stats.deferred, 0)
+        wait = self._gauge.wait(sum(one.link.submitted for one in links), waiting, time.monotonic())
+        return {WAIT: wait, KV_USE: stats.kv_used / stats.kv_total if stats.kv_total else 0.0}
+
+    async def __del__(self) -> None:
+        """Finishes what runs, and ends the engine."""
+        if not hasattr(self, "supervisor"):
+            return
+        await self.supervisor.drain(self._patience)
+        await self.supervisor.stop()
+        await self._life.__aexit__(None, None, None)
