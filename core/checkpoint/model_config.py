@@ -10,6 +10,7 @@ from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
 from trencadis.core.checkpoint.vision_config import VisionConfig
+from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.quant.kv import KVForm
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
@@ -185,6 +186,11 @@ class Square(NamedTuple):
     side: int
     patches: int
     slots: int
+
+
+def reserved_rows(config: ModelConfig) -> int:
+    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every picture."""
+    return RESERVED_ROWS + (0 if config.vision is None else config.vision.constants)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from itertools import chain
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
@@ -182,7 +182,7 @@ class Scheduler:
         for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
                 break
-            if span.offset + span.length > start and not self._resident(seq, index, span, builder):
+            if span.end > start and not self._resident(seq, index, span, builder):
                 return max(span.offset - start, 0)
         return count
 
@@ -332,7 +332,7 @@ class Scheduler:
         key = seq.key_of(span)
         if key not in builder.vision.chosen:
             return False
-        while not self.arena.fits(span.length) and self._yields_rows(seq, builder):
+        while not self.arena.fits(span.held) and self._yields_rows(seq, builder):
             self._preempt(self.running[-1], builder)
         return self.encoder.encode(key, builder.vision, seq.key)
 

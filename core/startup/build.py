@@ -15,7 +15,7 @@ import torch
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
 from trencadis.core.buckets import Plan, Policy, Stage
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.checkpoint.pooling import MEAN
 from trencadis.core.config import EngineConfig
@@ -33,7 +33,6 @@ from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
-from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
@@ -91,7 +90,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
         BlockPool(plan.num_blocks, HostBlocks(plan.host_blocks) if plan.host_blocks else None),
-        Arena(plan.arena_rows),
+        Arena(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
     )
@@ -275,6 +274,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    arena_rows = max(plan.arena_rows - reserved_rows(model), 0)
     return EngineInfo(
         device=backend.label,
         dtype=str(backend.dtype).removeprefix("torch."),
@@ -282,10 +282,10 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         vocab_size=model.text.vocab,
-        arena_rows=max(plan.arena_rows - RESERVED_ROWS, 0),
+        arena_rows=arena_rows,
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
+        arena_bytes=arena_rows * model.text.width * backend.dtype.itemsize,
         seconds=seconds,
         notes=list(plan.notes),
     )

@@ -10,8 +10,8 @@ import numpy as np
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.registry import family_of, loaded
-from trencadis.core.request import MediaSpan
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
@@ -107,10 +107,11 @@ def is_video(medium: Medium) -> bool:
 
 
 def items_of(media: Sequence[Medium]) -> list[ImageItem]:
-    """What the engine encodes: images and temporal patches, in prompt order."""
+    """What the engine encodes: images or their tiles, and temporal patches, in prompt order."""
     found: list[ImageItem] = []
     for one in media:
-        found += cast("Sequence[ImageItem]", getattr(one, "patches", (one,)))
+        parts = getattr(one, "patches", ()) or getattr(one, "items", ()) or (one,)
+        found += cast("Sequence[ImageItem]", parts)
     return found
 
 
@@ -135,8 +136,8 @@ class Joiner(Protocol):
 class PlaceholderJoiner:
     """Placeholders and rotary positions, as the model's family has them."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, encode: Callable[[str], list[int]] | None = None) -> None:
+        self._config, self._encode = config, encode
 
     def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
         """See Joiner.
@@ -152,7 +153,8 @@ class PlaceholderJoiner:
         assert side is not None  # the API process makes no media where the model does not see
         image, video = self._config.image_token, self._config.video_token
         prepared = cast("list[PreparedMedia]", media)
-        expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        places = media_places(tokens, image, video, media)
+        expanded, spans = loaded(side.expand)(tokens, image, prepared, places, video, self._encode)
         vision = self._config.vision
         if not side.positions or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)

@@ -77,7 +77,7 @@ class TextService:
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
         self.videos = videos
-        self._join = join or PlaceholderJoiner(config)
+        self._join = join or PlaceholderJoiner(config, self._beside_pictures)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
@@ -295,6 +295,10 @@ class TextService:
             developer=self.template.mentions("developer"),
             pairs=self.config.pooling is not None,
         )
+
+    def _beside_pictures(self, text: str) -> list[int]:
+        """The ids of a text behind a placeholder token: tokenizers read the start of a prompt differently."""
+        return self.tokenizer.encode((self.tokenizer.token(self.config.image_token) or "") + text)[1:]
 
     def _placeholder(self, token: int) -> str:
         """Marked text of a medium, between the vision marks if the checkpoint has them."""
