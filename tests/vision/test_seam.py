@@ -12,8 +12,13 @@ from trencadis.core.models.registry import TABLE, family_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = ("core", "server", "backends", "multimodal")
-FAMILIES = ("core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/llava/")
-NAMES = re.compile(r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision", re.IGNORECASE)
+FAMILIES = (
+    "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/llava/", "multimodal/llava_next/",
+)  # fmt: skip
+NAMES = re.compile(
+    r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",
+    re.IGNORECASE,
+)
 TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.family:FAMILY",$')
 
 
