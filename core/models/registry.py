@@ -30,6 +30,7 @@ TABLE = {
     "Qwen2VLForConditionalGeneration": "trencadis.multimodal.qwen2_vl.family:FAMILY",
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
+    "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",

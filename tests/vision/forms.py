@@ -46,7 +46,7 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
 
 def finished(
     model: Any, folder: Path, seed: int, tokens: list[str], processor: dict[str, Any], template: str = TEMPLATE,
-    **named: str,
+    **named: Any,
 ) -> Path:  # fmt: skip
     """Writes a checkpoint: ``tokens`` are special ones from ``IMAGE`` on, ``named`` those of tokenizer_config.json."""
     from tokenizers import AddedToken, Tokenizer
@@ -61,6 +61,37 @@ def finished(
     (folder / "tokenizer_config.json").write_text(json.dumps({**held, "chat_template": template, **named}))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def internvl(
+    folder: Path, *, seed: int = 0, most: int = 12, vision: Any = None, kind: str = "qwen2", **text: Any
+) -> Path:
+    """An InternVL3 checkpoint with tiles of 56 pixels, at most ``most``."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    tower: dict[str, Any] = {
+        "model_type": "internvl_vision", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "attention_bias": True, **(vision or {}),
+    }  # fmt: skip
+    settings = {"model_type": kind, **checkpoints.text_settings(**text)}
+    side = tower["image_size"] // 14
+    config = InternVLConfig(
+        text_config=settings, vision_config=tower, image_token_id=IMAGE, image_seq_length=side * side // 4,
+        architectures=["InternVLForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "GotOcr2ImageProcessorFast", "size": dict.fromkeys(("height", "width"), 14 * side),
+        "crop_to_patches": False, "min_patches": 1, "max_patches": most, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+    named = {
+        "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }  # fmt: skip
+    model, tokens = InternVLForConditionalGeneration(config), ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]
+    template = TEMPLATE.replace("<image>", "<IMG_CONTEXT>")
+    return finished(model, folder, seed, tokens, processor, template, extra_special_tokens=named, **named)
 
 
 def llava_next(

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/llava/", "multimodal/llava_next/",
+    "multimodal/internvl/",
 )  # fmt: skip
 NAMES = re.compile(
     r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",

@@ -57,6 +57,15 @@ def _changed(model: Any, ops: Any) -> tuple[Any, str, Any]:
     return model, "pack", pack
 
 
+def _reversed(model: Any, ops: Any) -> tuple[Any, str, Any]:
+    """The slots of each tile the other way round."""
+
+    def pack(items: list[Any], slots: int, was: Any = model.pack) -> Any:
+        return was([replace(i, pixels=i.pixels[::-1]) for i in items], slots)
+
+    return model, "pack", pack
+
+
 def _llava_next(path: Path) -> Any:
     from transformers import AutoTokenizer, LlavaNextProcessor
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -65,6 +74,18 @@ def _llava_next(path: Path) -> Any:
         LlavaNextImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path), patch_size=14,
         vision_feature_select_strategy="default", num_additional_image_tokens=1,
     )  # fmt: skip
+
+
+def _internvl(path: Path) -> Any:
+    from transformers import AutoTokenizer, InternVLProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    class WithoutVideos(InternVLProcessor):  # its video processor needs torchvision
+        def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+            return None
+
+    images, tokenizer = GotOcr2ImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return WithoutVideos(images, tokenizer, None, image_seq_length=4)
 
 
 COMPARED = {
@@ -89,6 +110,34 @@ COMPARED = {
             ("image_grid_pinpoints", [[56, 56]], "pinpoints"), ("resample", 2, "resample"),
             ("image_processor_type", "CLIPImageProcessor", "image_processor_type"), ("size", {"height": 5}, "size"),
         ),
+    ),
+    "internvl": Compared(
+        forms.internvl,
+        {"qwen2": {}, "qwen3, five tiles, no biases": {
+            "kind": "qwen3", "seed": 2, "most": 5, "vision": {"attention_bias": False, "hidden_act": "quick_gelu"}},
+         "llama": {"kind": "llama", "seed": 3, "most": 1}},
+        _internvl,
+        ("pixel_values",),
+        lambda theirs, ours, h, w: theirs._get_num_multimodal_tokens([(h, w)]).num_image_tokens[0] - 2,
+        {
+            "two tiles changed": _changed,
+            "no layer scale": lambda model, ops: (model.blocks[1], "of_mlp", model.blocks[1].of_mlp * 0 + 1),
+            "slots in another order": _reversed,
+            "no class token": lambda model, ops: (
+                model.see, "table", model.see.table * (torch.arange(17) > 0).float()[:, None]
+            ),
+        },
+        (
+            ("downsample_ratio", 0.3, "downsample_ratio"), ("vision_config.use_qk_norm", True, "use_qk_norm"),
+            ("vision_config.norm_type", "rms_norm", "norm_type"), ("vision_feature_layer", -2, "vision_feature_layer"),
+            ("vision_config.image_size", [56, 28], "image_size"), ("image_seq_length", 256, "image_seq_length"),
+            ("vision_config.use_mean_pooling", False, "use_mean_pooling"),
+        ),
+        (
+            ("max_patches", 1000, "max_patches"), ("size", {"height": 448, "width": 448}, "height"),
+            ("resample", 2, "resample"), ("image_processor_type", "CLIPImageProcessor", "image_processor_type"),
+        ),
+        "<IMG_CONTEXT>",
     ),
 }  # fmt: skip
 
