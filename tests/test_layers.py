@@ -80,6 +80,8 @@ RULES = {
     "multimodal/sources": Rule(("core", "multimodal")),
     "multimodal/images": Rule(("core", "multimodal", "multimodal/sources", "multimodal/workers")),
     "multimodal/videos": Rule(("core", "multimodal")),
+    "multimodal/idefics3": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/smolvlm": Rule(("core", "multimodal")),
     "multimodal/internvl": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava_next": Rule(("core", "multimodal"), torch("model")),

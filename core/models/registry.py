@@ -31,6 +31,8 @@ TABLE = {
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
+    "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
+    "SmolVLMForConditionalGeneration": "trencadis.multimodal.smolvlm.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",

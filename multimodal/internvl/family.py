@@ -39,7 +39,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
         ("use_mean_pooling", True),
     ):  # fmt: skip
         v.only(key, (only,), only)
-    fields = tile_fields(v, "internvl_vision", USUAL, text.hidden, RATIOS[ratio])
+    fields = tile_fields(v, ("internvl_vision",), USUAL, text.hidden, RATIOS[ratio])
     projector = activation_of(root, "projector_hidden_act", "gelu")
     vision = InternTower(**fields, projector=projector, qkv_bias=v.boolean("attention_bias", False))
     return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})

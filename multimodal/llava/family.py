@@ -26,7 +26,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
 def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
     """The fields of a ``ClipTower``, up to the layer that is read; ``width``: of the decoder."""
     root.only("vision_feature_select_strategy", ("default",), "default")
-    fields = tile_fields(c, "clip_vision_model", CLIP_USUAL, width)
+    fields = tile_fields(c, ("clip_vision_model",), CLIP_USUAL, width)
     layers = fields["depth"]
     asked = root.integer("vision_feature_layer", -layers - 1, layers, -2)
     depth = asked if asked >= 0 else layers + 1 + asked

@@ -24,10 +24,12 @@ class Usual(NamedTuple):
     activation: str
 
 
-def tile_fields(c: Fields, kind: str, usual: Usual, out_hidden: int, merge: int = 1) -> dict[str, Any]:
-    """The fields of a ``TileTower`` with all its layers; ``kind``: the file's model_type, ``out_hidden``: the decoder's
-    width, ``merge``: patches along a side of a cell."""
-    c.only("model_type", (kind,), kind)
+def tile_fields(c: Fields, kinds: tuple[str, ...], usual: Usual, out_hidden: int, merge: int = 1) -> dict[str, Any]:
+    """The fields of a ``TileTower`` with all its layers.
+
+    ``kinds``: what its model_type may be; ``out_hidden``: the decoder's width; ``merge``: as in ``TileTower``.
+    """
+    c.only("model_type", kinds, kinds[0])
     c.only("num_channels", (CHANNELS,), CHANNELS)
     hidden = c.integer("hidden_size", most=WIDEST, default=usual.hidden)
     heads = c.integer("num_attention_heads", most=MOST_HEADS, default=usual.heads)

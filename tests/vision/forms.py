@@ -94,6 +94,35 @@ def internvl(
     return finished(model, folder, seed, tokens, processor, template, extra_special_tokens=named, **named)
 
 
+def idefics3(
+    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True,
+    name: str = "Idefics3", **text: Any,
+) -> Path:  # fmt: skip
+    """An Idefics3 or SmolVLM checkpoint with tiles of ``side`` x ``side`` patches, ``merge`` x ``merge`` in a cell."""
+    import transformers
+
+    tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokens += [f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 7)]
+    settings = {"model_type": "llama", **checkpoints.text_settings(**{"vocab_size": IMAGE + len(tokens) + 2, **text})}
+    kind: Any = getattr(transformers, f"{name}Config")
+    config = kind(
+        text_config=settings, image_token_id=IMAGE, scale_factor=merge,
+        vision_config=dict(
+            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, image_size=14 * side,
+            patch_size=14,
+        ),
+        architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": f"{name}ImageProcessor", "size": {"longest_edge": longest}, "resample": 1,
+        "max_image_size": {"longest_edge": 14 * side}, "do_image_splitting": split, "do_convert_rgb": True,
+        "do_normalize": True, "do_rescale": True, "do_resize": True, "do_pad": True, "rescale_factor": 1 / 255,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return finished(model, folder, seed, tokens, processor, TEMPLATE.replace("<image>\\n", "<image>"))
+
+
 def llava_next(
     folder: Path, *, seed: int = 0, image: int = 56, vision: Any = None, kind: str = "llama", **text: Any
 ) -> Path:

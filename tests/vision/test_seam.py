@@ -15,6 +15,8 @@ SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/llava/", "multimodal/llava_next/",
     "multimodal/internvl/",
+    "multimodal/idefics3/",
+    "multimodal/smolvlm/",
 )  # fmt: skip
 NAMES = re.compile(
     r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,6 +89,51 @@ def _internvl(path: Path) -> Any:
     return WithoutVideos(images, tokenizer, None, image_seq_length=4)
 
 
+def _idefics3(name: str) -> Callable[[Path], Any]:
+    def processor(path: Path) -> Any:
+        import transformers
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+        from transformers.models.smolvlm import processing_smolvlm
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        images = {"Idefics3": Idefics3ImageProcessorPil, "SmolVLM": SmolVLMImageProcessorPil}[name].from_pretrained(
+            path
+        )
+        settings = json.loads((path / "config.json").read_text())
+        rows = (settings["vision_config"]["image_size"] // 14 // settings["scale_factor"]) ** 2
+
+        class WithoutVideos(getattr(transformers, f"{name}Processor")):  # type: ignore[misc]
+            def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+                return None
+
+        processing_smolvlm.num2words = str  # it writes the times of a video's frames
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        videos = () if name == "Idefics3" else (None,)
+        return WithoutVideos(images, tokenizer, *videos, image_seq_len=rows)
+
+    return processor
+
+
+def _tiles_of_idefics3(theirs: Any, ours: Any, height: int, width: int) -> int:
+    """Rows of a picture as its processor cuts it; nothing is resampled for that."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
+
+    def resize(image: Any, size: Any, resample: Any = None) -> Any:
+        sides = (size.height, size.width)
+        if size.longest_edge:
+            sides = get_resize_output_image_size(image, size.longest_edge)
+        return np.broadcast_to(np.uint8(0), (3, *sides))
+
+    images, theirs_resize = theirs.image_processor, theirs.image_processor.resize
+    images.resize = resize
+    try:
+        first = resize(np.broadcast_to(np.uint8(0), (3, height, width)), images.size)
+        whole = images.resize_for_vision_encoder(first, ours.image)
+        return len(images.split_images(whole, {"longest_edge": ours.image})[0]) * int(theirs.image_seq_len)
+    finally:
+        images.resize = theirs_resize
+
+
 COMPARED = {
     "llava_next": Compared(
         forms.llava_next,
@@ -138,6 +184,34 @@ COMPARED = {
             ("resample", 2, "resample"), ("image_processor_type", "CLIPImageProcessor", "image_processor_type"),
         ),
         "<IMG_CONTEXT>",
+    ),
+    "idefics3": Compared(
+        forms.idefics3,
+        {"cells of 4": {}, "cells of 9": {"side": 6, "merge": 3, "longest": 168, "seed": 2},
+         "cells of 16, one tile": {"side": 8, "merge": 4, "split": False, "seed": 3}},
+        _idefics3("Idefics3"),
+        ("pixel_values", "pixel_attention_mask"),
+        lambda theirs, ours, h, w: _tiles_of_idefics3(theirs, ours, h, w) if ours.split else ours.cells,
+        {
+            "two tiles changed": _changed,
+            "slots in another order": _reversed,
+            "no norm behind the layers": lambda model, ops: (model.tell, "norm", lambda x, residual: (x + residual, x)),
+        },
+        (
+            ("scale_factor", 3, "patch_size"), ("vision_config.model_type", "siglip_vision_model", "model_type"),
+            ("text_config.model_type", "qwen2", "model_type"), ("vision_config.hidden_act", "elu", "hidden_act"),
+        ),
+        (
+            ("size", {"longest_edge": 10**6}, "longest_edge"), ("max_image_size", {"longest_edge": 364}, "edge"),
+            ("resample", 3, "resample"), ("do_image_splitting", 1, "do_image_splitting"),
+        ),
+    ),
+    "smolvlm": Compared(
+        forms.idefics3,
+        {"cells of 9": {"name": "SmolVLM", "side": 6, "merge": 3, "longest": 168}},
+        _idefics3("SmolVLM"),
+        ("pixel_values", "pixel_attention_mask"),
+        _tiles_of_idefics3,
     ),
 }  # fmt: skip
 
