@@ -82,6 +82,8 @@ RULES = {
     "multimodal/videos": Rule(("core", "multimodal")),
     "multimodal/idefics3": Rule(("core", "multimodal"), torch("model")),
     "multimodal/smolvlm": Rule(("core", "multimodal")),
+    "multimodal/mistral3": Rule(("core", "multimodal")),
+    "multimodal/pixtral": Rule(("core", "multimodal"), torch("model")),
     "multimodal/internvl": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava_next": Rule(("core", "multimodal"), torch("model")),

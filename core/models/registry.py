@@ -32,6 +32,7 @@ TABLE = {
     "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
+    "Mistral3ForConditionalGeneration": "trencadis.multimodal.mistral3.family:FAMILY",
     "SmolVLMForConditionalGeneration": "trencadis.multimodal.smolvlm.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",

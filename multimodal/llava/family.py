@@ -9,6 +9,8 @@ from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.llava.clip import ClipTower
+from trencadis.multimodal.pixtral.config import USUAL, LineTower, tower_fields
+from trencadis.multimodal.pixtral.names import NAMES
 from trencadis.multimodal.texts import PARTS, text_of
 from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
 
@@ -17,9 +19,15 @@ CLIP_USUAL = Usual(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
-    """LlavaConfig."""
+    """LlavaConfig; its vision_config says whether it is Pixtral-12B."""
+    seen = root.within("vision_config")
+    if seen.values.get("model_type") == "pixtral":
+        text = text_of(root, c, tied, ("mistral",))
+        root.only("vision_feature_select_strategy", ("full",), "default")
+        lines = LineTower(**tower_fields(root, seen, text.hidden, USUAL, biased=True))
+        return Described(text, lines, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
     text = text_of(root, c, tied, ("llama",))
-    vision = ClipTower(**clip_fields(root, root.within("vision_config"), text.hidden))
+    vision = ClipTower(**clip_fields(root, seen, text.hidden))
     return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
 
 
@@ -56,14 +64,14 @@ CLIP_NAMES = (
 )
 
 FAMILY = Family(
-    name="LLaVA-1.5",
+    name="LLaVA-1.5 and Pixtral",
     model_type="llava",
     architectures={"LlavaForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(PREFIXES, CLIP_NAMES),
+    names=StoredNames(PREFIXES, (*CLIP_NAMES, *NAMES)),
     make="trencadis.multimodal.llava.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.tiles.processor:image_needs",
+        needs="trencadis.multimodal.llava.processor:image_needs",
         sizes="trencadis.multimodal.llava.processor:image_sizes",
         processor="trencadis.multimodal.llava.processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

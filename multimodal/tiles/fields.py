@@ -64,13 +64,13 @@ def square(c: Fields, key: str, default: int) -> int:
 
 
 def placeholder(root: Fields, vocab: int, tokens: int, default: int) -> int:
-    """Id of the placeholder; ``tokens``: rows of a tile, which the file may state."""
+    """Id of the placeholder; ``tokens``: rows of a tile, which the file may state; 0: there are no tiles."""
     keys = [key for key in ("image_token_index", "image_token_id") if key in root.values]
     token = default
     for key in keys:
         token = root.integer(key, 0, vocab - 1)
     if not keys and vocab <= default:
         root.refuse("image_token_index", "it must be in the vocabulary")
-    if root.integer("image_seq_length", default=tokens) != tokens:
+    if tokens and root.integer("image_seq_length", default=tokens) != tokens:
         root.refuse("image_seq_length", f"it must be {tokens}, the rows of a tile")
     return token

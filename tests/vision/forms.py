@@ -123,6 +123,35 @@ def idefics3(
     return finished(model, folder, seed, tokens, processor, TEMPLATE.replace("<image>\\n", "<image>"))
 
 
+def pixtral(
+    folder: Path, *, seed: int = 0, name: str = "Mistral3", merge: int = 2, longest: int = 224, act: str = "silu",
+    **text: Any,
+) -> Path:  # fmt: skip
+    """A Mistral 3 checkpoint, or by ``name`` "Llava" one of Pixtral-12B; pictures of up to ``longest`` pixels."""
+    import transformers
+
+    tower = dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2,
+        image_size=longest, patch_size=14, hidden_act=act,
+    )  # fmt: skip
+    settings = {"model_type": "mistral", "sliding_window": None, **checkpoints.text_settings(**text)}
+    kind: Any = getattr(transformers, f"{name}Config")
+    own = {"spatial_merge_size": merge} if name == "Mistral3" else {"vision_feature_select_strategy": "full"}
+    config = kind(
+        text_config=settings, vision_config=tower, image_token_index=IMAGE, vision_feature_layer=-1,
+        architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"], **own,
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": longest}, "resample": 3,
+        "patch_size": {"height": 14, "width": 14}, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True,
+        "do_resize": True, "rescale_factor": 1 / 255,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    tokens = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    return finished(model, folder, seed, tokens, processor, TEMPLATE.replace("<image>\\n", "[IMG]"))
+
+
 def llava_next(
     folder: Path, *, seed: int = 0, image: int = 56, vision: Any = None, kind: str = "llama", **text: Any
 ) -> Path:

@@ -17,6 +17,8 @@ FAMILIES = (
     "multimodal/internvl/",
     "multimodal/idefics3/",
     "multimodal/smolvlm/",
+    "multimodal/pixtral/",
+    "multimodal/mistral3/",
 )  # fmt: skip
 NAMES = re.compile(
     r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",

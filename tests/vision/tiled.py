@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,15 @@ def _reversed(model: Any, ops: Any) -> tuple[Any, str, Any]:
     return model, "pack", pack
 
 
+def _by_feature(model: Any, ops: Any) -> tuple[Any, str, Any]:
+    """A cell's values feature by feature, as the checkpoint stores what merges them."""
+
+    def merged(x: torch.Tensor, was: Any = model.tell.merger) -> Any:
+        return was(x.view(len(x), 4, -1).transpose(1, 2).reshape(len(x), -1))
+
+    return model.tell, "merger", merged
+
+
 def _llava_next(path: Path) -> Any:
     from transformers import AutoTokenizer, LlavaNextProcessor
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -87,6 +98,26 @@ def _internvl(path: Path) -> Any:
 
     images, tokenizer = GotOcr2ImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     return WithoutVideos(images, tokenizer, None, image_seq_length=4)
+
+
+def _pixtral(path: Path) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.models.pixtral import image_processing_pil_pixtral as pil
+
+    # The processor takes a function from the module that needs torchvision; with Pillow it is the same.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
+    made: Any = import_module("transformers.models.pixtral.processing_pixtral")
+    merge = json.loads((path / "config.json").read_text()).get("spatial_merge_size", 1)
+    images, tokenizer = pil.PixtralImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return made.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=merge)
+
+
+def _tokens_of_pixtral(theirs: Any, ours: Any, height: int, width: int) -> int:
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    unit, shown = ours.patch * ours.merge, np.broadcast_to(np.uint8(0), (3, height, width))
+    high, wide = get_resize_output_image_size(shown, ours.image, unit, "channels_first")
+    return high // unit * wide // unit
 
 
 def _idefics3(name: str) -> Callable[[Path], Any]:
@@ -212,6 +243,40 @@ COMPARED = {
         _idefics3("SmolVLM"),
         ("pixel_values", "pixel_attention_mask"),
         _tiles_of_idefics3,
+    ),
+    "mistral3": Compared(
+        forms.pixtral,
+        {"cells of 4": {}, "cells of 1": {"merge": 1, "act": "gelu", "longest": 420, "seed": 2}},
+        _pixtral,
+        ("pixel_values", "image_sizes"),
+        _tokens_of_pixtral,
+        {
+            "slots in another order": _reversed,
+            "frequencies of another tower": lambda model, ops: (
+                model.see, "angles", (model.see.angles[0], model.see.angles[1].flip(0))
+            ),
+            "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
+            "cells merged by feature": _by_feature,
+        },
+        (
+            ("spatial_merge_size", 3, "spatial_merge_size"), ("vision_feature_layer", 9, "vision_feature_layer"),
+            ("vision_config.model_type", "clip_vision_model", "model_type"), ("text_config.model_type", "opt", "model"),
+            ("vision_config.head_dim", 20, "head_dim"), ("image_token_index", 10**6, "image_token_index"),
+        ),
+        (
+            ("size", {"longest_edge": 10**6}, "longest_edge"), ("resample", 2, "resample"),
+            ("image_processor_type", "CLIPImageProcessor", "image_processor_type"), ("do_center_crop", True, "crop"),
+        ),
+        "[IMG]",
+    ),
+    "pixtral": Compared(
+        forms.pixtral,
+        {"plain": {"name": "Llava", "seed": 4}},
+        _pixtral,
+        ("pixel_values", "image_sizes"),
+        _tokens_of_pixtral,
+        altered=(("vision_feature_select_strategy", "default", "strategy"),),
+        image="[IMG]",
     ),
 }  # fmt: skip
 
