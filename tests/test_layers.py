@@ -59,6 +59,7 @@ RULES = {
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/conformance/family": Rule(("core", "backends/cpu", "backends/conformance"), EVERY),
     "backends/cpu": Rule(("core",), EVERY),
+    "backends/cpu/native": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
