@@ -295,7 +295,8 @@ class TextService:
 
     def _beside_pictures(self, text: str) -> list[int]:
         """The ids of a text behind a placeholder token: tokenizers read the start of a prompt differently."""
-        return self.tokenizer.encode((self.tokenizer.token(self.config.image_token) or "") + text)[1:]
+        ids = self.tokenizer.encode((self.tokenizer.token(self.config.image_token) or "") + text)
+        return ids[ids.index(self.config.image_token) + 1 :]
 
     def _placeholder(self, token: int) -> str:
         """Marked text of a medium, between the vision marks if the checkpoint has them."""
