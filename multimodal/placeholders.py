@@ -67,8 +67,8 @@ def _laid_out(
             assert encode is not None, "text beside placeholders needs the tokenizer"
             out += encode(piece)
         else:
-            runs[piece.item].append(TokenRun(len(out), piece.count, piece.first, piece.constant))
-            out += [token] * piece.count
+            runs[piece.item].append(TokenRun(len(out), piece.tokens, piece.first, piece.constant))
+            out += [token] * piece.tokens
     return [_span(item, tuple(some)) for item, some in zip(items, runs, strict=True)]
 
 

@@ -22,14 +22,14 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 class TakenRows(NamedTuple):
-    """Placeholder tokens of a picture: ``count`` that take rows from ``first`` on of its item ``item``.
+    """Placeholder tokens of a picture: ``tokens`` that take rows from ``first`` on of its item ``item``.
 
     ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span.
     """
 
     item: int
     first: int
-    count: int
+    tokens: int
     constant: int = -1
 
 
@@ -109,7 +109,7 @@ class ImageOutline(NamedTuple):
             return whole
         one, count = self.item, self.grid[0]
         if count == 1:
-            items = (replace(whole, tokens=one.tokens),)
+            items: tuple[Prepared, ...] = (replace(whole, tokens=one.tokens),)
         else:
             cut = np.split(pixels, count)
             items = tuple(Prepared(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)

@@ -31,7 +31,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     """Idefics3Config."""
     text = text_of(root, c, tied, ("llama",))
     merge = root.integer("scale_factor", 1, MOST_MERGE, 2)
-    fields = tile_fields(root.within("vision_config"), KINDS, USUAL, text.hidden, merge)
+    fields = tile_fields(root.within("vision_config"), KINDS, USUAL, text.hidden, merge, exact=False)
     vision = SiglipTower(**fields, projector="", projector_bias=False)
     return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
 

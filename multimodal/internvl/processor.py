@@ -13,7 +13,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.multimodal.colours import CLIP, Colours, read_colours
-from trencadis.multimodal.processor import ImageOutline
+from trencadis.multimodal.processor import ImageOutline, Layout
 from trencadis.multimodal.tiles.processor import (
     TileProcessor,
     UInt8,
@@ -44,7 +44,7 @@ class InternProcessor(TileProcessor):
     def outline(self, height: int, width: int) -> ImageOutline:
         columns, rows = grid_of(height, width, self.image, self.least, self.most)
         count = columns * rows + (columns * rows > 1)
-        layout = (START, *whole_tiles(count, self.cells), END)
+        layout: Layout = (START, *whole_tiles(count, self.cells), END)
         return self.outlined((rows * self.image, columns * self.image), count, count * self.cells, layout)
 
     def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:

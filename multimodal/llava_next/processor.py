@@ -38,7 +38,7 @@ class GridProcessor(TileProcessor):
     def outline(self, height: int, width: int) -> ImageOutline:
         grid = best_grid((height, width), self._grids)
         kept, layout = self._laid_out(height, width, grid)
-        tokens = sum(piece.count for piece in layout if isinstance(piece, TakenRows))
+        tokens = sum(piece.tokens for piece in layout if isinstance(piece, TakenRows))
         return self.outlined(grid, 1 + len(kept), tokens, layout, 2 * grid[0] * grid[1])
 
     @property

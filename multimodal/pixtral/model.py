@@ -122,6 +122,7 @@ class LineModel(Decoder):
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, rotary, segments)
             ops.cut("layer")
+        assert residual is not None  # a tower has a layer at least
         count = len(inputs.rows)
         ops.by_rows(self.tell, (x.view(count, -1), residual.view(count, -1), inputs.rows), self.persistent.arena)
 

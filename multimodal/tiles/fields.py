@@ -24,10 +24,13 @@ class Usual(NamedTuple):
     activation: str
 
 
-def tile_fields(c: Fields, kinds: tuple[str, ...], usual: Usual, out_hidden: int, merge: int = 1) -> dict[str, Any]:
+def tile_fields(
+    c: Fields, kinds: tuple[str, ...], usual: Usual, out_hidden: int, merge: int = 1, exact: bool = True
+) -> dict[str, Any]:
     """The fields of a ``TileTower`` with all its layers.
 
     ``kinds``: what its model_type may be; ``out_hidden``: the decoder's width; ``merge``: as in ``TileTower``.
+    ``exact``: patches fill a tile; else what is left over at its right and lower edge is not seen.
     """
     c.only("model_type", kinds, kinds[0])
     c.only("num_channels", (CHANNELS,), CHANNELS)
@@ -36,8 +39,10 @@ def tile_fields(c: Fields, kinds: tuple[str, ...], usual: Usual, out_hidden: int
     if hidden % (2 * heads):
         c.refuse("num_attention_heads", f"implemented: heads of an even size, and hidden_size is {hidden}")
     image, patch = square(c, "image_size", usual.image), square(c, "patch_size", usual.patch)
-    if image % (patch * merge):
-        c.refuse("patch_size", f"{patch * merge} must divide image_size, which is {image}")
+    if (exact and image % patch) or image < patch:
+        c.refuse("patch_size", f"it must divide image_size, which is {image}")
+    if image // patch % merge:
+        c.refuse("patch_size", f"{merge} must divide the {image // patch} patches along a side of a tile")
     return dict(
         depth=c.integer("num_hidden_layers", most=MOST_LAYERS, default=usual.layers),
         hidden=hidden,

@@ -149,6 +149,7 @@ class TileModel(Decoder):
         for block in self.blocks:
             x, residual = ops.layer(block, x, residual, None, segments)
             ops.cut("layer")
+        assert residual is not None  # a tower has a layer at least
         count = len(x) // c.tile
 
         def cells(t: Tensor) -> Tensor:

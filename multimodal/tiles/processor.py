@@ -104,9 +104,12 @@ class TileProcessor(Colours, ABC):
         return made.prepared(cut, digest, original)
 
     def cut(self, tile: UInt8) -> UInt8:
-        """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column."""
-        rows, columns = (side // self.patch // self.merge for side in tile.shape[:2])
-        grid = tile.reshape(rows, self.merge, self.patch, columns, self.merge, self.patch, CHANNELS)
+        """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column; edges without a cell go."""
+        unit = self.patch * self.merge
+        rows, columns = tile.shape[0] // unit, tile.shape[1] // unit
+        grid = tile[: rows * unit, : columns * unit].reshape(
+            rows, self.merge, self.patch, columns, self.merge, self.patch, CHANNELS
+        )
         return np.ascontiguousarray(grid.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.values))
 
 

@@ -95,10 +95,13 @@ def internvl(
 
 
 def idefics3(
-    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True,
+    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True, spare: int = 0,
     name: str = "Idefics3", **text: Any,
 ) -> Path:  # fmt: skip
-    """An Idefics3 or SmolVLM checkpoint with tiles of ``side`` x ``side`` patches, ``merge`` x ``merge`` in a cell."""
+    """An Idefics3 or SmolVLM checkpoint with tiles of ``side`` x ``side`` patches, ``merge`` x ``merge`` in a cell.
+
+    ``spare``: pixels of a tile that no patch has.
+    """
     import transformers
 
     tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
@@ -108,14 +111,14 @@ def idefics3(
     config = kind(
         text_config=settings, image_token_id=IMAGE, scale_factor=merge,
         vision_config=dict(
-            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, image_size=14 * side,
+            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, image_size=14 * side + spare,
             patch_size=14,
         ),
         architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
     )  # fmt: skip
     processor = {
         "image_processor_type": f"{name}ImageProcessor", "size": {"longest_edge": longest}, "resample": 1,
-        "max_image_size": {"longest_edge": 14 * side}, "do_image_splitting": split, "do_convert_rgb": True,
+        "max_image_size": {"longest_edge": 14 * side + spare}, "do_image_splitting": split, "do_convert_rgb": True,
         "do_normalize": True, "do_rescale": True, "do_resize": True, "do_pad": True, "rescale_factor": 1 / 255,
         "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
     }  # fmt: skip

@@ -239,7 +239,7 @@ COMPARED = {
     ),
     "smolvlm": Compared(
         forms.idefics3,
-        {"cells of 9": {"name": "SmolVLM", "side": 6, "merge": 3, "longest": 168}},
+        {"cells of 9": {"name": "SmolVLM", "side": 6, "merge": 3, "longest": 168, "spare": 5}},
         _idefics3("SmolVLM"),
         ("pixel_values", "pixel_attention_mask"),
         _tiles_of_idefics3,
@@ -308,9 +308,9 @@ def worst_row(rig: FamilyRig, pictures: Sequence[tuple[Prepared, torch.Tensor]],
         rows: list[int] = []
         for piece in one.layout or (TakenRows(0, 0, one.tokens),):
             if isinstance(piece, TakenRows) and piece.constant >= 0:
-                rows += [RESERVED_ROWS + piece.constant] * piece.count
+                rows += [RESERVED_ROWS + piece.constant] * piece.tokens
             elif isinstance(piece, TakenRows):
-                rows += mine[piece.item].rows[piece.first : piece.first + piece.count].tolist()
+                rows += mine[piece.item].rows[piece.first : piece.first + piece.tokens].tolist()
         assert len(rows) == one.tokens == len(want)
         worst = max(worst, float((arena[rows] - want).abs().max() / want.abs().max()))
     return worst
