@@ -105,11 +105,10 @@ class TileProcessor(Colours, ABC):
 
     def cut(self, tile: UInt8) -> UInt8:
         """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column; edges without a cell go."""
-        unit = self.patch * self.merge
+        merge, patch, unit = self.merge, self.patch, self.patch * self.merge
         rows, columns = tile.shape[0] // unit, tile.shape[1] // unit
-        grid = tile[: rows * unit, : columns * unit].reshape(
-            rows, self.merge, self.patch, columns, self.merge, self.patch, CHANNELS
-        )
+        whole = tile[: rows * unit, : columns * unit]
+        grid = whole.reshape(rows, merge, patch, columns, merge, patch, CHANNELS)
         return np.ascontiguousarray(grid.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.values))
 
 

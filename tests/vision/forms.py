@@ -95,8 +95,8 @@ def internvl(
 
 
 def idefics3(
-    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True, spare: int = 0,
-    name: str = "Idefics3", **text: Any,
+    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True,
+    spare: int = 0, name: str = "Idefics3", **text: Any,
 ) -> Path:  # fmt: skip
     """An Idefics3 or SmolVLM checkpoint with tiles of ``side`` x ``side`` patches, ``merge`` x ``merge`` in a cell.
 
@@ -111,8 +111,8 @@ def idefics3(
     config = kind(
         text_config=settings, image_token_id=IMAGE, scale_factor=merge,
         vision_config=dict(
-            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, image_size=14 * side + spare,
-            patch_size=14,
+            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, patch_size=14,
+            image_size=14 * side + spare,
         ),
         architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
     )  # fmt: skip

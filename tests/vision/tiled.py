@@ -137,7 +137,7 @@ def _idefics3(name: str) -> Callable[[Path], Any]:
             def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
                 return None
 
-        processing_smolvlm.num2words = str  # it writes the times of a video's frames
+        vars(processing_smolvlm)["num2words"] = str  # it writes the times of a video's frames
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         videos = () if name == "Idefics3" else (None,)
         return WithoutVideos(images, tokenizer, *videos, image_seq_len=rows)
