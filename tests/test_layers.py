@@ -83,6 +83,7 @@ RULES = {
     "multimodal/llava": Rule(("core", "core/families", "multimodal"), torch("model")),
     "multimodal/qwen2_vl": Rule(("core", "multimodal"), torch("model", "tower")),
     "multimodal/qwen2_5_vl": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/qwen3_vl": Rule(("core", "core/families", "multimodal"), torch("model", "tower")),
     "server": Rule(("core", "server/cli", "server/tenants")),
     "server/tenants": Rule(("core",)),
     "server/text": Rule(("core",)),

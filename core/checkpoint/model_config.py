@@ -52,6 +52,8 @@ class TextConfig:
     Args:
         eps: of every norm.
         tied: whether the head is the embedding's table.
+        mrope_section: frequencies of each of three axes of positions; None: there is one axis.
+        interleaved: whether frequencies of the axes take turns, those of the first filling what is left.
         rotary: whether heads turn by their positions.
         turned: values of a head that do; 0: all. Half of them lie at the start of each half of a head.
         scale: of the scores; 0: head_dim ** -0.5.
@@ -84,6 +86,7 @@ class TextConfig:
     tied: bool
     qkv_bias: bool
     mrope_section: tuple[int, int, int] | None = None
+    interleaved: bool = False
     rope_scaling: Scaling | None = None
     out_bias: bool = False
     mlp_bias: bool = False
@@ -172,6 +175,11 @@ class ModelConfig:
     def name(self) -> str:
         """The folder's name, for messages."""
         return self.path.name
+
+    @property
+    def row_parts(self) -> int:
+        """Rows of the arena's tensor, each as wide as an embedding, that one row of the arena has."""
+        return 1 if self.vision is None else 1 + self.vision.deep
 
     def aligned(self, unit: int) -> int:
         """The unit of products' widths on a device that wants ``unit``; 1 where columns are quantised in groups, which

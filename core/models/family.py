@@ -33,7 +33,7 @@ class StoredNames:
     Args:
         prefixes: stored prefix -> canonical one; the first that matches counts, names without one are ignored.
         inner: (stored, canonical) parts of what is left, with dots at both ends.
-        transposed: canonical modules whose weights are stored [in, out].
+        transposed: canonical modules whose weights are stored [in, out]; of experts' tensors, those that may be.
     """
 
     prefixes: Mapping[str, str]

@@ -28,6 +28,8 @@ _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
     "Qwen2VLForConditionalGeneration": "trencadis.multimodal.qwen2_vl.family:FAMILY",
+    "Qwen3VLForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:DENSE",
+    "Qwen3VLMoeForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:EXPERTS",
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",

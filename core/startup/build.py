@@ -275,6 +275,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    row_bytes = model.row_parts * model.text.width * backend.dtype.itemsize
     return EngineInfo(
         device=backend.label,
         dtype=str(backend.dtype).removeprefix("torch."),
@@ -285,7 +286,7 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         arena_rows=max(plan.arena_rows - RESERVED_ROWS, 0),
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
+        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * row_bytes,
         seconds=seconds,
         notes=list(plan.notes),
     )

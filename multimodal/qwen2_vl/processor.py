@@ -61,7 +61,7 @@ class ImageProcessor:
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True
+        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True, patch: int = PATCH
     ) -> ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
@@ -72,13 +72,14 @@ class ImageProcessor:
         asked = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
-        read = read_preprocessing(path, asked.pixels)
+        read = read_preprocessing(path, asked.pixels, patch)
         if read is None:
             raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
         colours = read.colours
         made = cls(
             read.min_pixels,
             read.max_pixels,
+            patch,
             mean=colours.mean,
             std=colours.std,
             rescale=colours.rescale,

@@ -44,7 +44,7 @@ class HandDrivenModel:
         shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
         kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers)]
         self.kv = kv
-        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA, c.width)
+        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA * self.config.row_parts, c.width)
         self.model.bind(Persistent(kv, self.hidden, self.arena, self.state))
         order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
         self.blocks = order[None]

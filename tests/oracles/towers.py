@@ -103,9 +103,11 @@ def _hpu(vocab: int) -> Any:
     return HpuBackend(cfg, policy(""), of(EmulatedDevice(profile("")), True), HpuSettings(fp32_softmax_vision=True))
 
 
-def normalised(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
-    """float32 [patches, PATCH_VALUES]: pixel values as the processor of transformers delivers them."""
-    mean, std = (torch.tensor(v).repeat_interleave(pixels.shape[1] // 3) for v in (CLIP_MEAN, CLIP_STD))
+def normalised(
+    pixels: np.ndarray[Any, np.dtype[np.uint8]], colours: tuple[Any, Any] = (CLIP_MEAN, CLIP_STD)
+) -> torch.Tensor:
+    """float32 [patches, values]: pixel values as the processor of transformers delivers them."""
+    mean, std = (torch.tensor(v).repeat_interleave(pixels.shape[1] // 3) for v in colours)
     return (torch.from_numpy(pixels).float() / 255 - mean) / std
 
 

@@ -52,3 +52,37 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
+    """A Qwen3-VL checkpoint, with ``experts`` in all layers but one; ``vision`` and ``text`` override settings."""
+    import transformers
+
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5e6, "mrope_interleaved": True}
+    settings = {"head_dim": 16, **checkpoints.text_settings(rope_parameters=rope, **{"num_hidden_layers": 3, **text})}
+    tower = dict(
+        depth=4, hidden_size=144, intermediate_size=44, num_heads=2, out_hidden_size=settings["hidden_size"],
+        in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=36,
+        deepstack_visual_indexes=[0, 2], hidden_act="gelu_pytorch_tanh",
+    ) | (vision or {})  # fmt: skip
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    if experts:
+        settings |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+        }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config=settings, vision_config=tower, tie_word_embeddings=settings["tie_word_embeddings"],
+        image_token_id=checkpoints.IDS["<|image_pad|>"], video_token_id=checkpoints.IDS["<|video_pad|>"],
+        vision_start_token_id=checkpoints.IDS["<|vision_start|>"],
+        vision_end_token_id=checkpoints.IDS["<|vision_end|>"],
+        architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    checkpoints._write(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder, seed, torch.float32)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder

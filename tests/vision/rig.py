@@ -32,7 +32,7 @@ FEWEST_ROWS = 2
 
 @dataclass(frozen=True)
 class Shown:
-    """An item and what transformers makes of it, float32 [tokens, hidden]."""
+    """An item and what transformers makes of it, float32 [tokens, width of an arena row]."""
 
     grid: tuple[int, int, int]
     slots: int
@@ -71,6 +71,7 @@ class FamilyRig:
         config = load_config(path)
         assert config.vision is not None
         self.cell, self.rows = config.vision.slot.cell, largest // config.vision.slot.cell
+        self.wide = config.row_parts * config.text.width
         self.backend = backend_of(device, config.text.vocab)
         self.model: Any = build(config, self.backend)
         self.model.bind(
@@ -101,14 +102,18 @@ class FamilyRig:
         unused[sum(i.slots for i in items) :] = True
         inputs.pixels[unused] = rng.integers(0, 256, (int(unused.sum()), inputs.pixels.shape[1]), dtype=np.uint8)
         inputs.position[unused] = rng.integers(0, 64, (int(unused.sum()), 2))
-        arena = torch.full(tuple(self.model.persistent.arena.shape), 7.0)
+        if inputs.near is not None and inputs.share is not None:
+            shape = int(unused.sum()), inputs.near.shape[1]
+            inputs.near[unused], inputs.share[unused] = rng.integers(0, 4, shape), rng.random(shape)
+        held = self.model.persistent.arena
+        arena = torch.full(tuple(held.shape), 7.0).view(-1, self.wide)
         arena[0], arena[1] = 0, float("nan")
-        self.model.persistent.arena.copy_(arena)
+        held.copy_(arena.view(held.shape))
         program = self.program(bucket.dims[0])
         self.backend.fill(program, inputs)
         program.run()
         self.backend.synchronize()
-        got = self.model.persistent.arena.cpu()
+        got = held.cpu().view(-1, self.wide)
         assert (got[row[:500]] == 7).all() and not got[0].any(), "a row that no item owns was written"
         pairs = zip(items, shown, strict=True)
         return max(float((got[i.rows.tolist()] - s.want).abs().max() / s.want.abs().max()) for i, s in pairs)
