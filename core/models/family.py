@@ -54,6 +54,8 @@ class VisionSide:
         expand: puts placeholders into a prompt.
         positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on
             three axes, and what to add beyond the prompt; empty: a token's position is its index.
+        times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
+            the marks of a medium of its own; empty: the patches of a video follow each other.
         windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
@@ -63,6 +65,7 @@ class VisionSide:
     tokens: Mapping[str, str]
     expand: str = "trencadis.multimodal.placeholders:expand_placeholders"
     positions: str = ""
+    times: str = ""
     windows: bool = False
 
 

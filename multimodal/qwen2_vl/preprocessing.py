@@ -47,7 +47,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None, patch
     Raises:
         StartupError: a file that cannot be read, or a value that is not implemented.
     """
-    found = _file(path, "image_processor", "preprocessor_config.json")
+    found = processor_file(path, "image_processor", "preprocessor_config.json")
     if found is None:
         return None
     kind = found.values.get("image_processor_type", PROCESSORS[0])
@@ -72,7 +72,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None, patch
     return Preprocessing(limit("min_pixels", "shortest_edge"), limit("max_pixels", "longest_edge"), colours)
 
 
-def _file(path: Path, part: str, legacy: str) -> Fields | None:
+def processor_file(path: Path, part: str, legacy: str) -> Fields | None:
     """The settings of one processor, ``part`` of processor_config.json or the whole file ``legacy``; None if absent."""
     where = path / "processor_config.json"
     whole = read_json(where)
@@ -92,7 +92,7 @@ def _colours(c: Fields, base: Colours, patch: int, default: int) -> Colours:
 
 def _same_for_videos(path: Path, colours: Colours, patch: int) -> None:
     """Refuses a video processor with other colours than the image processor's: the tower holds one set."""
-    found = _file(path, "video_processor", "video_preprocessor_config.json")
+    found = processor_file(path, "video_processor", "video_preprocessor_config.json")
     if found is not None and _colours(found, colours, patch, patch) != colours:
         key = next(k for k in COLOUR_KEYS if k in found.values)
         found.refuse(key, "implemented: videos with the colours of the image processor")

@@ -57,6 +57,8 @@ class ImageProcessor:
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
     windows: bool = True
     """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
+    clip: tuple[int, int] | None = None
+    """``FrameLimits.clip``."""
     kind: str = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
 
     @classmethod
@@ -198,6 +200,7 @@ class ImageProcessor:
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
             "slots": self.largest_slots, "tokens": self.largest_tokens, "windows": self.windows,
+            "clip": self.clip,
         }  # fmt: skip
 
     @property

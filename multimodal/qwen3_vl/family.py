@@ -98,7 +98,9 @@ SIDE = VisionSide(
     sizes="trencadis.multimodal.qwen3_vl.pictures:sizes",
     processor="trencadis.multimodal.qwen3_vl.pictures:processor",
     tokens=NAMES,
+    expand="trencadis.multimodal.qwen3_vl.pictures:expand_apart",
     positions="trencadis.multimodal.qwen3_vl.pictures:apart_positions",
+    times="trencadis.multimodal.qwen3_vl.pictures:spoken_times",
 )
 INNER = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
 DENSE = Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -133,10 +134,13 @@ class Joiner(Protocol):
 
 
 class PlaceholderJoiner:
-    """Placeholders and rotary positions, as the model's family has them."""
+    """Placeholders and rotary positions, as the model's family has them.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+    ``encode``: ids of a text that stands by itself, for families that say times in words.
+    """
+
+    def __init__(self, config: ModelConfig, encode: Callable[[str], list[int]] = lambda text: []) -> None:
+        self._config, self._encode = config, encode
 
     def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
         """See Joiner.
@@ -152,11 +156,16 @@ class PlaceholderJoiner:
         assert side is not None  # the API process makes no media where the model does not see
         image, video = self._config.image_token, self._config.video_token
         prepared = cast("list[PreparedMedia]", media)
-        expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        places, put = media_places(tokens, image, video, media), loaded(side.expand)
+        if side.times:
+            texts = [text for one in prepared if is_video(one) for text in loaded(side.times)(one)]
+            marks = self._config.vision_start, self._config.vision_end
+            put = partial(put, times=[self._encode(text) for text in texts], marks=marks)
+        expanded, spans = put(tokens, image, prepared, places, video)
         vision = self._config.vision
         if not side.positions or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
-        whole, seconds = position_spans(spans, prepared)
+        whole, seconds = (spans, []) if side.times else position_spans(spans, prepared)
         positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
 

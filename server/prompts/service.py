@@ -77,7 +77,7 @@ class TextService:
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
         self.videos = videos
-        self._join = join or PlaceholderJoiner(config)
+        self._join = join or PlaceholderJoiner(config, self.tokenizer.encode)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
