@@ -362,3 +362,30 @@ def test_a_processor_of_other_patches_is_refused(path: Path, tmp_path: Path) -> 
     (folder / "preprocessor_config.json").write_text(json.dumps(held))
     with pytest.raises(StartupError, match="patch_size is missing"):
         image_processor(load_config(folder), {})
+
+
+CHECKS = {"cpu": ("op.interpolate", "padding"), "hpu": ("op.interpolate",), "twin": ("op.interpolate",)}
+
+
+def checks(device: str, path: Path, only: tuple[str, ...]) -> None:
+    from trencadis.backends.conformance import suite
+    from trencadis.backends.conformance.result import line
+    from trencadis.backends.conformance.subject import subject
+
+    policy = {"cpu": "padded", "twin": "twin"}.get(device, "")
+    made = subject("cuda" if device == "twin" else device, path, policy=policy, quick=True)
+    report = suite.run(made, only)
+    assert not report.failures() and report.count("pass") == len(only), "\n".join(line(r) for r in report.results)
+
+
+@pytest.mark.parametrize("device", CHECKS)
+def test_checks_of_a_backend_pass(device: str, path: Path, monkeypatch: Any) -> None:
+    """On a CPU also the padding of every input, the interpolation's among them, and of every part of a row."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    checks(device, path, CHECKS[device])
+
+
+@pytest.mark.long
+def test_padding_is_inert_on_an_emulated_card(path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    checks("hpu", path, ("padding", "replay", "op.attend_images", "op.rope_vision"))
