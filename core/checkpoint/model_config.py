@@ -10,6 +10,7 @@ from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
 from trencadis.core.checkpoint.vision_config import VisionConfig
+from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.quant.kv import KVForm
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
@@ -69,6 +70,7 @@ class TextConfig:
         window: keys that a token sees, itself included; 0: all.
         full_layers: layers that see all keys in spite of ``window``.
         local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
+        joined: whether tokens of a picture see each other, besides those before them.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
         experts: None: every layer has one MLP.
     """
@@ -111,6 +113,7 @@ class TextConfig:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
+    joined: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
 
@@ -136,7 +139,7 @@ class TextConfig:
     @property
     def upto(self) -> bool:
         """Whether a token may see keys behind its own place (``Attn.upto``)."""
-        return not self.causal
+        return not self.causal or self.joined
 
     @property
     def width(self) -> int:
@@ -154,7 +157,8 @@ class ModelConfig:
     """What the engine needs of a checkpoint.
 
     ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
-    config.json that nothing here knows.
+    config.json that nothing here knows. ``placed_token``: what a template puts for a picture, where that is no
+    ``image_token``.
     """
 
     path: Path
@@ -164,6 +168,7 @@ class ModelConfig:
     dtype: str
     eos: tuple[int, ...]
     image_token: int = -1
+    placed_token: int = -1
     video_token: int = -1
     vision_start: int = -1
     vision_end: int = -1
@@ -175,6 +180,11 @@ class ModelConfig:
     def name(self) -> str:
         """The folder's name, for messages."""
         return self.path.name
+
+    @property
+    def placed(self) -> int:
+        """The id that stands for a picture in a rendered template; -1: there is none."""
+        return self.placed_token if self.placed_token >= 0 else self.image_token
 
     @property
     def row_parts(self) -> int:
@@ -193,6 +203,11 @@ class Square(NamedTuple):
     side: int
     patches: int
     slots: int
+
+
+def reserved_rows(config: ModelConfig) -> int:
+    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every picture."""
+    return RESERVED_ROWS + (0 if config.vision is None else config.vision.constants)
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,7 @@ def _described(
         dtype=_dtype(root, text),
         eos=_eos(path, root, text, made.text.vocab),
         image_token=media.get("image_token_id", -1),
+        placed_token=media.get("placed_token_id", -1),
         video_token=media.get("video_token_id", -1),
         vision_start=media.get("vision_start_token_id", -1),
         vision_end=media.get("vision_end_token_id", -1),

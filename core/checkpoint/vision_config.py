@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class SlotForm(NamedTuple):
@@ -38,8 +38,11 @@ class VisionConfig(ABC):
     """A tower: ``depth`` layers over slots, and what makes rows of the decoder's width of their output.
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
-    those of one layer. ``ranks`` devices share heads and columns.
+    those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
+    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound.
     """
+
+    constants: ClassVar[int] = 0
 
     depth: int
     hidden: int

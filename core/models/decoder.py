@@ -94,8 +94,9 @@ class Layer:
 class Entry:
     """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
 
-    def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 1) -> None:
-        self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, parts
+    def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 0) -> None:
+        self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, max(parts, 1)
+        self.sees = parts > 0
         self.rotary = TextRotary(c, backend.device)
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
@@ -125,7 +126,7 @@ class Entry:
         c, ops = self.config, self.ops
         if self.parts > 1:
             image_row = image_row * self.parts
-        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), self.scale)
+        x = self._scaled(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
         if self.widen is not None:
             x = self.widen(x)
         if self.places is not None:
@@ -135,6 +136,12 @@ class Entry:
         residual = ops.first_residual(x) if c.place != POST else None
         deep = tuple(image_row.long() + part for part in range(1, self.parts))
         return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deep
+
+    def _scaled(self, x: Tensor, image_row: Tensor) -> Tensor:
+        """Embeddings times their scale; rows of pictures, where the model sees any, stay as they are."""
+        if self.scale == 1 or not self.sees:
+            return scaled(x, self.scale)
+        return x * torch.where(image_row > 0, 1.0, self.scale).to(x.dtype)[:, None]
 
     def nbytes(self) -> int:
         tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
@@ -222,7 +229,7 @@ class Decoder:
         aligned = config.aligned(backend.policy.aligned)
         self.layers = [Layer(backend, c, group, place, aligned) for place in range(c.layers)]
         self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
-        self.enter = Entry(backend, c, self.embedding, config.row_parts)
+        self.enter = Entry(backend, c, self.embedding, config.row_parts if config.vision is not None else 0)
         self.deepen = Deepening(self.ops)
         norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
         self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)

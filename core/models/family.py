@@ -56,6 +56,7 @@ class VisionSide:
             three axes, and what to add beyond the prompt; empty: a token's position is its index.
         times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
             the marks of a medium of its own; empty: the patches of a video follow each other.
+        around: what stands before and behind a picture's mark in a prompt's text; it is encoded with the text around.
         windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
@@ -66,6 +67,7 @@ class VisionSide:
     expand: str = "trencadis.multimodal.placeholders:expand_placeholders"
     positions: str = ""
     times: str = ""
+    around: tuple[str, str] = ("", "")
     windows: bool = False
 
 

@@ -31,6 +31,8 @@ TABLE = {
     "Qwen3VLForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:DENSE",
     "Qwen3VLMoeForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:EXPERTS",
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
+    "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
+    "Gemma3ForConditionalGeneration": "trencadis.multimodal.gemma3.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextModel": f"{_TEXT}.gemma3:FAMILY",

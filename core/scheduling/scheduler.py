@@ -19,7 +19,7 @@ from itertools import chain
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder
@@ -166,6 +166,8 @@ class Scheduler:
         count = self._chunk_size(seq, builder)
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
+        if self.limits.joined:
+            count = self._uncut(seq, count)
         if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
@@ -182,9 +184,28 @@ class Scheduler:
         for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
                 break
-            if span.offset + span.length > start and not self._resident(seq, index, span, builder):
+            if span.end > start and not self._resident(seq, index, span, builder):
                 return max(span.offset - start, 0)
         return count
+
+    def _uncut(self, seq: Sequence, count: int) -> int:
+        """``count`` tokens, or as many as end before a picture that they would cut.
+
+        None where that is the first one: the picture waits for a step with room for all of it. A prefix hit may end
+        inside it, since its keys do not depend on where chunks begin.
+        """
+        start, end = seq.computed, seq.computed + count
+        cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
+        return max(next(cut, end) - start, 0)
+
+    def _seen(self, seq: Sequence, start: int, end: int) -> tuple[SeenSpan, ...]:
+        """Which tokens of the chunk [start, end) see each other."""
+        if self.limits.whole:
+            return (SeenSpan(0, end - start),)
+        if not self.limits.joined:
+            return ()
+        inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
+        return tuple(SeenSpan(max(span.offset - start, 0), span.end - start) for span in inside)
 
     def _allocate_blocks(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
         """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
@@ -238,7 +259,7 @@ class Scheduler:
                 self.batch.join(seq, len(builder.rows))
         positions = seq.positions_of(start, count)
         blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
-        spans = (SeenSpan(0, count),) if self.limits.whole else ()
+        spans = self._seen(seq, start, end)
         builder.rows.append(
             Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         )
@@ -332,7 +353,7 @@ class Scheduler:
         key = seq.key_of(span)
         if key not in builder.vision.chosen:
             return False
-        while not self.arena.fits(span.length) and self._yields_rows(seq, builder):
+        while not self.arena.fits(span.held) and self._yields_rows(seq, builder):
             self._preempt(self.running[-1], builder)
         return self.encoder.encode(key, builder.vision, seq.key)
 

@@ -7,15 +7,10 @@ from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.families import llama
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.llava.config import CHANNELS, ClipTower
-
-LLAMA: Mapping[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
-}  # fmt: skip
-"""LlamaConfig's values of keys that the hub's text_config leaves out."""
+from trencadis.multimodal.llava.clip import ClipTower
+from trencadis.multimodal.texts import PARTS, text_of
+from trencadis.multimodal.tiles.config import CHANNELS
 
 MOST_PIXELS = 4096
 IMAGE_TOKEN = 32000
@@ -23,21 +18,26 @@ IMAGE_TOKEN = 32000
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
     """LlavaConfig."""
-    c.only("model_type", ("llama",), "llama")
-    text = llama.describe(root, c.over(LLAMA), tied).text
-    vision = _vision(root, root.within("vision_config"), text.hidden)
+    text = text_of(root, c, tied, ("llama",))
+    vision = ClipTower(**clip_fields(root, root.within("vision_config"), text.hidden))
+    return Described(text, vision, {"image_token_id": image_token(root, text.vocab, vision.tokens)})
+
+
+def image_token(root: Fields, vocab: int, tokens: int, default: int = IMAGE_TOKEN) -> int:
+    """Id of the placeholder; ``tokens``: of a tile, which the file may state."""
     keys = [key for key in ("image_token_index", "image_token_id") if key in root.values]
-    token = IMAGE_TOKEN
+    token = default
     for key in keys:
-        token = root.integer(key, 0, text.vocab - 1)
-    if not keys and text.vocab <= IMAGE_TOKEN:
+        token = root.integer(key, 0, vocab - 1)
+    if not keys and vocab <= default:
         root.refuse("image_token_index", "it must be in the vocabulary")
-    if root.integer("image_seq_length", default=vision.tokens) != vision.tokens:
-        root.refuse("image_seq_length", f"it must be {vision.tokens}, the patches of a picture")
-    return Described(text, vision, {"image_token_id": token})
+    if root.integer("image_seq_length", default=tokens) != tokens:
+        root.refuse("image_seq_length", f"it must be {tokens}, the rows of a tile")
+    return token
 
 
-def _vision(root: Fields, c: Fields, width: int) -> ClipTower:
+def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
+    """The fields of a ``ClipTower``; ``width``: of the decoder."""
     c.only("model_type", ("clip_vision_model",), "clip_vision_model")
     c.only("num_channels", (CHANNELS,), CHANNELS)
     root.only("vision_feature_select_strategy", ("default",), "default")
@@ -53,7 +53,7 @@ def _vision(root: Fields, c: Fields, width: int) -> ClipTower:
     image, patch = c.integer("image_size", most=MOST_PIXELS, default=224), c.integer("patch_size", default=32)
     if image % patch or image < patch:
         c.refuse("patch_size", f"it must divide image_size, which is {image}")
-    return ClipTower(
+    return dict(
         depth=depth,
         hidden=hidden,
         heads=heads,
@@ -68,35 +68,33 @@ def _vision(root: Fields, c: Fields, width: int) -> ClipTower:
     )
 
 
+PREFIXES: Mapping[str, str] = {
+    "model.vision_tower.vision_model.": "visual.",
+    "vision_tower.vision_model.": "visual.",
+    "model.vision_tower.": "visual.",
+    "vision_tower.": "visual.",
+    "model.multi_modal_projector.": "visual.projector.",
+    "multi_modal_projector.": "visual.projector.",
+    **PARTS,
+}
+CLIP_NAMES = (
+    (".encoder.layers.", ".blocks."),
+    (".pre_layrnorm.", ".first_norm."),
+    (".layer_norm1.", ".norm1."),
+    (".layer_norm2.", ".norm2."),
+    (".mlp.fc1.", ".mlp.up_proj."),
+    (".mlp.fc2.", ".mlp.down_proj."),
+)
+
 FAMILY = Family(
     name="LLaVA-1.5",
     model_type="llava",
     architectures={"LlavaForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(
-        {
-            "model.vision_tower.vision_model.": "visual.",
-            "vision_tower.vision_model.": "visual.",
-            "model.vision_tower.": "visual.",
-            "vision_tower.": "visual.",
-            "model.multi_modal_projector.": "visual.projector.",
-            "multi_modal_projector.": "visual.projector.",
-            "language_model.model.": "",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "",
-            "lm_head.": "lm_head.",
-        },
-        inner=(
-            (".encoder.layers.", ".blocks."),
-            (".layer_norm1.", ".norm1."),
-            (".layer_norm2.", ".norm2."),
-            (".mlp.fc1.", ".mlp.up_proj."),
-            (".mlp.fc2.", ".mlp.down_proj."),
-        ),
-    ),
+    names=StoredNames(PREFIXES, CLIP_NAMES),
     make="trencadis.multimodal.llava.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.llava.processor:image_needs",
+        needs="trencadis.multimodal.tiles.processor:image_needs",
         sizes="trencadis.multimodal.llava.processor:image_sizes",
         processor="trencadis.multimodal.llava.processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.multimodal.placeholders import Encode
 from trencadis.multimodal.processor import Prepared
 from trencadis.multimodal.qwen2_vl.mrope import GridSpan, Seconds, mrope_positions
 from trencadis.multimodal.qwen2_vl.needs import PictureKind, PixelRule, image_needs, image_rule
@@ -78,6 +79,7 @@ def expand_apart(
     media: Sequence[Media],
     places: Sequence[int],
     video_token: int = -1,
+    encode: Encode | None = None,
     times: Sequence[Sequence[int]] = (),
     marks: tuple[int, int] = (-1, -1),
 ) -> tuple[list[int], list[MediaSpan]]:

@@ -23,7 +23,6 @@ TEMPLATE = """\
 
 def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vision: Any = None, **text: Any) -> Path:
     """A LLaVA-1.5 checkpoint with pictures of ``image`` pixels; ``vision`` and ``text`` override settings."""
-    from tokenizers import AddedToken, Tokenizer
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     tower = dict(
@@ -36,20 +35,30 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
         vision_feature_layer=layer, architectures=["LlavaForConditionalGeneration"],
         tie_word_embeddings=settings["tie_word_embeddings"],
     )  # fmt: skip
-    checkpoints._write(LlavaForConditionalGeneration(config), folder, seed, torch.float32)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
-    assert tokenizer.token_to_id("<image>") == IMAGE
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    held = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**held, "chat_template": TEMPLATE}))
     processor = {
         "image_processor_type": "CLIPImageProcessor", "crop_size": {"height": image, "width": image},
         "size": {"shortest_edge": image}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
         "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     }  # fmt: skip
+    return finished(LlavaForConditionalGeneration(config), folder, seed, ["<image>"], processor)
+
+
+def finished(
+    model: Any, folder: Path, seed: int, tokens: list[str], processor: dict[str, Any], template: str = TEMPLATE,
+    **named: str,
+) -> Path:  # fmt: skip
+    """Writes a checkpoint: ``tokens`` are special ones from ``IMAGE`` on, ``named`` those of tokenizer_config.json."""
+    from tokenizers import AddedToken, Tokenizer
+
+    checkpoints._write(model, folder, seed, torch.float32)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in tokens])
+    assert tokenizer.token_to_id(tokens[0]) == IMAGE
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    held = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**held, "chat_template": template, **named}))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
@@ -85,4 +94,77 @@ def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any 
         "image_std": [0.5] * 3,
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def llava_next(
+    folder: Path, *, seed: int = 0, image: int = 56, vision: Any = None, kind: str = "llama", **text: Any
+) -> Path:
+    """A LLaVA-NeXT checkpoint with tiles of ``image`` pixels; ``vision`` and ``text`` override settings."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    tower = dict(
+        model_type="clip_vision_model", hidden_size=32, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=2, image_size=image, patch_size=14, projection_dim=16, **(vision or {}),
+    )  # fmt: skip
+    settings = {"model_type": kind, **checkpoints.text_settings(**text)}
+    grids = [[image, 2 * image], [2 * image, image], [2 * image, 2 * image], [3 * image, image], [image, 3 * image]]
+    config = LlavaNextConfig(
+        text_config=settings, vision_config=tower, image_token_index=IMAGE, image_seq_length=(image // 14) ** 2,
+        image_grid_pinpoints=grids, architectures=["LlavaNextForConditionalGeneration"],
+        tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "LlavaNextImageProcessor", "crop_size": {"height": image, "width": image},
+        "size": {"shortest_edge": image}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "do_pad": True, "resample": 3, "rescale_factor": 1 / 255,
+        "image_grid_pinpoints": grids,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    return finished(LlavaNextForConditionalGeneration(config), folder, seed, ["<image>"], processor)
+
+
+GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+GEMMA_TEMPLATE = """\
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}
+{%- else %}{%- for part in message['content'] %}{%- if part['type'] == 'image' %}{{- '<start_of_image>' }}
+{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}"""
+
+
+def gemma3(folder: Path, *, seed: int = 0, image: int = 112, tokens: int = 4, **text: Any) -> Path:
+    """A Gemma-3 checkpoint with pictures of ``image`` pixels and ``tokens`` tokens; newlines are merged."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
+
+    own = dict(
+        vocab_size=checkpoints.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=20, sliding_window=24, max_position_embeddings=2048,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        rms_norm_eps=1e-6, pad_token_id=1, eos_token_id=checkpoints.IDS["<|im_end|>"],
+    ) | text  # fmt: skip
+    tower = dict(
+        model_type="siglip_vision_model", hidden_size=144, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=2, image_size=image, patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    config = Gemma3Config(
+        text_config={"model_type": "gemma3_text", **own}, vision_config=tower, mm_tokens_per_image=tokens,
+        image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
+        architectures=["Gemma3ForConditionalGeneration"], tie_word_embeddings=own.get("tie_word_embeddings", True),
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": image, "width": image}, "resample": 2,
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "do_pan_and_scan": None,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": tokens,
+    }  # fmt: skip
+    model: Any = Gemma3ForConditionalGeneration(config)
+    model.generation_config = GenerationConfig()
+    finished(model, folder, seed, GEMMA_TOKENS, processor, GEMMA_TEMPLATE)
+    file = folder / "tokenizer.json"
+    held = json.loads(file.read_text())
+    vocab = held["model"]["vocab"]
+    for filler, newlines in (("Ġw300", "ĊĊ"), ("Ġw301", "ĊĊĊ")):
+        vocab[newlines] = vocab.pop(filler)
+    held["model"]["merges"] = [["Ċ", "Ċ"], ["ĊĊ", "Ċ"]]
+    file.write_text(json.dumps(held))
     return folder

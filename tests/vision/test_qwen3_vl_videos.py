@@ -103,10 +103,10 @@ def test_patches_stand_apart_between_marks_of_their_own() -> None:
     for around in ((first, clip, last), (clip,)):
         tokens = [5, *around, 6, first, image, last]
         places = [tokens.index(clip), tokens.index(image)]
-        out, spans = expand_apart(tokens, image, [video, still], places, clip, [[7], [8]], (first, last))
+        out, spans = expand_apart(tokens, image, [video, still], places, clip, None, [[7], [8]], (first, last))
         assert out == want and [(s.offset, s.length) for s in spans] == [(3, 2), (8, 2), (13, 1)]
     with pytest.raises(ValueError, match="place 1 holds no media token"):
-        expand_apart([5, image], image, [video], [1], clip, [[7], [8]], (first, last))
+        expand_apart([5, image], image, [video], [1], clip, None, [[7], [8]], (first, last))
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,17 @@ from torch import Tensor
 from trencadis.core import backend as devices
 from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.launches import persistent
 from trencadis.core.layers.source import Source
-from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.decoder import Decoder, Layer, first_rows
 from trencadis.core.models.registry import family_of, make
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.request import Request
-from trencadis.core.step import Encode, StepInputs
+from trencadis.core.step import Encode, StepInputs, rows_of_run
 
 BLOCK = 128
 """Tokens of a block of the one layer's cache."""
@@ -123,7 +123,9 @@ class Calibration:
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
-        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t.long_from) for p in prompts]
+        self._inputs = [
+            _step(p, self._blocks(len(p.request.tokens)), t.long_from, reserved_rows(config)) for p in prompts
+        ]
         self._states: list[tuple[Tensor, Tensor | None]] = []
         self._embed()
 
@@ -139,13 +141,13 @@ class Calibration:
         self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
-        rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS
+        rows = max(sum(s.held for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
         held = persistent.persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
         )
         model.bind(held)
         for prompt, inputs in zip(self.prompts, self._inputs, strict=True):
-            for image in _images(prompt):
+            for image in _images(prompt, reserved_rows(config)):
                 self._run(Bucket(Stage.VISION, (image.slots,)), model.vision, model.pack([image], image.slots))
 
             def enter(t: Any) -> None:
@@ -202,25 +204,27 @@ class Calibration:
         return persistent.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
 
 
-def _images(prompt: Calibrant) -> list[Encode]:
-    """What is encoded for a prompt; rows follow each other in its order."""
-    found, row = [], RESERVED_ROWS
+def _images(prompt: Calibrant, row: int) -> list[Encode]:
+    """What is encoded for a prompt; rows follow each other in its order, from ``row`` on."""
+    found = []
     for span, pixels in zip(prompt.request.spans, prompt.pixels, strict=True):
-        rows = np.arange(row, row + span.length, dtype=np.int32)
+        rows = np.arange(row, row + span.held, dtype=np.int32)
         found.append(Encode(span.digest, span.grid, span.slots, pixels, rows))
-        row += span.length
+        row += span.held
     return found
 
 
-def _step(prompt: Calibrant, blocks: int, long_from: int) -> StepInputs:
-    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``."""
+def _step(prompt: Calibrant, blocks: int, long_from: int, row: int) -> StepInputs:
+    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``; ``row``: of
+    its first item."""
     request = prompt.request
     n = len(request.tokens)
     image_row = np.zeros(n, np.int32)
-    row = RESERVED_ROWS
     for span in request.spans:
-        image_row[span.offset : span.offset + span.length] = np.arange(row, row + span.length)
-        row += span.length
+        for run in span.each():
+            rows = rows_of_run(run, np.arange(row, row + span.held, dtype=np.int32))
+            image_row[run.offset : run.offset + run.length] = rows
+        row += span.held
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
     positions[0] *= not 0 < long_from < n  # core/layers/rope.py
     if request.positions is not None:
