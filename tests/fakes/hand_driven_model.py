@@ -59,7 +59,7 @@ class HandDrivenModel:
     def prefill(
         self, ids: list[int], chunk: int, positions: Any = None, rows: Any = None, upto: Any = None
     ) -> torch.Tensor:
-        """Logits [n, V] of a prompt in chunks; ``rows``: arena row of each token or 0; ``upto``: as ``StepInputs`` has."""
+        """Logits [n, V] of a prompt in chunks; ``rows``: arena row of each token or 0; ``upto``: see ``StepInputs``."""
         n = len(ids)
         if positions is None:
             positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
