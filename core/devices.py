@@ -29,6 +29,9 @@ SETTLERS = {
 GROUP = "trencadis.backends"
 """Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
+KERNELS = "trencadis.backends.cpu.native.library"
+"""A module with ``line()``: what multiplies quantised weights on the CPU."""
+
 CONFORMANCE = "trencadis.backends.conformance"
 """The checks that every backend must pass."""
 
@@ -102,6 +105,12 @@ def listing() -> list[str]:
         package = import_module(TABLE[name])
         lines += package.listing() or [f"{name:8} none: {package.usable()}"]
     return [*lines, f"cpu      {available_cpus()} threads"]
+
+
+def kernels() -> str:
+    """What multiplies quantised weights on this CPU."""
+    line: str = import_module(KERNELS).line()
+    return line
 
 
 def policy_of(device: str, name: str = "") -> Policy:

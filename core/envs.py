@@ -173,6 +173,8 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-emulator.md"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),
+    Env("TRENCADIS_CPU_KERNELS", "str", "auto", "cpu: what multiplies weights of 8 and 4 bits: torch, or own kernels "
+        "by name (avx2, avx_vnni, avx512_vnni), see docs/quantisation.md"),
     Env("VLLM_USE_V1", "bool", "true", "there is one engine", IGNORED),
     Env("VLLM_NO_USAGE_STATS", "bool", "true", "no usage figures are ever sent", IGNORED),
     Env("VLLM_DO_NOT_TRACK", "bool", "true", "no usage figures are ever sent", IGNORED),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
+from trencadis.core.masks.params import GuidedDecodingParams, RepetitionDetectionParams, StructuredOutputsParams
 from trencadis.core.masks.rule import Rule
+from trencadis.core.options import MOST, Bound
 
 MAX_LOGPROBS = 20
 MAX_BEAMS = MAX_LOGPROBS // 2
@@ -23,14 +23,23 @@ MAX_SCORED = 128
 GREEDY_BELOW = 1e-5
 UNTOLD = -2
 """The target, in a SAMPLE launch, of a row that is drawn and wants no log-probabilities; -1: it wants them."""
-MAX_PATTERN = 1024
-"""Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
+BOUNDS = {
+    "n": Bound(1, 16384),
+    "temperature": Bound(0.0, 2.0),
+    "top_p": Bound(0.0, 1.0, above=True),
+    "top_k": Bound(-1, MOST),
+    "min_p": Bound(0.0, 1.0),
+    "presence_penalty": Bound(-2.0, 2.0),
+    "frequency_penalty": Bound(-2.0, 2.0),
+    "repetition_penalty": Bound(0.0, 100.0, above=True),
+    "min_tokens": Bound(0, MOST),
+}
+"""Bounds of the numbers that every ``SamplingParams`` has."""
 
 
-def _within(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        least, most = (str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high))
-        raise BadRequest(f"{name} must be in {'(' if open_low else '['}{least}, {most}], got {value!r}.", param=name)
+def _check_bound(name: str, value: float, bound: Bound) -> None:
+    if not bound.holds(value):
+        raise BadRequest(f"{name} must be in {bound.span}, got {value!r}.", param=name)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -53,41 +62,6 @@ NOT_BUILT = {
     "extra_args": "arguments of plugins",
 }
 """vLLM's parameters that would change an answer and are not built, and what each of them needs."""
-
-
-def _not_built() -> Any:
-    return field(default=None, repr=False)
-
-
-@dataclass(slots=True)
-class RepetitionDetectionParams:
-    """Ends an answer whose last tokens are one pattern again and again.
-
-    Args:
-        max_pattern_size: tokens of the longest pattern; 0: nothing is detected.
-        min_pattern_size: of the shortest; 0 is 1.
-        min_count: times that it must stand there, at least 2.
-
-    Raises:
-        BadRequest: a value is out of range.
-    """
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
-    min_count: int = 0
-
-    def __post_init__(self) -> None:
-        for name, low, most in (
-            ("max_pattern_size", 0, MAX_PATTERN),
-            ("min_pattern_size", 0, self.max_pattern_size),
-            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN),
-        ):
-            value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-                raise BadRequest(
-                    f"repetition_detection.{name} must be in [{low}, {most}], got {value!r}.",
-                    param="repetition_detection",
-                )
 
 
 @dataclass(slots=True)
@@ -152,21 +126,21 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
     flat_logprobs: bool = False
-    logits_processors: Any = _not_built()
+    logits_processors: Any = field(default=None, repr=False)
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: GuidedDecodingParams | None = None
-    extra_args: Any = _not_built()
+    extra_args: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.stop = _listed(self.stop)
-        self.stop_token_ids = _listed(self.stop_token_ids)
-        self.bad_words = list(dict.fromkeys(_listed(self.bad_words)))
-        if isinstance(self.repetition_detection, Mapping):
-            self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
-        self._check_ranges()
-        self._check_texts()
-        self._check_rule()
-        self._check_built()
+        for name, bound in BOUNDS.items():
+            _check_bound(name, getattr(self, name), bound)
+        for name in LISTS:
+            if not isinstance(getattr(self, name), list):
+                setattr(self, name, _listed(getattr(self, name)))
+        for name, read in READERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, read(value, self))
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one; its values are checked again."""
@@ -175,66 +149,6 @@ class SamplingParams:
         return replace(
             self, stop=[*self.stop], stop_token_ids=[*self.stop_token_ids], logit_bias=bias, allowed_token_ids=allowed
         )
-
-    def _check_ranges(self) -> None:
-        _within("n", self.n, 1, 16384)
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _within("top_k", self.top_k, -1, 2**31 - 1)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise BadRequest(
-                    f"min_tokens={self.min_tokens} cannot be greater than max_tokens={self.max_tokens}.",
-                    param="min_tokens",
-                )
-        _within("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.seed is not None:
-            _within("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _within(name, value, 0, MAX_LOGPROBS)
-        if self.logprob_token_ids is not None and not 0 < len(self.logprob_token_ids) <= MAX_SCORED:
-            raise BadRequest(f"logprob_token_ids holds 1 to {MAX_SCORED} ids.", param="logprob_token_ids")
-        cut = self.truncate_prompt_tokens
-        if cut is not None and cut != -1:
-            _within("truncate_prompt_tokens", cut, 1, 2**31 - 1)
-        if self.logit_bias and len(self.logit_bias) > MAX_BIAS:
-            raise BadRequest(f"logit_bias holds at most {MAX_BIAS} entries.", param="logit_bias")
-
-    def _check_texts(self) -> None:
-        if any(not s for s in self.stop):
-            raise BadRequest("stop strings must not be empty.", param="stop")
-        if self.stop and not self.detokenize:
-            raise BadRequest("stop strings need detokenize=True.", param="stop")
-
-    def _check_rule(self) -> None:
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise BadRequest("allowed_token_ids must name at least one token.", param="allowed_token_ids")
-        if any(not isinstance(w, str) or not w.strip() for w in self.bad_words):
-            raise BadRequest("bad_words must be texts that are not empty.", param="bad_words")
-        budget = self.thinking_token_budget
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < -1):
-            raise BadRequest(
-                f"thinking_token_budget must be a number of tokens, or -1 for any, got {budget!r}.",
-                param="thinking_token_budget",
-            )
-        if budget == -1:
-            self.thinking_token_budget = None
-
-    def _check_built(self) -> None:
-        if self.best_of not in (None, self.n):
-            raise BadRequest(f"best_of={self.best_of} is not built; n={self.n} answers are returned.", param="best_of")
-        for name, what in NOT_BUILT.items():
-            value = getattr(self, name)
-            if value is not None and value is not False and value not in ([], {}):
-                raise BadRequest(f"SamplingParams.{name} is not supported: {what}.", param=name)
-            setattr(self, name, None)
 
     @property
     def greedy(self) -> bool:
@@ -252,6 +166,102 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
+
+
+LISTS = ("stop", "stop_token_ids", "bad_words")
+"""Parameters that are also taken as one value, or as None."""
+Reader = Callable[[Any, SamplingParams], Any]
+
+
+def _most_tokens(value: int, params: SamplingParams) -> int:
+    _check_bound("max_tokens", value, Bound(1 if params.prompt_logprobs is None else 0, MOST))
+    if params.min_tokens > value:
+        raise BadRequest(
+            f"min_tokens={params.min_tokens} cannot be greater than max_tokens={value}.", param="min_tokens"
+        )
+    return value
+
+
+def _stops(value: list[str], params: SamplingParams) -> list[str]:
+    if not all(value):
+        raise BadRequest("stop strings must not be empty.", param="stop")
+    if value and not params.detokenize:
+        raise BadRequest("stop strings need detokenize=True.", param="stop")
+    return value
+
+
+def _words(value: list[str], params: SamplingParams) -> list[str]:
+    if any(not isinstance(word, str) or not word.strip() for word in value):
+        raise BadRequest("bad_words must be texts that are not empty.", param="bad_words")
+    return list(dict.fromkeys(value))
+
+
+def _repetition(
+    value: RepetitionDetectionParams | Mapping[str, int], params: SamplingParams
+) -> RepetitionDetectionParams:
+    return RepetitionDetectionParams(**value) if isinstance(value, Mapping) else value
+
+
+def _budget(value: Any, params: SamplingParams) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise BadRequest(
+            f"thinking_token_budget must be a number of tokens, or -1 for any, got {value!r}.",
+            param="thinking_token_budget",
+        )
+    return None if value == -1 else value
+
+
+def _best_of(value: int, params: SamplingParams) -> int:
+    if value != params.n:
+        raise BadRequest(f"best_of={value} is not built; n={params.n} answers are returned.", param="best_of")
+    return value
+
+
+def _bounded(name: str, bound: Bound, beside: int | None = None) -> Reader:
+    """The number ``beside`` the bound is allowed as well."""
+
+    def read(value: Any, params: SamplingParams) -> Any:
+        if value != beside:
+            _check_bound(name, value, bound)
+        return value
+
+    return read
+
+
+def _counted(name: str, least: int, most: int, text: str) -> Reader:
+    def read(value: Any, params: SamplingParams) -> Any:
+        if not least <= len(value) <= most:
+            raise BadRequest(f"{name} {text}", param=name)
+        return value
+
+    return read
+
+
+def _unbuilt(name: str, what: str) -> Reader:
+    def read(value: Any, params: SamplingParams) -> None:
+        if value is not False and value not in ([], {}):
+            raise BadRequest(f"SamplingParams.{name} is not supported: {what}.", param=name)
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "repetition_detection": _repetition,
+    "seed": _bounded("seed", Bound(-(2**63), 2**63 - 1)),
+    "logprobs": _bounded("logprobs", Bound(0, MAX_LOGPROBS)),
+    "prompt_logprobs": _bounded("prompt_logprobs", Bound(0, MAX_LOGPROBS)),
+    "max_tokens": _most_tokens,
+    "logprob_token_ids": _counted("logprob_token_ids", 1, MAX_SCORED, f"holds 1 to {MAX_SCORED} ids."),
+    "truncate_prompt_tokens": _bounded("truncate_prompt_tokens", Bound(1, MOST), beside=-1),
+    "logit_bias": _counted("logit_bias", 0, MAX_BIAS, f"holds at most {MAX_BIAS} entries."),
+    "stop": _stops,
+    "allowed_token_ids": _counted("allowed_token_ids", 1, MOST, "must name at least one token."),
+    "bad_words": _words,
+    "thinking_token_budget": _budget,
+    "best_of": _best_of,
+    **{name: _unbuilt(name, what) for name, what in NOT_BUILT.items()},
+}
+"""What a parameter that is given becomes, and its check."""
 
 
 @dataclass(frozen=True, slots=True)

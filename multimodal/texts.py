@@ -7,7 +7,7 @@ from typing import Any
 
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.families import llama, mistral, qwen2
+from trencadis.core.families import llama, mistral, qwen2, qwen3
 from trencadis.core.models.family import Described
 
 LLAMA: Mapping[str, Any] = {
@@ -25,6 +25,7 @@ DECODERS: Mapping[str, tuple[Callable[[Fields, Fields, bool], Described], Mappin
     "llama": (llama.describe, LLAMA),
     "mistral": (mistral.describe, MISTRAL),
     "qwen2": (qwen2.describe, QWEN2),
+    "qwen3": (qwen3.describe, QWEN2),
 }
 """By model_type: the parser of a decoder, and its configuration's defaults."""
 

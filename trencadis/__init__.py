@@ -83,7 +83,7 @@ _LAZY = {
     "PoolingParams": ("trencadis.server.pooling.params", "PoolingParams"),
     "PoolingRequestOutput": ("trencadis.pooling_outputs", "PoolingRequestOutput"),
     "PromptType": ("trencadis.prompts", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.request", "RepetitionDetectionParams"),
+    "RepetitionDetectionParams": ("trencadis.core.masks.params", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
@@ -103,8 +103,12 @@ if TYPE_CHECKING:
     from trencadis.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.masks.params import GuidedDecodingParams, StructuredOutputsParams
-    from trencadis.core.request import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from trencadis.core.masks.params import (
+        GuidedDecodingParams,
+        RepetitionDetectionParams,
+        StructuredOutputsParams,
+    )
+    from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM

@@ -117,7 +117,7 @@ class OfflineTokenizer:
                     tools=tools,
                     documents=documents,
                     kwargs=kwargs,
-                    source=template_text(chat_template),
+                    chat_template=template_text(chat_template),
                 )
             )
             for talk in (conversation if several else [conversation])

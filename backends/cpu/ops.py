@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
+from trencadis.backends.cpu.native import panels
+from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -57,10 +59,12 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1])
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """Integers of 8 bits where they serve; else a weight of the engine's type."""
-        return integer_weight(q, bias) or super().pack_quantised(q, bias)
+        """Integers for own kernels, or for torch's, where they serve; else a weight of the engine's type."""
+        return panel_weight(q, bias) or integer_weight(q, bias) or super().pack_quantised(q, bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
+        if isinstance(w, PanelWeight):
+            return panels.product(x, w)
         if isinstance(w, IntegerWeight):
             return product(x, w, by_sizes)
         if not isinstance(w, PackedWeight):

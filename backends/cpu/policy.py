@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from platform import machine
 
+from trencadis.backends.cpu.native import library
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant.kv import FP8, INT8
-from trencadis.core.quant.scheme import ROWS8
+from trencadis.core.quant.scheme import PANELS, ROWS8
 
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
@@ -17,7 +19,7 @@ ENCODER_SLOTS = 1024
 """Slots of one image of 448 x 448 pixels. A core gains little from larger launches, and decoding rows wait for them."""
 
 KEPT = ROWS8 if machine().lower() in ("x86_64", "amd64") else ""
-"""How quantised weights are kept: fbgemm, which multiplies integers of 8 bits, comes with torch for x86 alone."""
+"""How quantised weights are kept without own kernels: torch brings fbgemm, which multiplies integers, for x86 alone."""
 
 CODES = {INT8: "int8", FP8: "uint8"}
 """Codes of an 8-bit KV cache; torch has no scatter of its float8 types here."""
@@ -69,4 +71,4 @@ def policy(name: str) -> Policy:
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the cpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
-    return found
+    return replace(found, quantised=PANELS) if library.serving() != library.TORCH else found

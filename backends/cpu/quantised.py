@@ -1,4 +1,6 @@
-"""Products of quantised weights on the CPU: integers of 8 bits, with activations that are rounded to 8 bits.
+"""Products of quantised weights by torch's libraries: integers of 8 bits, with activations that are rounded to 8 bits.
+
+They serve where the package was built without its own kernels (``native``), and fall behind those everywhere else.
 
 Each row of activations is divided by its own largest magnitude and scaled back afterwards, and the sums are of
 integers, so that a row has the same bits alone and in company.
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.native import library
 from trencadis.core.quant.scheme import ROW_BYTES
 from trencadis.core.quant.tensor import QTensor
 
@@ -88,7 +91,9 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
         zero = None
     rows, columns = q.shape
     bias = None if bias is None else bias.float()
-    if zero is None and not narrow() and onednn():
+    whole = not narrow() and onednn()
+    library.tell(library.line("oneDNN's (with zero points fbgemm's)" if whole else "fbgemm's"))
+    if zero is None and whole:
         packed = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
         return IntegerWeight(packed, bias, rows, columns, scale.float().clone(), False)
     zeros = torch.zeros(rows, dtype=torch.int64) if zero is None else zero

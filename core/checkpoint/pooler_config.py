@@ -75,7 +75,7 @@ def load_model(config: EngineConfig) -> ModelConfig:
     model = load_config(path, config.quantization, _read_before(config, path))
     text = dataclasses.replace(model.text, kv=kv_asked(config, model))
     longest = config.max_model_len or text.max_positions
-    if not text.full_layers and text.window >= longest:
+    if not text.full_layers and not text.local_theta and text.window >= longest:
         text = dataclasses.replace(text, window=0)  # it hides nothing
     return dataclasses.replace(model, text=text, pooling=pooling_of(config, model))
 

@@ -1,9 +1,14 @@
-"""How offline callers ask for a form of answer: ``SamplingParams(structured_outputs=...)``, as vLLM has it."""
+"""What ``SamplingParams`` hold of vLLM's objects: forms of answers (for offline callers), and repetitions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from trencadis.core.errors import BadRequest
+
+MAX_PATTERN = 1024
+"""Bound of the numbers of ``RepetitionDetectionParams``: what a token may cost to compare."""
 
 
 @dataclass(slots=True)
@@ -44,3 +49,34 @@ class GuidedDecodingParams(StructuredOutputsParams):
     """The older name of the same. ``backend`` chose among libraries and has no effect."""
 
     backend: str | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class RepetitionDetectionParams:
+    """Ends an answer whose last tokens are one pattern again and again.
+
+    Args:
+        max_pattern_size: tokens of the longest pattern; 0: nothing is detected.
+        min_pattern_size: of the shortest; 0 is 1.
+        min_count: times that it must stand there, at least 2.
+
+    Raises:
+        BadRequest: a value is out of range.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, most in (
+            ("max_pattern_size", 0, MAX_PATTERN),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN),
+        ):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+                raise BadRequest(
+                    f"repetition_detection.{name} must be in [{low}, {most}], got {value!r}.",
+                    param="repetition_detection",
+                )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.vision_config import SharedMatrix
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import aligned
-from trencadis.core.quant.scheme import FLOATS8, held_bytes, mlp_unit, notes_of
+from trencadis.core.quant.scheme import FLOATS8, Scheme, held_bytes, mlp_unit, notes_of
 
 
 def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
@@ -83,17 +84,30 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     if quant is None:
         return 0
     total = 0
-    for name, rows, columns, whole, first in _linears(model, ranks, width):
-        scheme = quant.scheme(name)
-        if scheme is not None:
-            total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
+    for scheme, (_, rows, columns, whole, first) in _fused(quant, _linears(model, ranks, width)):
+        total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
     t = model.text
-    if t.tied and ranks == 1 and quant.method == "online" and quant.scheme("lm_head") is not None:
+    head = quant.scheme("lm_head") if t.tied and ranks == 1 else None
+    if head is not None and quant.method == "online":
         total += t.vocab * t.width * itemsize
-    elif t.tied and ranks == 1 and quant.method != "online" and quant.scheme("lm_head") is not None:
-        scheme = quant.scheme("lm_head")  # stored as the embedding's table, whatever config.json says
-        total -= held_bytes(scheme, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
+    elif head is not None:  # stored as the embedding's table, whatever config.json says
+        total -= held_bytes(head, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
     return total
+
+
+def _fused(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterator[tuple[Scheme, SharedMatrix]]:
+    """The quantised ones. Those over the same input are one, as layers hold them, if all have the same scheme."""
+    sets: list[list[tuple[Scheme | None, SharedMatrix]]] = []
+    for part in parts:
+        if part.first or not sets:
+            sets.append([])
+        sets[-1].append((quant.scheme(part.name), part))
+    for one in sets:
+        scheme, first = one[0]
+        if scheme is not None and all(other == scheme for other, _ in one):
+            yield scheme, first._replace(rows=sum(part.rows for _, part in one))
+            continue
+        yield from ((own, part) for own, part in one if own is not None)
 
 
 def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:

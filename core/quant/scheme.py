@@ -13,6 +13,12 @@ ROWS8 = "rows8"
 ROW_BYTES = 12
 """Bytes that such a device keeps for a row beside its integers: scale, zero point and their sum, 4 each."""
 
+PANELS = "panels"
+"""A CPU with kernels of this package: codes of 8 and 4 bits with the scales of their groups, 16 rows side by side."""
+
+PANEL = 16
+"""Rows that lie side by side in a panel; the last panel is filled up."""
+
 CODES = "codes"
 """A device that keeps codes of 8 and 4 bits with the scales of their groups, and decodes them in every product."""
 
@@ -47,8 +53,22 @@ def cells(columns: int, group: int, ordered: bool = False) -> Cells:
     return Cells(whole * _filled(group) + _filled(rest), CELL, True)
 
 
+def panel_columns(columns: int, group: int, ordered: bool = False) -> Cells:
+    """The layout of a weight in panels: groups are filled up to multiples of 8 columns, and keep their size."""
+    if not group or columns <= group:
+        return Cells(filled(columns, 8), 0, False)
+    whole, rest = divmod(columns, group)
+    kept = filled(group, 8)
+    return Cells(whole * kept + filled(rest, 8), kept, ordered or kept != group)
+
+
+def filled(count: int, to: int) -> int:
+    """The next multiple of ``to``."""
+    return -(-count // to) * to
+
+
 def _filled(columns: int) -> int:
-    return -(-columns // CELL) * CELL
+    return filled(columns, CELL)
 
 
 def half_of(group: int) -> int:
@@ -109,6 +129,8 @@ def held_bytes(
     """
     if scheme is not None and form == ROWS8 and scheme.kind == "int":
         return rows * (columns + ROW_BYTES)
+    if scheme is not None and form == PANELS and scheme.kind == "int":
+        return _panel_bytes(scheme, rows, columns, whole)
     if scheme is not None and form == FLOATS8 and scheme.kind == "float":
         return rows * (columns + FACTOR) + (FACTOR if scheme.activations == "given" and first else 0)
     if scheme is not None and form == CODES:
@@ -127,8 +149,24 @@ def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: 
     return rows * each + (4 * kept.columns if kept.gathered and first else 0)
 
 
+def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
+    """Whole panels: codes, a factor a row, 2 bytes a group, one a zero point; 4 a column in another order."""
+    cut = scheme.group and columns < whole and not scheme.ordered
+    kept = panel_columns(columns, gcd(scheme.group, columns) if cut else scheme.group, scheme.ordered)
+    groups = groups_of(kept.columns, kept.group)
+    each = kept.columns * scheme.bits // 8 + FACTOR
+    each += 2 * groups if kept.group else 0
+    each += 0 if scheme.symmetric else groups
+    return filled(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
+
+
 GIVEN = "the scales of QUANT_CONFIG's files"
-KNOWN = {ROWS8: "int8 and int4 are kept", FLOATS8: "fp8 is kept", "": "the CPU keeps int8 and int4, CUDA all"}
+KNOWN = {
+    ROWS8: "int8 and int4 are kept",
+    PANELS: "int8 and int4 are kept",
+    FLOATS8: "fp8 is kept",
+    "": "the CPU keeps int8 and int4, CUDA all",
+}
 
 
 def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
@@ -141,6 +179,9 @@ def notes_of(schemes: Iterable[Scheme], form: str, itemsize: int) -> list[str]:
         if form == ROWS8 and scheme.kind == "int":
             how = "as int8 with a scale a row, and activations as int8 with a scale a token"
             lines.append(f"weights: {scheme.label}, multiplied {how}")
+        elif form == PANELS and scheme.kind == "int":
+            how = "by own kernels as integers, with activations as int8 with a scale a token"
+            lines.append(f"weights: {scheme.label}, kept as they are and multiplied {how}")
         elif form == FLOATS8 and scheme.kind == "float":
             given = scheme.activations == "given"
             how = f"as fp8 with a scale a row, and activations as fp8 with {GIVEN if given else 'a scale a token'}"

@@ -7,6 +7,7 @@ first asked for, so the order is total and does not change, as the scheduler's p
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,10 +23,28 @@ MOST_IDLE = 4096
 """Tenants without a choice that are remembered; the ends of the others lie in the past, or they are few."""
 
 
-class FairQueue:
-    """Virtual time, and where each tenant's service ends in it. Costs are tokens that must be computed."""
+KEPT_FREE = 16
+"""One row of so many is kept from the tenant that runs half of them, while others come too."""
 
-    def __init__(self) -> None:
+LATELY = 512
+"""Starts of choices for which a tenant counts as one that comes."""
+
+
+class FairQueue:
+    """Virtual time, and where each tenant's service ends in it. Costs are tokens that must be computed.
+
+    By order alone a flood takes every row, and the next request of another tenant waits until an answer ends. So
+    the last rows are kept for others, as long as one of them was served lately; alone, a tenant has them all.
+
+    Args:
+        rows: most choices that run at a time.
+    """
+
+    def __init__(self, rows: int = 1) -> None:
+        self._rows, self._kept = rows, max(rows // KEPT_FREE, 1) if rows > 3 else 0
+        self._starts = 0
+        self._last: tuple[str, int] = ("", -LATELY)
+        self._other = -LATELY
         self.now = 0.0
         self._ends: dict[str, float] = {}
         self._answers: dict[str, float] = {}
@@ -44,6 +63,22 @@ class FairQueue:
     def started(self, seq: Sequence) -> None:
         """``seq`` runs: virtual time is its place, unless it is later already."""
         self.now = max(self.now, self.place(seq))
+        tenant = seq.request.tenant
+        if tenant != self._last[0]:
+            self._other = self._last[1]
+        self._starts += 1
+        self._last = (tenant, self._starts)
+
+    def reserves(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+        """Whether the rows that are free are kept from ``seq``."""
+        free = self._rows - len(running)
+        if free > self._kept or not running:
+            return False
+        tenant = seq.request.tenant
+        other = self._last[1] if tenant != self._last[0] else self._other
+        if self._starts - other >= LATELY:
+            return False
+        return 2 * sum(r.request.tenant == tenant for r in running) >= self._rows
 
     def ended(self, seq: Sequence) -> None:
         """``seq`` has ended: its tenant is charged what it really cost, and longer or shorter answers are expected."""

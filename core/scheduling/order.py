@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.scheduling.fairness import FairQueue
@@ -17,7 +17,7 @@ class TotalOrder:
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self.moves = limits.by_priority
-        self.fair = FairQueue() if limits.fair else None
+        self.fair = FairQueue(limits.max_rows) if limits.fair else None
         self._aging, self._clock = limits.aging, clock
 
     def key(self, seq: Sequence) -> tuple[float, float, int]:
@@ -26,6 +26,10 @@ class TotalOrder:
         if self.moves:
             level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
         return (level, seq.request.arrival, seq.key)
+
+    def reserves(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+        """Whether the last free rows are kept from ``seq``, for other tenants."""
+        return self.fair is not None and self.fair.reserves(seq, running)
 
     def insert(self, seq: Sequence, into: list[Sequence]) -> None:
         """Puts ``seq`` at its place."""

@@ -311,7 +311,8 @@ class Scheduler:
         size = self.limits.block_size
         at = self.held_back = 0
         while at < len(self.waiting) and builder.tokens and self.admits:
-            seq = self.waiting[at]
+            if self.order.reserves(seq := self.waiting[at], self.running):
+                return
             if seq.outgrows(self.limits.long_from):
                 seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)

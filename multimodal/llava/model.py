@@ -8,9 +8,12 @@ from torch import Tensor
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layers.source import Source
+from trencadis.core.models.decoder import Decoder
 from trencadis.multimodal.colours import CLIP
 from trencadis.multimodal.llava.clip import read_settings
 from trencadis.multimodal.llava.processor import KINDS
+from trencadis.multimodal.pixtral.config import LineTower
+from trencadis.multimodal.pixtral.model import LineModel
 from trencadis.multimodal.tiles.model import TileModel
 from trencadis.multimodal.tiles.processor import has_settings, tower_of
 
@@ -24,7 +27,9 @@ class ClipModel(TileModel):
         return torch.cat([table[:1] + source.take(f"{at}.class_embedding", (c.hidden,)), table[1:]])
 
 
-def make(config: ModelConfig, backend: Backend) -> ClipModel:
+def make(config: ModelConfig, backend: Backend) -> Decoder:
     """The factory that the family's record names."""
+    if isinstance(config.vision, LineTower):
+        return LineModel(config, backend)
     known = has_settings(config.path)
     return ClipModel(config, backend, read_settings(config.path, tower_of(config).image, KINDS) if known else CLIP)

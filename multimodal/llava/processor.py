@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.multimodal.llava.clip import read_settings
+from trencadis.multimodal.pixtral import processor as pixtral
+from trencadis.multimodal.pixtral.config import LineTower
 from trencadis.multimodal.processor import ImageOutline
+from trencadis.multimodal.tiles import processor as tiles
 from trencadis.multimodal.tiles.processor import TileProcessor, UInt8, check_options, shared_fields, tower_of
 
 KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil")
@@ -40,8 +43,16 @@ class ClipProcessor(TileProcessor):
         return [np.asarray(smooth.crop((left, top, left + self.image, top + self.image)))]
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ClipProcessor:
+def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """What pictures may need, by the tower that the checkpoint has."""
+    lines = isinstance(config.vision, LineTower)
+    return pixtral.image_needs(config, asked) if lines else tiles.image_needs(config, asked)
+
+
+def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> TileProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
+    if isinstance(config.vision, LineTower):
+        return pixtral.from_checkpoint(config, asked)
     check_options(asked)
     v = tower_of(config)
     return ClipProcessor(**shared_fields(v, read_settings(config.path, v.image, KINDS)))
@@ -49,4 +60,6 @@ def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: st
 
 def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
     """What an image becomes by its height and width."""
+    if isinstance(config.vision, LineTower):
+        return pixtral.image_sizes(config, asked)
     return ClipProcessor(**shared_fields(tower_of(config))).sizes

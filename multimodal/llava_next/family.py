@@ -8,8 +8,9 @@ from typing import ClassVar
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.llava.clip import ClipTower
-from trencadis.multimodal.llava.family import CLIP_NAMES, PREFIXES, clip_fields, image_token
+from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, PREFIXES, clip_fields
 from trencadis.multimodal.texts import text_of
+from trencadis.multimodal.tiles.fields import placeholder
 
 MOST_TILES = 64
 USUAL = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -54,7 +55,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     text = text_of(root, c, tied, ("llama", "mistral", "qwen2"))
     fields = clip_fields(root, root.within("vision_config"), text.hidden)
     vision = GridTower(**fields, grids=grids_of(root, fields["image"]))
-    return Described(text, vision, {"image_token_id": image_token(root, text.vocab, vision.tokens)})
+    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
 
 
 FAMILY = Family(

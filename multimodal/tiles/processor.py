@@ -105,8 +105,8 @@ class TileProcessor(Colours, ABC):
 
     def cut(self, tile: UInt8) -> UInt8:
         """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column."""
-        cells = self.image // self.patch // self.merge
-        grid = tile.reshape(cells, self.merge, self.patch, cells, self.merge, self.patch, CHANNELS)
+        rows, columns = (side // self.patch // self.merge for side in tile.shape[:2])
+        grid = tile.reshape(rows, self.merge, self.patch, columns, self.merge, self.patch, CHANNELS)
         return np.ascontiguousarray(grid.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.values))
 
 
@@ -124,16 +124,18 @@ def squares(image: Image.Image, side: int) -> list[UInt8]:
 
 def settings_file(path: Path) -> Fields:
     """The image processor's settings of a checkpoint; raises StartupError without a file."""
-    where = next((path / name for name in FILES if (path / name).is_file()), None)
-    if where is None:
-        raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
-    c = Fields(read_json(where) or {}, where)
-    return c.within("image_processor") if "image_processor" in c.values else c
+    for where in (path / name for name in FILES):
+        c = Fields(read_json(where) or {}, where)
+        if "image_processor" in c.values:
+            return c.within("image_processor")
+        if where.name != FILES[0] and where.is_file():  # the first may hold other parts of the processor alone
+            return c
+    raise StartupError(f"{path} has neither preprocessor_config.json nor an image_processor in processor_config.json")
 
 
 def has_settings(path: Path) -> bool:
     """Whether a checkpoint has an image processor's settings; without them there is no picture, only plans."""
-    return any((path / name).is_file() for name in FILES)
+    return (path / FILES[1]).is_file() or "image_processor" in (read_json(path / FILES[0]) or {})
 
 
 def tower_of(config: ModelConfig) -> TileTower:

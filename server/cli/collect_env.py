@@ -104,6 +104,7 @@ def _cpu() -> Section:
         "cpus": f"{os.cpu_count()} of the machine, {available_cpus()} for this process",
         "instructions": " ".join(flag for flag in FLAGS if flag in flags) or "none of note",
         "numa nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1),
+        "quantised weights": _kernels(),
     }
 
 
@@ -123,6 +124,13 @@ def _listing() -> list[str]:
         return devices.listing()
     except Exception as error:  # A broken stack is what such a report is for.
         return [f"cannot be listed: {type(error).__name__}: {error}"]
+
+
+def _kernels() -> str:
+    try:
+        return f"multiplied by {devices.kernels()}"
+    except Exception as error:  # As above.
+        return f"cannot be told: {type(error).__name__}: {error}"
 
 
 def _variables(environ: Mapping[str, str]) -> Section:

@@ -21,7 +21,10 @@ log = logging.getLogger("trencadis.server")
 
 WANTED_FILES = 65535
 BACKLOG = 128
-"""Connections that the system queues; asyncio accepts up to as many in one go."""
+"""Connections that asyncio accepts in one go."""
+QUEUED = 4096
+"""Connections that the system queues until they are accepted (at most net.core.somaxconn). Linux drops what does not
+fit and resets it seconds later, when its client has sent a request."""
 MOST = 4096
 """Default of ``--max-connections``."""
 KEPT = 160
@@ -46,6 +49,10 @@ class Listener(socket.socket):
         self.open: weakref.WeakSet[Accepted] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._said = -SAY_EVERY
+
+    def listen(self, backlog: int = QUEUED, /) -> None:
+        """Listens with a queue of ``QUEUED`` at least: asyncio asks for no more than it accepts in one go."""
+        super().listen(max(backlog, QUEUED))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection.
@@ -143,7 +150,7 @@ def _tcp(host: str, port: int) -> Listener:
     try:
         sock.bind(address)
         # Two sockets may bind a reused address; only listening claims it.
-        sock.listen(BACKLOG)
+        sock.listen()
     except OSError as error:
         sock.close()
         why = "is in use; choose another with --port" if error.errno == 98 else f"cannot be used ({error.strerror})"
@@ -160,7 +167,7 @@ def _unix(path: str) -> Listener:
     sock = Listener(socket.AF_UNIX)
     try:
         sock.bind(path)
-        sock.listen(BACKLOG)
+        sock.listen()
     except OSError as error:
         sock.close()
         raise StartupError(f"--uds {path} cannot be used ({error.strerror}).") from None

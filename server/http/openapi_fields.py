@@ -121,6 +121,9 @@ def bound(schemas: dict[str, Any]) -> None:
             known = BOUNDS.get(field, {}) if field not in ("tools", "prompt") or name in generating else {}
             for keyword, value in known.items():
                 for branch in schema.get("anyOf", [schema]):
+                    if keyword == "items" and branch.get("items", {}).get("type") == "array":
+                        branch["items"] |= known  # a list of conversations: the keywords are of each
+                        continue
                     if branch.get("type") in (KINDS.get(keyword), *(() if keyword in KINDS else ("integer", "number"))):
                         branch[keyword] = value
 

@@ -66,7 +66,7 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, sizes: Si
 def image_lines(planned: Planned, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
-        (rows, columns), grid, tokens, slots, _ = sizes(height, width)
+        (rows, columns), grid, tokens, slots, *_ = sizes(height, width)
         yield {
             "size": f"{width}x{height}",
             "resized": f"{columns}x{rows}",

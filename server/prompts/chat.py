@@ -23,6 +23,27 @@ PAIR_ROLES = ("query", "document")
 """Roles of the two sides of a pair, on a pooling server."""
 
 
+@dataclass(frozen=True, slots=True)
+class MessageRules:
+    """What messages may be, and what the template takes.
+
+    Args:
+        scrub: removes this process's nonce from a value of the user.
+        roles: what the template calls each role that a message may have.
+        placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
+        as_string: roles whose content the template takes as a string.
+        most: most media of each kind in one prompt.
+        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
+    """
+
+    scrub: Callable[[Any], Any]
+    roles: Mapping[str, str]
+    placeholders: Mapping[str, str] = field(default_factory=dict)
+    as_string: Collection[str] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
+    text_arguments: bool = False
+
+
 @dataclass(slots=True)
 class Conversation:
     """What a template renders.
@@ -30,62 +51,55 @@ class Conversation:
     Args:
         messages: texts are scrubbed; media are ``{"type": "image"}`` or ``video`` parts, or placeholders in the text.
         media: in prompt order.
+        arguments: counts those of all calls.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[MediaPart] = field(default_factory=list)
+    arguments: BodyScan = field(default_factory=lambda: BodyScan(ARGUMENTS))
 
 
-def parse(
-    messages: Sequence[Any],
-    *,
-    scrub: Callable[[Any], Any],
-    placeholders: Mapping[str, str] | None = None,
-    as_string: Collection[str] = (),
-    most: Mapping[str, int] | None = None,
-    developer: bool = False,
-    pairs: bool = False,
-    text_arguments: bool = False,
-) -> Conversation:
+def parse(messages: Sequence[Any], rules: MessageRules) -> Conversation:
     """Checks messages and collects their media.
-
-    Args:
-        scrub: removes this process's nonce from a value of the user.
-        placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
-        as_string: roles whose content the template takes as a string.
-        most: most media of each kind in one prompt.
-        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
-        developer: whether the template knows that role; otherwise it becomes ``system``.
-        pairs: whether ``PAIR_ROLES`` are roles too.
 
     Raises:
         BadRequest: ``param`` is the JSON path of the fault.
     """
-    out, arguments = Conversation(), BodyScan(ARGUMENTS)
+    out = Conversation()
     for i, message in enumerate(messages):
-        path = f"messages[{i}]"
-        if not isinstance(message, Mapping):
-            raise BadRequest(f"{path} must be an object with role and content.", param=path)
-        check_json(message, path)
-        role = message.get("role")
-        if role not in ROLES and not (pairs and role in PAIR_ROLES):
-            raise BadRequest(
-                f"{path}.role is {str(role)[:40]!r}; one of {', '.join(ROLES)} is needed.", param=f"{path}.role"
-            )
-        made = {k: scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
-        made["role"] = "system" if role == "developer" and not developer else role
-        places = (placeholders or {}) if role in as_string else None
-        made["content"] = _content(message.get("content"), path, out.media, scrub, places, most or {})
-        calls = made.pop("tool_calls", None)
-        if calls:
-            made["tool_calls"] = scrub(_tool_calls(calls, path, arguments, text_arguments))
-        thoughts = made.get("reasoning_content", made.get("reasoning"))
-        if isinstance(thoughts, str):
-            # Answers of this server have both names, and templates read either.
-            made["reasoning_content"] = made["reasoning"] = thoughts
-        out.messages.append(made)
-    _counted(out.media, most or {})
+        out.messages.append(_message(message, f"messages[{i}]", rules, out))
+    if out.media:
+        _counted(out.media, rules.most)
     return out
+
+
+def _message(message: Any, path: str, rules: MessageRules, talk: Conversation) -> dict[str, Any]:
+    """A message as the template takes it; its media and arguments are counted in ``talk``."""
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{path} must be an object with role and content.", param=path)
+    check_json(message, path)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in rules.roles:
+        raise BadRequest(
+            f"{path}.role is {str(role)[:40]!r}; one of {', '.join(ROLES)} is needed.", param=f"{path}.role"
+        )
+    made = {k: rules.scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
+    made["role"] = rules.roles[role]
+    made["content"] = _content(message.get("content"), path, talk.media, rules, role in rules.as_string)
+    if len(made) > 2:
+        _add_calls(made, path, rules, talk)
+    return made
+
+
+def _add_calls(made: dict[str, Any], path: str, rules: MessageRules, talk: Conversation) -> None:
+    """Puts calls and thoughts of a message as templates read them."""
+    calls = made.pop("tool_calls", None)
+    if calls:
+        made["tool_calls"] = rules.scrub(_tool_calls(calls, path, talk.arguments, rules.text_arguments))
+    thoughts = made.get("reasoning_content", made.get("reasoning"))
+    if isinstance(thoughts, str):
+        # Answers of this server have both names, and templates read either.
+        made["reasoning_content"] = made["reasoning"] = thoughts
 
 
 def _counted(media: Sequence[MediaPart], most: Mapping[str, int]) -> None:
@@ -96,35 +110,30 @@ def _counted(media: Sequence[MediaPart], most: Mapping[str, int]) -> None:
 
 
 def _content(
-    content: Any,
-    path: str,
-    media: list[MediaPart],
-    scrub: Callable[[Any], Any],
-    placeholders: Mapping[str, str] | None,
-    most: Mapping[str, int],
+    content: Any, path: str, media: list[MediaPart], rules: MessageRules, as_string: bool
 ) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
-        return str(scrub(content))
+        return str(rules.scrub(content))
     if not isinstance(content, list | tuple):
         raise BadRequest(f"{path}.content must be a string or a list of parts.", param=f"{path}.content")
-    parts = []
-    for j, part in enumerate(content):
-        where = f"{path}.content[{j}]"
-        found = read_part(part, where)
-        if isinstance(found, str):
-            parts.append({"type": "text", "text": scrub(found)})
-        else:
-            media.append(found)
-            if len(media) > sum(most.values()):
-                # Raises now: reading tens of thousands more would only cost time.
-                _counted(media, most)
-            parts.append({"type": found.kind})
-    if placeholders is None:
+    parts = [_part(part, f"{path}.content[{j}]", media, rules) for j, part in enumerate(content)]
+    if not as_string:
         return parts
-    shown = [placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
+    shown = [rules.placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
+
+
+def _part(part: Any, where: str, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+    found = read_part(part, where)
+    if isinstance(found, str):
+        return {"type": "text", "text": rules.scrub(found)}
+    media.append(found)
+    if len(media) > sum(rules.most.values()):
+        # Raises now: reading tens of thousands more would only cost time.
+        _counted(media, rules.most)
+    return {"type": found.kind}
 
 
 def _tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:

@@ -86,6 +86,10 @@ class Defaults:
         """The temperature of a request for ``n`` choices that sets none."""
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
+    def least(self, max_tokens: int | None) -> int:
+        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none."""
+        return self.min_tokens if max_tokens is None else min(self.min_tokens, max_tokens)
+
     def __str__(self) -> str:
         return ", ".join(f"{k}={v:g}" for k, v in self.values.items()) + (
             f", max_tokens={self.max_tokens}" if self.max_tokens else ""

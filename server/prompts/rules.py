@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.masks.params import RepetitionDetectionParams
 from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
-from trencadis.core.request import RepetitionDetectionParams, SamplingParams
+from trencadis.core.request import SamplingParams
 from trencadis.server.prompts.params import MAX_WORDS
 from trencadis.server.reasoning.forms import ReasoningForm
 from trencadis.server.text.tokenizer import Tokenizer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
@@ -16,7 +16,7 @@ from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.stages import record_media_times
 from trencadis.server.prompts import params
-from trencadis.server.prompts.chat import Conversation, parse
+from trencadis.server.prompts.chat import PAIR_ROLES, MessageRules, parse
 from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
     ImageSource,
@@ -35,7 +35,7 @@ from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.cutting import cut_text, pair_of
 from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
 from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.template import ROLES, ChatTemplate, Rendering
 from trencadis.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("trencadis.server")
@@ -73,7 +73,6 @@ class TextService:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.template = template
         self.defaults = defaults or Defaults()
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
@@ -81,11 +80,20 @@ class TextService:
         self._join = join or PlaceholderJoiner(config, self._beside_pictures)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
+        self.template = template
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
-        kinds = {"image": config.placed, "video": config.video_token}
         side = family_of(config.architecture).vision
         self._around = ("", "") if side is None else side.around
-        self._placeholders = {kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0}
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None if there is none."""
+        return self._template
+
+    @template.setter
+    def template(self, template: ChatTemplate | None) -> None:
+        self._template = template
+        self._messages = None if template is None else self._rules(template)
 
     @classmethod
     def load(
@@ -117,43 +125,30 @@ class TextService:
         self,
         messages: Sequence[Any],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
         truncate: int | None = None,
         truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
+        **how: Unpack[Rendering],
     ) -> Prompt:
         """Renders and encodes a conversation and puts its media into the prompt.
 
         Raises:
             BadRequest: a message, a medium or the length is wrong.
         """
-        if self.template is None:
+        if self.template is None or self._messages is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
-        template = self.template
+        template, rules = self.template, self._messages
 
         def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str]:
-            talk = self._conversation(messages)
+            talk = parse(messages, rules)
             check()
-            text = template.render(
-                talk.messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                documents=documents,
-                kwargs=kwargs,
-                source=chat_template,
-            )
+            text = template.render(talk.messages, **how)
             check()
             text = self._with_room(text, marked=True)
             cut = None if talk.media or truncation_side == "right" else truncate
             return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
 
-        media, tokens, text = await _run(read, messages, tools, documents, kwargs, chat_template)
+        media, tokens, text = await _run(read, messages, *how.values())
         if not media:
             tokens = self._truncated(tokens, truncate, truncation_side)
             params.too_long(len(tokens), self.max_model_len, self.room)
@@ -288,22 +283,25 @@ class TextService:
         reader = None if prompt.reader is None else prompt.reader()
         return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens, reader, prompt.shown)
 
-    def _conversation(self, messages: Sequence[Any]) -> Conversation:
-        assert self.template is not None
-        return parse(
-            messages,
-            scrub=self.template.scrub,
-            placeholders=self._placeholders,
-            as_string=self.template.string_roles,
-            text_arguments=self.template.text_arguments,
+    def _rules(self, template: ChatTemplate) -> MessageRules:
+        """How messages are read for ``template``."""
+        kinds = {"image": self.config.image_token, "video": self.config.video_token}
+        roles = {role: role for role in (*ROLES, *(PAIR_ROLES if self.config.pooling is not None else ()))}
+        if not template.mentions("developer"):
+            roles["developer"] = "system"
+        return MessageRules(
+            scrub=template.scrub,
+            roles=roles,
+            placeholders={kind: self._placeholder(token) for kind, token in kinds.items() if token >= 0},
+            as_string=template.string_roles,
+            text_arguments=template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
-            developer=self.template.mentions("developer"),
-            pairs=self.config.pooling is not None,
         )
 
     def _beside_pictures(self, text: str) -> list[int]:
         """The ids of a text behind a placeholder token: tokenizers read the start of a prompt differently."""
-        return self.tokenizer.encode((self.tokenizer.token(self.config.placed) or "") + text)[1:]
+        ids = self.tokenizer.encode((self.tokenizer.token(self.config.placed) or "") + text)
+        return ids[ids.index(self.config.placed) + 1 :]
 
     def _with_room(self, text: str, marked: bool) -> str:
         """``text`` with what the family puts around a picture's mark."""

@@ -108,6 +108,11 @@ class MediaRequest(Body):
 class GenerateRequest(MediaRequest):
     """Fields of every generating endpoint."""
 
+    plain: ClassVar[frozenset[str]] = frozenset({
+        "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "ignore_eos",
+        "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stream",
+    })  # fmt: skip
+    """Fields that contradict no other, are heeded everywhere, and bring nothing but a parameter of drawing."""
     bulky: ClassVar[tuple[str, ...]] = (
         "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "logprob_token_ids", "response_format",
         "structured_outputs", "allowed_token_ids", "bad_words", *GUIDED_FIELDS
@@ -182,6 +187,11 @@ class GenerateRequest(MediaRequest):
         yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value is not None)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all fields that are sent are ``plain``: then ``check`` refuses nothing and none is ``ignored``."""
+        return self.model_fields_set <= self.plain
+
+    @property
     def shows_tokens(self) -> bool:
         """Whether the answer lists the texts of its tokens."""
         return False
@@ -193,7 +203,7 @@ class GenerateRequest(MediaRequest):
 
     def forget(self) -> None:
         """Drops large fields that are no longer needed; the answer may take minutes."""
-        for name in self.bulky:
+        for name in self.model_fields_set.intersection(self.bulky):
             setattr(self, name, None)
 
     def check(self) -> None:

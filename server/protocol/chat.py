@@ -33,6 +33,7 @@ def unread(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) 
 class ChatRequest(GenerateRequest):
     """A conversation to continue. ``prompts.chat`` checks the messages and names the place of an error."""
 
+    plain: ClassVar[frozenset[str]] = GenerateRequest.plain | {"messages"}
     bulky: ClassVar[tuple[str, ...]] = (
         *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
     )  # fmt: skip

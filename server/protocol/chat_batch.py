@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ MOST_MESSAGES = 8192
 class BatchChatRequest(ChatRequest):
     """``messages`` is a list of conversations; each is answered once."""
 
+    plain: ClassVar[frozenset[str]] = frozenset()
     messages: list[list[Any]] = Field(min_length=1)
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from trencadis.server.protocol.fields import Text
 class CompletionRequest(GenerateRequest):
     """One prompt or several, as text or ids."""
 
+    plain: ClassVar[frozenset[str]] = GenerateRequest.plain | {"prompt"}
     bulky: ClassVar[tuple[str, ...]] = (*GenerateRequest.bulky, "prompt")
 
     prompt: Text | Ints | Texts | Annotated[list[Ints], Field(fail_fast=True)] | None = None
@@ -40,6 +41,11 @@ class CompletionRequest(GenerateRequest):
         for name in ("mm_processor_kwargs", "return_image_sizes"):
             if getattr(self, name):
                 yield name
+
+    @property
+    def is_plain(self) -> bool:
+        """See GenerateRequest."""
+        return self.prompt is not None and super().is_plain
 
     @property
     def shows_tokens(self) -> bool:

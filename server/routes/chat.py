@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.core.request import TokenLogprob
+from trencadis.core.request import SamplingParams, TokenLogprob
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.constraints import WantedCalls, constrain
@@ -236,37 +236,44 @@ async def prepare(
         TrencadisError: the request cannot run.
     """
     prompt = await prompt_of(state, body, http, ticket)
-    name, asked = body.limit
-    if fits and asked is not None:
-        asked = min(asked, max(1, state.max_model_len - len(prompt.tokens)))
-    defaults = state.service.defaults
-    with sent_as(max_tokens=name, logprobs="top_logprobs"):
-        sampling = sampling_params(
-            body,
-            defaults=defaults,
-            limits=state.service.limits,
-            max_tokens=output_limit(
-                name, asked, defaults.limit(len(prompt.tokens)), len(prompt.tokens), state.max_model_len
-            ),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-            eos=state.service.eos,
-        )
+    sampling = _sampling(state, body, len(prompt.tokens), fits)
     role = state.settings.config.response_role
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
-    echo = body.echoed(role)
+    echo = body.echoed(role) if body.echo else ""
     # Only offline callers read the text of a conversation.
     prompt.text = None
     forms = state.forms.of(body.chat_template)
-    await _formed(forms, state, body, prompt)
-    _read_by(forms, state, body, prompt)
+    if not body.is_plain:
+        await _formed(forms, state, body, prompt)
+    if body.may_call or forms.reasoning is not None:
+        _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
     id = id or request_id("chatcmpl", http, body.request_id)
     generation = state.generation(id, prompt, sampling, body)
     model, named = state.check_model(body.model), chosen(body.tool_choice) is not None
     return ChatRoute(state, body, generation, id, model, role, named, echo)
+
+
+def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
+    """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
+    name, asked = body.limit
+    if fits and asked is not None:
+        asked = min(asked, max(1, state.max_model_len - prompt))
+    defaults = state.service.defaults
+    try:
+        return sampling_params(
+            body,
+            defaults=defaults,
+            limits=state.service.limits,
+            max_tokens=output_limit(name, asked, defaults.limit(prompt), prompt, state.max_model_len),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            eos=state.service.eos,
+        )
+    except BadRequest as error:
+        raise sent_as(error, max_tokens=name, logprobs="top_logprobs") from None
 
 
 async def _formed(forms: AnswerForms, state: AppState, body: ChatRequest, prompt: Prompt) -> None:

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from trencadis.core.checkpoint.pooling import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
-from trencadis.core.request import SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.options import MediaScope, media_scope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient, replicas
@@ -42,7 +42,7 @@ from trencadis.server.records.record import RECORD, RequestRecord
 from trencadis.server.records.tracing import Traces
 from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
-from trencadis.server.tenants.account import CURRENT
+from trencadis.server.tenants.account import CURRENT, Account
 from trencadis.server.tenants.registry import Tenants
 
 
@@ -88,17 +88,17 @@ class AppState:
             BadRequest: there is no such engine.
         """
         record = RECORD.get()
-        text = "" if record is None else record.rank.strip()
-        if not text:
-            return -1
+        return -1 if record is None or not record.rank else self._replica(record.rank.strip())
+
+    def _replica(self, text: str) -> int:
         count = len(replicas(self.engine))
-        if not text.isdecimal() or len(text) > 6 or int(text) >= count:
+        if text and (not text.isdecimal() or len(text) > 6 or int(text) >= count):
             known = "the only one is 0" if count == 1 else f"there are 0 to {count - 1}"
             raise BadRequest(
                 f"X-data-parallel-rank must be the number of an engine, and {known}, got {text[:20]!r}.",
                 param="X-data-parallel-rank",
             )
-        return int(text)
+        return int(text) if text else -1
 
     def check_model(self, model: str | None) -> str:
         """The model name for the answer.
@@ -107,13 +107,13 @@ class AppState:
             NotFound: there is no such model; the message lists the names.
         """
         names = self.settings.names
-        if not model or (self.settings.config.skip_model_name_validation and model not in names):
-            return names[0]
-        if model not in names:
+        if model in names:
+            return model
+        if model and not self.settings.config.skip_model_name_validation:
             raise NotFound(
                 f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"[:199], param="model"
             )
-        return model
+        return names[0]
 
     def check_request(self, request: GenerateRequest) -> dict[str, str]:
         """Checks whether a request may run; returns response headers, which name ignored fields.
@@ -124,8 +124,10 @@ class AppState:
         runs_the_model()
         self.check_accepting()
         self.check_model(request.model)
-        request.check()
         check_priority(request.priority)
+        if request.is_plain:
+            return {}
+        request.check()
         return self.check_fields(request)
 
     def check_fields(
@@ -209,11 +211,8 @@ class AppState:
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
-        template = getattr(request, "chat_template", None)
-        continued = bool(getattr(request, "continue_final_message", False))
-        service = self.service
-        reasoning = self.forms.of(template).reasoning
-        add_rule(prompt, sampling, service.tokenizer, service.limits.vocab, reasoning, continued)
+        if not request.is_plain:
+            self._rule(prompt, sampling, request)
         made = prompt.request(
             f"{id}-{uuid.uuid4().hex[:8]}",
             sampling,
@@ -225,32 +224,44 @@ class AppState:
         if request.stream:
             prompt.interval = request.stream_interval or self.settings.config.stream_interval
         account = CURRENT.get()
-        if account is None:
-            return self.recorded(Generation(self.engine, self.service, made, prompt, self.metrics.finished))
-        made.tenant, made.weight = account.tenant.name, account.tenant.weight
+        finished = self.metrics.finished if account is None else self._charged(account, made)
+        return self.recorded(Generation(self.engine, self.service, made, prompt, finished))
+
+    def _rule(self, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> None:
+        """Adds to the rule of ``prompt`` what ``sampling`` asks for."""
+        reasoning = self.forms.of(getattr(request, "chat_template", None)).reasoning
+        continued = bool(getattr(request, "continue_final_message", False))
+        add_rule(prompt, sampling, self.service.tokenizer, self.service.limits.vocab, reasoning, continued)
+
+    def _charged(self, account: Account, request: Request) -> Callable[[Timing], None]:
+        """Has ``request`` run for a tenant, who pays for its tokens when it has finished."""
+        request.tenant, request.weight = account.tenant.name, account.tenant.weight
 
         def finished(timing: Timing) -> None:
             account.spend("tokens_per_minute", timing.generated)
             self.metrics.finished(timing)
 
-        return self.recorded(Generation(self.engine, self.service, made, prompt, finished))
+        return finished
 
     def recorded(self, generation: Generation) -> Generation:
         """``generation``, which is noted in the record of the request that this task serves."""
-        record, config, prompt = RECORD.get(), self.settings.config, generation.prompt
-        if record is None:
-            return generation
-        record.model = self.settings.name
-        record.params = record.params or generation.params
-        record.timings.append(generation.timing)
+        record, config = RECORD.get(), self.settings.config
+        if record is not None:
+            record.model = self.settings.name
+            record.params = record.params or generation.params
+            record.timings.append(generation.timing)
+            if config.enable_log_requests or config.enable_log_outputs:
+                self._say_received(record, generation)
+        return generation
+
+    def _say_received(self, record: RequestRecord, generation: Generation) -> None:
+        config, prompt = self.settings.config, generation.prompt
+        shown = None
         if config.enable_log_outputs:
             generation.said = [[] for _ in generation.streams]
             record.said += generation.said
-        if config.enable_log_requests or config.enable_log_outputs:
-            most = config.max_log_len
-            shown = shown_prompt(prompt, self.service.tokenizer, most) if config.enable_log_outputs else None
-            say_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
-        return generation
+            shown = shown_prompt(prompt, self.service.tokenizer, config.max_log_len)
+        say_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
 
     def ended(self, record: RequestRecord) -> None:
         """Writes the closing line of a request, and its trace."""
@@ -295,6 +306,17 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool
     prompt = sum(len(g.prompt.tokens) for g in generations)
     completion = sum(g.completion_tokens for g in generations)
     thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=prompt_details(generations, sizes) if shown or sizes else None,
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
+    )
+
+
+def prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
+    """Kinds of the tokens of all prompts; ``sizes``: as in ``usage_of``."""
     details = PromptTokensDetails(
         cached_tokens=sum(g.cached_tokens for g in generations),
         image_tokens=sum(g.prompt.image_tokens for g in generations),
@@ -305,13 +327,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool
     if sizes:
         details.images = [one for g in generations for one in image_details(g.prompt)]
         details.videos = [one for g in generations for one in video_details(g.prompt)] or None
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=details if shown or sizes else None,
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
-    )
+    return details
 
 
 def image_details(prompt: Prompt) -> list[ImageDetails]:

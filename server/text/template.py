@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jinja2
 
@@ -20,6 +20,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CALL_ID = "call00000"
 """An id as every template takes it: some want nine characters."""
 PROBE = "probe of the content format"
+
+
+class Rendering(TypedDict, total=False):
+    """How a conversation is rendered: what a request may say beside its messages."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    kwargs: Mapping[str, Any] | None
+    chat_template: str | None
 
 
 class ChatTemplate:
@@ -77,7 +88,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        source: str | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``chat.parse`` does it).
 
@@ -100,7 +111,7 @@ class ChatTemplate:
             "documents": self.scrub(list(documents)) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._pick(source, bool(tools))
+        template = self._pick(chat_template, bool(tools))
         if not continue_final_message:
             return render(template, {**values, "messages": chat})
         tag = f"{self._tokenizer.nonce}.end"

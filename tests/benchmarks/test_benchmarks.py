@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.grammars.masks import GrammarRuns, measure
 from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
 from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
 from benchmarks.harness.server import memory_of
 from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
-from benchmarks.masks import GrammarRuns, measure
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
 from benchmarks.startup import violations

@@ -105,6 +105,36 @@ def test_a_flood_does_not_hold_another_tenant_up(policy: str) -> None:
     assert (steps < 200) == (policy == "fair"), steps
 
 
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_flood_leaves_a_row_for_another_tenant_that_comes_again(policy: str) -> None:
+    """A long answer does not have to end before another tenant's request has its first token."""
+    made = Driven(rows=16, policy=policy)
+    made.add("first", "quiet", 1.0, 20, 1)
+    for i in range(300):
+        made.add(f"flood{i}", "flood", 1.0, *lengths(i))
+    waits = []
+    for i in range(40):
+        for _ in range(7):
+            made.step()
+        made.add(f"mine{i}", "quiet", 1.0, 20, 1)
+        steps = 0
+        while f"mine{i}" not in made.ended and steps < 30:
+            made.step()
+            steps += 1
+        waits.append(steps)
+    # A prompt of 200 tokens that runs already goes first, in chunks of what 15 rows leave of 64 tokens.
+    assert (max(waits) <= 5) == (policy == "fair"), waits
+
+
+def test_alone_a_tenant_has_all_rows() -> None:
+    made = Driven(rows=16)
+    for i in range(40):
+        made.add(f"r{i}", "one", 1.0, 3, 50)
+    for _ in range(6):
+        made.step()
+    assert len(made.scheduler.running) == 16
+
+
 def test_long_answers_are_charged_when_they_end() -> None:
     made = Driven(rows=2)
     for i in range(60):

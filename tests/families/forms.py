@@ -45,7 +45,9 @@ FORMS: dict[str, dict[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
             },
         ),
-        "biases, window of all": GEMMA | dict(attention_bias=True, sliding_window=512, num_key_value_heads=4),
+        "biases, every layer a window of all": GEMMA | dict(
+            attention_bias=True, sliding_window=512, num_key_value_heads=4, layer_types=["sliding_attention"] * 4,
+        ),
     },
     "qwen3": {
         "plain": text_settings(head_dim=16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from pathlib import Path
 
@@ -29,7 +30,8 @@ class PacedEngine(CountingEngine):
 
 
 async def load(url: str, rate: float, seconds: float) -> tuple[list[float], list[float], int]:
-    """Seconds until first tokens, seconds until refusals, and the number of other answers, at ``rate`` a second."""
+    """Seconds until first tokens, seconds until refusals, and the number of other answers; ``rate`` a second at random
+    times (Poisson), as users come."""
     first: list[float] = []
     refused: list[float] = []
     other = 0
@@ -44,19 +46,20 @@ async def load(url: str, rate: float, seconds: float) -> tuple[list[float], list
             elif answer.status_code != 200:
                 other += 1
             else:
+                unseen = True
                 async for _ in answer.aiter_bytes():
-                    first.append(time.monotonic() - begun)
-                    break
-                async for _ in answer.aiter_bytes():
-                    pass
+                    if unseen:
+                        first.append(time.monotonic() - begun)
+                    unseen = False
 
     limits = httpx.Limits(max_connections=2000, max_keepalive_connections=200)
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as http:
         await asyncio.gather(*(one(http) for _ in range(ROWS)))
         first.clear()
-        begun, tasks = time.monotonic(), []
-        for i in range(int(rate * seconds)):
-            await asyncio.sleep(max(0.0, begun + i / rate - time.monotonic()))
+        at, tasks, rng = time.monotonic(), [], random.Random(1)
+        for _ in range(int(rate * seconds)):
+            at += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
             tasks.append(asyncio.create_task(one(http)))
         await asyncio.gather(*tasks)
     return first, refused, other

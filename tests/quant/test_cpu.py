@@ -15,6 +15,8 @@ from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cpu import quantised as cpu
 from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.native.library import KINDS, TORCH, VARIABLE, found
+from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.quantised import IntegerWeight
 from trencadis.backends.cpu.reference import ReferenceOps
@@ -38,8 +40,9 @@ def away(y: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "bits", "group", "symmetric", "ordered"), GRID)
 def test_products_of_every_scheme(
-    kind: str, bits: int, group: int, symmetric: bool, ordered: bool, dtype: torch.dtype
-) -> None:
+    kind: str, bits: int, group: int, symmetric: bool, ordered: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The reference within rounding, the CPU within 2 % of a row's norm, in shares of 1, 2 and 4 ranks."""
     m = made(normal(32, 384, seed=bits + group), bits, group, symmetric, ordered)
     scheme = Scheme(bits, group=group, symmetric=symmetric, ordered=ordered)
@@ -52,20 +55,31 @@ def test_products_of_every_scheme(
     got = slow.linear(x, slow.pack_quantised(q, bias)).float()
     biased = want + bias.float()
     assert (got - biased).abs().max() <= (1e-4 if dtype == torch.float32 else 1e-2) * biased.abs().max()
-    for world in (1, 2, 4):
+    for kernels, world in ((k, world) for k in (TORCH, *OWN) for world in (1, 2, 4)):
+        monkeypatch.setenv(VARIABLE, kernels)
         each = 384 // world
         total = torch.zeros(9, 32)
         for rank in range(world):
             part = slice(rank * each, (rank + 1) * each)
             packed = CpuOps().pack_quantised(q.inputs(part.start, part.stop), None)
-            assert isinstance(packed, IntegerWeight)
+            assert isinstance(packed, IntegerWeight if kernels == TORCH else PanelWeight)
             total += CpuOps().linear(x[:, part].contiguous(), packed).float()
-        assert away(total, want) <= 2e-2
+        assert away(total, want) <= (4e-2 if kernels == "avx2" and bits == 8 else 2e-2)
 
 
-@pytest.fixture(params=["onednn", "fbgemm", "7 bits"])
+OWN = found().kinds
+"""Own kernels that this CPU can run."""
+
+
+@pytest.fixture(params=["onednn", "fbgemm", "7 bits", *(k for k in KINDS if k != "avx_vnni" or k in OWN)])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What multiplies: that of CPUs with VNNI, its stand-in, and that of older CPUs."""
+    """What multiplies: torch's for CPUs with VNNI, its stand-in, that for older CPUs, and own kernels by name."""
+    if request.param in KINDS:
+        if request.param not in OWN:
+            pytest.skip(f"own kernels: {found().why or 'not of this CPU'}")
+        monkeypatch.setenv(VARIABLE, request.param)
+        return str(request.param)
+    monkeypatch.setenv(VARIABLE, TORCH)
     if request.param == "7 bits":
         monkeypatch.setattr(cpu, "narrow", lambda: True)
     elif cpu.narrow():
@@ -77,11 +91,17 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+def narrow(library: str, scheme: Scheme) -> bool:
+    """Whether activations have 7 bits."""
+    return library == "7 bits" or (library == "avx2" and scheme.bits == 8)
+
+
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, group=32)])
 def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, library: str) -> None:
     """Beside rows 50 times larger, of zeros, and that are not finite; in numbers of rows that are cut and filled up."""
     packed: Any = CpuOps().pack_quantised(quantised(normal(96, 64), scheme, torch.float32), normal(96, seed=3))
-    assert (packed.scale is not None) == (library == "onednn")
+    if library not in KINDS:
+        assert (packed.scale is not None) == (library == "onednn")
     x = normal(150, 64, seed=4)
     x[3] *= 50
     x[5] = 0
@@ -95,14 +115,14 @@ def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, library: str) ->
     assert torch.equal(y[5], packed.bias)
     few = [i for i in range(150) if i not in (5, 7, 8)]
     want = x[few] @ quantised(normal(96, 64), scheme, torch.float32).dequantised().t()
-    assert away(y[few] - packed.bias, want) <= (4e-2 if library == "7 bits" else 2e-2)
+    assert away(y[few] - packed.bias, want) <= (4e-2 if narrow(library, scheme) else 2e-2)
     assert CpuOps().linear(x[:0], packed).shape == (0, 96)
 
 
 def test_sums_of_the_largest_integers(library: str) -> None:
     """Every code and every activation at its end: sums of 16 bits would saturate."""
     packed: Any = CpuOps().pack_quantised(quantised(torch.full((16, 512), 1.27), Scheme(8), torch.float32))
-    assert packed.narrow == (library == "7 bits")
+    assert library in KINDS or packed.narrow == (library == "7 bits")
     y = CpuOps().linear(torch.full((3, 512), 2.0), packed)
     assert (y - 512 * 1.27 * 2).abs().max() <= 0.01 * 512 * 1.27 * 2
 
@@ -116,6 +136,7 @@ def test_a_library_that_multiplies_integers_wrongly_is_left_alone(fault: str, mo
             raise RuntimeError("could not create a primitive")
         return torch.full((2, 16), 64 / 2 * 32767 - 64 * 127 * 128)
 
+    monkeypatch.setenv(VARIABLE, TORCH)
     monkeypatch.setattr(cpu, "_by_onednn", wrong)
     monkeypatch.setattr(cpu, "onednn", cpu.onednn.__wrapped__)
     assert not cpu.onednn()
@@ -126,7 +147,10 @@ def test_a_library_that_multiplies_integers_wrongly_is_left_alone(fault: str, mo
     assert away(CpuOps().linear(x, packed), want) <= 4e-2
 
 
-def test_rows_whose_groups_lie_far_apart_keep_their_type(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_whose_groups_lie_far_apart_keep_their_type(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, TORCH)  # own kernels keep groups
     weight = normal(64, 512)
     weight[:, :32] *= 300
     q = quantised(weight, Scheme(4, group=32), torch.float32)
@@ -165,8 +189,10 @@ def test_codes_of_one_scale_a_row_are_not_rounded_again() -> None:
     torch.testing.assert_close(y[0], m.values()[:, 3], atol=1e-2, rtol=1e-2)
 
 
-def test_no_memory_is_kept_for_numbers_of_rows() -> None:
+@pytest.mark.parametrize("kernels", ["auto", TORCH])
+def test_no_memory_is_kept_for_numbers_of_rows(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's kernels of one weight would take 70 MB here; what the heap keeps in gaps is given back first."""
+    monkeypatch.setenv(VARIABLE, kernels)
     trim: Any = ctypes.CDLL(None).malloc_trim
     packed = CpuOps().pack_quantised(quantised(normal(608, 512), Scheme(8), torch.float32))
     process = psutil.Process()
@@ -183,7 +209,7 @@ def test_batch_invariance_refuses_products_that_look_at_their_neighbours() -> No
     class Neighbourly(InvariantOps):
         def linear(self, x: Tensor, w: Any) -> Tensor:
             y = super().linear(x, w)
-            return y * (1 + 1e-6 * (len(x) % 64 != 0)) if isinstance(w, IntegerWeight) else y
+            return y * (1 + 1e-6 * (len(x) % 64 != 0)) if isinstance(w, IntegerWeight | PanelWeight) else y
 
     q = quantised(normal(64, 48), Scheme(8), torch.float32)
     InvariantOps().pack_quantised(q)

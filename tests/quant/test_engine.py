@@ -21,7 +21,8 @@ from tests.quant import checkpoints as quantised
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.policy import KEPT
+from trencadis.backends.cpu.native.panels import PanelWeight
+from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.quantised import IntegerWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
@@ -29,7 +30,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build
-from trencadis.core.quant.scheme import ROWS8
+from trencadis.core.quant.scheme import PANELS, ROWS8
 from trencadis.server.cli.main import main
 
 LENGTH = 8
@@ -168,8 +169,8 @@ def test_the_ledger_prices_weights_to_the_byte(method: str, tied: bool, checkpoi
         extra = 12 * (t.head_dim // 2) + v.tables(backend.policy.aligned)
         table = t.vocab * t.hidden * dtype.itemsize if tied and method == "" else 0  # held once, counted twice
         assert paper.weights() == built.nbytes() - table + extra
-        kept = isinstance(built.layers[0].mlp.down.weights[0], IntegerWeight)
-        assert kept == (method.startswith("int")) == (paper.quantised == ROWS8 and method.startswith("int"))
+        kept = isinstance(built.layers[0].mlp.down.weights[0], IntegerWeight | PanelWeight)
+        assert kept == (method.startswith("int")) == (paper.quantised in (ROWS8, PANELS) and method.startswith("int"))
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized", "int-quantized"])
@@ -364,7 +365,7 @@ def test_a_gptq_file_is_known_by_its_safetensors(whole: Callable[..., Path], tmp
     index = {"weight_map": {n: file for file, chosen in parts.items() for n in chosen}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     built: Any = build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})), EngineConfig())
-    assert isinstance(built.layers[0].attention.qkv.weights[0], IntegerWeight)
+    assert isinstance(built.layers[0].attention.qkv.weights[0], IntegerWeight | PanelWeight)
 
 
 def test_plan_prices_the_scheme(vl_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,9 +378,11 @@ def test_plan_prices_the_scheme(vl_checkpoint: Path, capsys: pytest.CaptureFixtu
         rows = {row["name"]: row["bytes"] for row in report["ledger"]}
         found[method] = rows["weights"]
         model = load_config(vl_checkpoint, "" if method == "none" else method)
-        assert rows["weights"] == Sized(model, 4, quantised=KEPT).weights()
+        assert rows["weights"] == Sized(model, 4, quantised=policy("").quantised).weights()
         assert any(note.startswith("weights: ") for note in report["notes"]) == (method != "none")
-    assert found["int8"] == found["int4"] < found["fp8"] == found["none"]
+    own = policy("").quantised == PANELS
+    assert found["int4"] < found["int8"] if own else found["int4"] == found["int8"]
+    assert found["int8"] < found["fp8"] == found["none"]
 
 
 @pytest.mark.parametrize("command", ["serve", "plan"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
 import pytest
 
-from trencadis.server.protocol.base import StreamOptions
+from trencadis.server.protocol.base import FieldContext, StreamOptions
 from trencadis.server.protocol.chat import ChatRequest
 from trencadis.server.protocol.chat_batch import BatchChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
@@ -307,3 +308,36 @@ def test_logprobs_show_token_ids(rig: Any, flag: bool) -> None:
     assert plain["tokens"][0] == rig.tokenizer.decode(ids[:1])
     chunks = rig.events(rig.chat(logprobs=True, stream=True, **asked))
     assert chunks[1]["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids[0]}"
+
+
+DRAWING: dict[str, list[Any]] = {
+    "model": [None, "alias"], "max_tokens": [None, 0, 7], "temperature": [None, 0, 1.5], "top_p": [None, 0.5],
+    "top_k": [-1, 5], "min_p": [0.0, 0.5], "n": [None, 0, 3], "stop": [None, "a", ["a", "b"]],
+    "stop_token_ids": [None, [], [3]], "ignore_eos": [True, False], "seed": [None, -1, 5], "presence_penalty": [0, 2.5],
+    "frequency_penalty": [None, -1], "repetition_penalty": [1, 0.5], "stream": [None, True, False],
+}  # fmt: skip
+"""Values of the fields that make a request plain."""
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_plain_request_has_nothing_that_a_check_refuses_or_a_header_names(
+    kind: type[ChatRequest] | type[CompletionRequest],
+) -> None:
+    asked = {"messages": PLAIN} if kind is ChatRequest else {"prompt": "One"}
+    assert set(kind.plain) == {*DRAWING, *asked}
+    rng = random.Random(7)
+    nothing = FieldContext(mentions=lambda name: False)
+    for _ in range(300):
+        chosen = rng.sample(sorted(DRAWING), rng.randint(0, len(DRAWING)))
+        body = kind(**asked, **{name: rng.choice(DRAWING[name]) for name in chosen})
+        assert body.is_plain
+        body.check()
+        assert body.ignored(nothing) == []
+        body.forget()
+        assert body.is_plain or kind is CompletionRequest, "dropping a field must not look as if another were sent"
+    assert not kind(**asked, **{"user": "me"}).is_plain, "an unknown field must be named"
+    assert not kind(**asked, cache_salt=None).is_plain
+
+
+def test_a_plain_request_has_a_prompt() -> None:
+    assert not CompletionRequest(prompt=None).is_plain and not BatchChatRequest(messages=[PLAIN]).is_plain

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from trencadis.core.masks.params import RepetitionDetectionParams
 from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
-from trencadis.core.request import RepetitionDetectionParams, SamplingParams
+from trencadis.core.request import SamplingParams
 
 
 def rule(rig: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:

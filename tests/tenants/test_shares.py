@@ -6,11 +6,14 @@ import asyncio
 import gc
 import hashlib
 import json
+import multiprocessing
 import random
+import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import httpx
@@ -145,3 +148,64 @@ def test_the_policy_costs_next_to_nothing_at_128_rows() -> None:
     low, high = (100 * (mean + sign * half) / whole for sign in (-1, 1))
     print(f"fair: {1e6 * mean:.1f} us a step, {low:+.2f} to {high:+.2f} % of {1e3 * whole:.1f} ms (95 %)")
     assert low < 1.0, "the interval lies above the bar"
+
+
+async def first_token(http: httpx.AsyncClient, name: str, made: dict[str, Any]) -> float:
+    """Seconds until the first token of a streamed answer, which is read to its end."""
+    begun, first = time.monotonic(), 0.0
+    async with http.stream("POST", "/v1/chat/completions", json=made, headers={"x-api-key": f"key-{name}"}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if not first and '"content":"' in line and '"content":""' not in line:
+                first = time.monotonic() - begun
+    return first
+
+
+async def asked_by_four(url: str, seed: int, count: int) -> list[float]:
+    """TTFT of a tenant with four clients that ask one question after the other, ``count`` each."""
+    found: list[float] = []
+
+    async def client(number: int) -> None:
+        rng = random.Random(seed + number)
+        async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+            for _ in range(count):
+                found.append(await first_token(http, "three", body(rng) | {"stream": True}))
+
+    await asyncio.gather(*(client(number) for number in range(4)))
+    return found
+
+
+FLOOD = 2000
+
+
+async def _flood(url: str) -> None:
+    rng = random.Random(7)
+    limits = httpx.Limits(max_connections=FLOOD, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=url, timeout=1800, trust_env=False, limits=limits) as http:
+        await asyncio.gather(*(first_token(http, "one", body(rng) | {"stream": True}) for _ in range(FLOOD)))
+
+
+def flood(url: str) -> float:
+    """``FLOOD`` requests at once, in a process of their own: they must not delay the clock of the others."""
+    begun = time.monotonic()
+    asyncio.run(_flood(url))
+    return time.monotonic() - begun
+
+
+def test_a_flood_by_one_tenant_leaves_the_others_first_tokens(running: RunningServer) -> None:
+    asyncio.run(asked_by_four(running.url, 1, 5))
+    alone = sorted(asyncio.run(asked_by_four(running.url, 100, 60)))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        sent = pool.submit(flood, running.url)
+        waiting, end = 0, time.monotonic() + 120
+        while waiting < FLOOD // 20 and time.monotonic() < end:
+            found = re.search(r"^vllm:num_requests_waiting\{.*\} (\d+)", running.http.get("/metrics").text, re.M)
+            waiting = int(found.group(1)) if found else 0
+        beside = sorted(asyncio.run(asked_by_four(running.url, 500, 60)))
+        ended = sent.done()
+        took = sent.result()
+    assert waiting >= FLOOD // 20 and not ended, "the flood ended before the other tenant had asked: it proves nothing"
+    a, b = (values[int(0.99 * (len(values) - 1))] for values in (alone, beside))
+    medians = [round(1000 * values[len(values) // 2]) for values in (alone, beside)]
+    print(f"TTFT p99 {1000 * a:.0f} ms alone, {1000 * b:.0f} ms beside {FLOOD} requests ({took:.0f} s); {medians=}")
+    assert b <= 2 * a

@@ -343,4 +343,4 @@ def test_sources(checkpoint: Path, tokenizer: Tokenizer, tmp_path: Path) -> None
     assert template.render(chat) == "D" and template.render(chat, tools=[{}]) == "T"
     (tmp_path / "chat_template.jinja").write_text("J")
     template = ChatTemplate.from_checkpoint(tmp_path, tokenizer)
-    assert template is not None and template.render(chat) == "J" and template.render(chat, source="R") == "R"
+    assert template is not None and template.render(chat) == "J" and template.render(chat, chat_template="R") == "R"

@@ -46,7 +46,7 @@ def llava(folder: Path, *, seed: int = 0, image: int = 112, layer: int = -2, vis
 
 def finished(
     model: Any, folder: Path, seed: int, tokens: list[str], processor: dict[str, Any], template: str = TEMPLATE,
-    **named: str,
+    **named: Any,
 ) -> Path:  # fmt: skip
     """Writes a checkpoint: ``tokens`` are special ones from ``IMAGE`` on, ``named`` those of tokenizer_config.json."""
     from tokenizers import AddedToken, Tokenizer
@@ -95,6 +95,95 @@ def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any 
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def internvl(
+    folder: Path, *, seed: int = 0, most: int = 12, vision: Any = None, kind: str = "qwen2", **text: Any
+) -> Path:
+    """An InternVL3 checkpoint with tiles of 56 pixels, at most ``most``."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    tower: dict[str, Any] = {
+        "model_type": "internvl_vision", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "attention_bias": True, **(vision or {}),
+    }  # fmt: skip
+    settings = {"model_type": kind, **checkpoints.text_settings(**text)}
+    side = tower["image_size"] // 14
+    config = InternVLConfig(
+        text_config=settings, vision_config=tower, image_token_id=IMAGE, image_seq_length=side * side // 4,
+        architectures=["InternVLForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "GotOcr2ImageProcessorFast", "size": dict.fromkeys(("height", "width"), 14 * side),
+        "crop_to_patches": False, "min_patches": 1, "max_patches": most, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+    named = {
+        "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }  # fmt: skip
+    model, tokens = InternVLForConditionalGeneration(config), ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"]
+    template = TEMPLATE.replace("<image>", "<IMG_CONTEXT>")
+    return finished(model, folder, seed, tokens, processor, template, extra_special_tokens=named, **named)
+
+
+def idefics3(
+    folder: Path, *, seed: int = 0, side: int = 4, merge: int = 2, longest: int = 224, split: bool = True,
+    name: str = "Idefics3", **text: Any,
+) -> Path:  # fmt: skip
+    """An Idefics3 or SmolVLM checkpoint with tiles of ``side`` x ``side`` patches, ``merge`` x ``merge`` in a cell."""
+    import transformers
+
+    tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokens += [f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 7)]
+    settings = {"model_type": "llama", **checkpoints.text_settings(**{"vocab_size": IMAGE + len(tokens) + 2, **text})}
+    kind: Any = getattr(transformers, f"{name}Config")
+    config = kind(
+        text_config=settings, image_token_id=IMAGE, scale_factor=merge,
+        vision_config=dict(
+            hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2, image_size=14 * side,
+            patch_size=14,
+        ),
+        architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"],
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": f"{name}ImageProcessor", "size": {"longest_edge": longest}, "resample": 1,
+        "max_image_size": {"longest_edge": 14 * side}, "do_image_splitting": split, "do_convert_rgb": True,
+        "do_normalize": True, "do_rescale": True, "do_resize": True, "do_pad": True, "rescale_factor": 1 / 255,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return finished(model, folder, seed, tokens, processor, TEMPLATE.replace("<image>\\n", "<image>"))
+
+
+def pixtral(
+    folder: Path, *, seed: int = 0, name: str = "Mistral3", merge: int = 2, longest: int = 224, act: str = "silu",
+    **text: Any,
+) -> Path:  # fmt: skip
+    """A Mistral 3 checkpoint, or by ``name`` "Llava" one of Pixtral-12B; pictures of up to ``longest`` pixels."""
+    import transformers
+
+    tower = dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2,
+        image_size=longest, patch_size=14, hidden_act=act,
+    )  # fmt: skip
+    settings = {"model_type": "mistral", "sliding_window": None, **checkpoints.text_settings(**text)}
+    kind: Any = getattr(transformers, f"{name}Config")
+    own = {"spatial_merge_size": merge} if name == "Mistral3" else {"vision_feature_select_strategy": "full"}
+    config = kind(
+        text_config=settings, vision_config=tower, image_token_index=IMAGE, vision_feature_layer=-1,
+        architectures=[f"{name}ForConditionalGeneration"], tie_word_embeddings=settings["tie_word_embeddings"], **own,
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": longest}, "resample": 3,
+        "patch_size": {"height": 14, "width": 14}, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True,
+        "do_resize": True, "rescale_factor": 1 / 255,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    tokens = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    return finished(model, folder, seed, tokens, processor, TEMPLATE.replace("<image>\\n", "[IMG]"))
 
 
 def llava_next(

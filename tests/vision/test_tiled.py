@@ -247,3 +247,16 @@ def test_a_raw_prompt_with_a_file_answers_as_transformers(family: str, form: str
             llm.generate({"prompt": mark + text, "multi_modal_data": {"image": image}}, params, use_tqdm=False)
     finally:
         llm.close()
+
+
+def test_other_parts_of_a_processor_are_no_settings(made: Any, tmp_path: Path) -> None:
+    """Hub checkpoints have a processor_config.json that says nothing of the image processor beside the older file."""
+    path = made("llava_next", "llama")
+    folder = altered(path, tmp_path / "altered", "processor_config.json", "patch_size", 14)
+    assert image_processor(load_config(folder), {}) == image_processor(load_config(path), {})
+    moved = altered(folder, tmp_path / "moved", "preprocessor_config.json", "image_processor_type", "none")
+    with pytest.raises(StartupError, match="image_processor_type"):
+        image_processor(load_config(moved), {})
+    (moved / "preprocessor_config.json").unlink()
+    with pytest.raises(StartupError, match="nor an image_processor"):
+        image_processor(load_config(moved), {})

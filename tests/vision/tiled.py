@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,24 @@ def _changed(model: Any, ops: Any) -> tuple[Any, str, Any]:
     return model, "pack", pack
 
 
+def _reversed(model: Any, ops: Any) -> tuple[Any, str, Any]:
+    """The slots of each tile the other way round."""
+
+    def pack(items: list[Any], slots: int, was: Any = model.pack) -> Any:
+        return was([replace(i, pixels=i.pixels[::-1]) for i in items], slots)
+
+    return model, "pack", pack
+
+
+def _by_feature(model: Any, ops: Any) -> tuple[Any, str, Any]:
+    """A cell's values feature by feature, as the checkpoint stores what merges them."""
+
+    def merged(x: torch.Tensor, was: Any = model.tell.merger) -> Any:
+        return was(x.view(len(x), 4, -1).transpose(1, 2).reshape(len(x), -1))
+
+    return model.tell, "merger", merged
+
+
 def _llava_next(path: Path) -> Any:
     from transformers import AutoTokenizer, LlavaNextProcessor
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -65,6 +86,83 @@ def _llava_next(path: Path) -> Any:
         LlavaNextImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path), patch_size=14,
         vision_feature_select_strategy="default", num_additional_image_tokens=1,
     )  # fmt: skip
+
+
+def _internvl(path: Path) -> Any:
+    from transformers import AutoTokenizer, InternVLProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    class WithoutVideos(InternVLProcessor):  # its video processor needs torchvision
+        def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+            return None
+
+    images, tokenizer = GotOcr2ImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return WithoutVideos(images, tokenizer, None, image_seq_length=4)
+
+
+def _pixtral(path: Path) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.models.pixtral import image_processing_pil_pixtral as pil
+
+    # The processor takes a function from the module that needs torchvision; with Pillow it is the same.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
+    made: Any = import_module("transformers.models.pixtral.processing_pixtral")
+    merge = json.loads((path / "config.json").read_text()).get("spatial_merge_size", 1)
+    images, tokenizer = pil.PixtralImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return made.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=merge)
+
+
+def _tokens_of_pixtral(theirs: Any, ours: Any, height: int, width: int) -> int:
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    unit, shown = ours.patch * ours.merge, np.broadcast_to(np.uint8(0), (3, height, width))
+    high, wide = get_resize_output_image_size(shown, ours.image, unit, "channels_first")
+    return high // unit * wide // unit
+
+
+def _idefics3(name: str) -> Callable[[Path], Any]:
+    def processor(path: Path) -> Any:
+        import transformers
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+        from transformers.models.smolvlm import processing_smolvlm
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        images = {"Idefics3": Idefics3ImageProcessorPil, "SmolVLM": SmolVLMImageProcessorPil}[name].from_pretrained(
+            path
+        )
+        settings = json.loads((path / "config.json").read_text())
+        rows = (settings["vision_config"]["image_size"] // 14 // settings["scale_factor"]) ** 2
+
+        class WithoutVideos(getattr(transformers, f"{name}Processor")):  # type: ignore[misc]
+            def check_argument_for_proper_class(self, name: str, given: Any) -> Any:
+                return None
+
+        processing_smolvlm.num2words = str  # it writes the times of a video's frames
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        videos = () if name == "Idefics3" else (None,)
+        return WithoutVideos(images, tokenizer, *videos, image_seq_len=rows)
+
+    return processor
+
+
+def _tiles_of_idefics3(theirs: Any, ours: Any, height: int, width: int) -> int:
+    """Rows of a picture as its processor cuts it; nothing is resampled for that."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
+
+    def resize(image: Any, size: Any, resample: Any = None) -> Any:
+        sides = (size.height, size.width)
+        if size.longest_edge:
+            sides = get_resize_output_image_size(image, size.longest_edge)
+        return np.broadcast_to(np.uint8(0), (3, *sides))
+
+    images, theirs_resize = theirs.image_processor, theirs.image_processor.resize
+    images.resize = resize
+    try:
+        first = resize(np.broadcast_to(np.uint8(0), (3, height, width)), images.size)
+        whole = images.resize_for_vision_encoder(first, ours.image)
+        return len(images.split_images(whole, {"longest_edge": ours.image})[0]) * int(theirs.image_seq_len)
+    finally:
+        images.resize = theirs_resize
 
 
 COMPARED = {
@@ -89,6 +187,96 @@ COMPARED = {
             ("image_grid_pinpoints", [[56, 56]], "pinpoints"), ("resample", 2, "resample"),
             ("image_processor_type", "CLIPImageProcessor", "image_processor_type"), ("size", {"height": 5}, "size"),
         ),
+    ),
+    "internvl": Compared(
+        forms.internvl,
+        {"qwen2": {}, "qwen3, five tiles, no biases": {
+            "kind": "qwen3", "seed": 2, "most": 5, "vision": {"attention_bias": False, "hidden_act": "quick_gelu"}},
+         "llama": {"kind": "llama", "seed": 3, "most": 1}},
+        _internvl,
+        ("pixel_values",),
+        lambda theirs, ours, h, w: theirs._get_num_multimodal_tokens([(h, w)]).num_image_tokens[0] - 2,
+        {
+            "two tiles changed": _changed,
+            "no layer scale": lambda model, ops: (model.blocks[1], "of_mlp", model.blocks[1].of_mlp * 0 + 1),
+            "slots in another order": _reversed,
+            "no class token": lambda model, ops: (
+                model.see, "table", model.see.table * (torch.arange(17) > 0).float()[:, None]
+            ),
+        },
+        (
+            ("downsample_ratio", 0.3, "downsample_ratio"), ("vision_config.use_qk_norm", True, "use_qk_norm"),
+            ("vision_config.norm_type", "rms_norm", "norm_type"), ("vision_feature_layer", -2, "vision_feature_layer"),
+            ("vision_config.image_size", [56, 28], "image_size"), ("image_seq_length", 256, "image_seq_length"),
+            ("vision_config.use_mean_pooling", False, "use_mean_pooling"),
+        ),
+        (
+            ("max_patches", 1000, "max_patches"), ("size", {"height": 448, "width": 448}, "height"),
+            ("resample", 2, "resample"), ("image_processor_type", "CLIPImageProcessor", "image_processor_type"),
+        ),
+        "<IMG_CONTEXT>",
+    ),
+    "idefics3": Compared(
+        forms.idefics3,
+        {"cells of 4": {}, "cells of 9": {"side": 6, "merge": 3, "longest": 168, "seed": 2},
+         "cells of 16, one tile": {"side": 8, "merge": 4, "split": False, "seed": 3}},
+        _idefics3("Idefics3"),
+        ("pixel_values", "pixel_attention_mask"),
+        lambda theirs, ours, h, w: _tiles_of_idefics3(theirs, ours, h, w) if ours.split else ours.cells,
+        {
+            "two tiles changed": _changed,
+            "slots in another order": _reversed,
+            "no norm behind the layers": lambda model, ops: (model.tell, "norm", lambda x, residual: (x + residual, x)),
+        },
+        (
+            ("scale_factor", 3, "patch_size"), ("vision_config.model_type", "siglip_vision_model", "model_type"),
+            ("text_config.model_type", "qwen2", "model_type"), ("vision_config.hidden_act", "elu", "hidden_act"),
+        ),
+        (
+            ("size", {"longest_edge": 10**6}, "longest_edge"), ("max_image_size", {"longest_edge": 364}, "edge"),
+            ("resample", 3, "resample"), ("do_image_splitting", 1, "do_image_splitting"),
+        ),
+    ),
+    "smolvlm": Compared(
+        forms.idefics3,
+        {"cells of 9": {"name": "SmolVLM", "side": 6, "merge": 3, "longest": 168}},
+        _idefics3("SmolVLM"),
+        ("pixel_values", "pixel_attention_mask"),
+        _tiles_of_idefics3,
+    ),
+    "mistral3": Compared(
+        forms.pixtral,
+        {"cells of 4": {}, "cells of 1": {"merge": 1, "act": "gelu", "longest": 420, "seed": 2}},
+        _pixtral,
+        ("pixel_values", "image_sizes"),
+        _tokens_of_pixtral,
+        {
+            "slots in another order": _reversed,
+            "frequencies of another tower": lambda model, ops: (
+                model.see, "angles", (model.see.angles[0], model.see.angles[1].flip(0))
+            ),
+            "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
+            "cells merged by feature": _by_feature,
+        },
+        (
+            ("spatial_merge_size", 3, "spatial_merge_size"), ("vision_feature_layer", 9, "vision_feature_layer"),
+            ("vision_config.model_type", "clip_vision_model", "model_type"), ("text_config.model_type", "opt", "model"),
+            ("vision_config.head_dim", 20, "head_dim"), ("image_token_index", 10**6, "image_token_index"),
+        ),
+        (
+            ("size", {"longest_edge": 10**6}, "longest_edge"), ("resample", 2, "resample"),
+            ("image_processor_type", "CLIPImageProcessor", "image_processor_type"), ("do_center_crop", True, "crop"),
+        ),
+        "[IMG]",
+    ),
+    "pixtral": Compared(
+        forms.pixtral,
+        {"plain": {"name": "Llava", "seed": 4}},
+        _pixtral,
+        ("pixel_values", "image_sizes"),
+        _tokens_of_pixtral,
+        altered=(("vision_feature_select_strategy", "default", "strategy"),),
+        image="[IMG]",
     ),
 }  # fmt: skip
 

@@ -10,10 +10,12 @@ import os
 import resource
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +233,16 @@ def test_too_many_connections_are_turned_away_in_one_line(site: Any, caplog: pyt
         end = time.monotonic() + 5
         while b"200 OK" not in made.ask():
             assert time.monotonic() < end
+
+
+@pytest.mark.skipif(not Path("/proc/sys/net/core/somaxconn").exists(), reason="TCP_INFO of a listener is Linux's")
+def test_connections_of_a_burst_wait_for_a_busy_server(site: Any) -> None:
+    """What does not fit the system's queue would be reset after its client has sent a request."""
+    made = site()
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    info = made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    queued, longest = struct.unpack_from("II", info, 24)  # tcpi_unacked, tcpi_sacked: of a listener
+    assert queued == 0 and longest == min(listen.QUEUED, most)
 
 
 def test_without_descriptors_it_neither_spins_nor_floods(site: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.oracles.declared import check_declared, operation, spec_of
@@ -27,6 +28,15 @@ GOOD: dict[str, Any] = {
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
 }  # fmt: skip
+
+
+def test_what_the_routes_answer_is_what_they_declare(rig: Any) -> None:
+    spec = spec_of(rig.app())
+    for path, body in GOOD.items():
+        described = operation(spec, "POST", path) or {}
+        content = described.get("requestBody", {}).get("content", {}).get("application/json")
+        if body is not None and content:
+            jsonschema.validate(body, {**content["schema"], "components": spec["components"]})
 
 
 def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:

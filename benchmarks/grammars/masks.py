@@ -1,6 +1,7 @@
 """What a grammar costs: the time of a token under a schema against the same requests without one, in one engine.
 
-python -m benchmarks.masks [--model half] [--clients 1,8,32] [--tokens 48] [--repeats 3] [--temperature 0] [--smoke]
+python -m benchmarks.grammars.masks [--model half] [--clients 1,8,32] [--tokens 48] [--repeats 3] [--temperature 0]
+                                   [--smoke]
 
 Runs with and without a schema take turns, and each pair gives a ratio, so that a disturbance of the machine hits both;
 the median counts. ``CPU`` is the same ratio of CPU seconds, which others on a shared machine disturb less. The model is

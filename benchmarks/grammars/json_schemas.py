@@ -1,6 +1,6 @@
 """How many schemas of a folder have a grammar, and whether the grammars take what fits and nothing else.
 
-    JSONSCHEMABENCH=maskbench/data python benchmarks/json_schemas.py [--limit 1000]
+    JSONSCHEMABENCH=maskbench/data python benchmarks/grammars/json_schemas.py [--limit 1000]
 
 A file is a JSON schema, or an object with ``schema`` and ``tests`` (``data`` and ``valid``): MaskBench, which is
 JSONSchemaBench with instances. Prints the share of schemas with a grammar, why the others have none, and the shares of
@@ -32,7 +32,7 @@ from trencadis.server.grammars.vocabulary import control_tokens, vocabulary
 from trencadis.server.grammars.writer import GrammarWriter
 from trencadis.server.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
 
 def cases(folder: Path, limit: int) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:

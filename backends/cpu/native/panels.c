@@ -1,0 +1,139 @@
+/* What Python calls: which kernels the CPU has, and a product on the threads that torch uses.
+
+   The functions of OpenMP are given by address, those that torch itself calls, so that there is one pool of threads.
+   The library therefore links no OpenMP runtime, and serves any torch. */
+
+#include "panels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* Bytes of weight times rows that are worth another thread. */
+#define GRAIN 16384
+/* Rounded activations up to this size live on the stack, and are made before the threads begin. */
+#define FEW 65536
+
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+static Parallel parallel;
+static int (*thread_num)(void);
+static int (*num_threads)(void);
+static void (*barrier)(void);
+
+EXPORT int trencadis_panels_version(void) { return PANELS_VERSION; }
+
+EXPORT void trencadis_panels_threads(void *p, void *num, void *count, void *wait) {
+    parallel = (Parallel)p;
+    thread_num = (int (*)(void))num;
+    num_threads = (int (*)(void))count;
+    barrier = (void (*)(void))wait;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+
+static uint64_t xgetbv(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return ((uint64_t)high << 32) | low;
+}
+
+/* The kinds of kernels that the CPU and the system allow, a bit each. */
+EXPORT int trencadis_panels_kinds(void) {
+    unsigned a, b, c, d, a1, b1, c1, d1, kinds = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    const unsigned fma = c >> 12 & 1, xsave = c >> 27 & 1, half = c >> 29 & 1;
+    if (!xsave || !fma || !half || (xgetbv() & 0x06) != 0x06) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (!(b >> 5 & 1)) return 0;
+    kinds |= 1 << AVX2;
+    if (a >= 1 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 >> 4 & 1)) kinds |= 1 << AVX_VNNI;
+    /* F, DQ, BW, VL and VNNI; the system keeps the wide registers. */
+    const unsigned wide = (b >> 16 & 1) & (b >> 17 & 1) & (b >> 30 & 1) & (b >> 31 & 1) & (c >> 11 & 1);
+    if (wide && (xgetbv() & 0xe6) == 0xe6) kinds |= 1 << AVX512_VNNI;
+    return (int)kinds;
+}
+
+static const Kernels *kernels_of(int kind) {
+    if (kind == AVX512_VNNI) return &panels_avx512_vnni;
+    return kind == AVX_VNNI ? &panels_avx_vnni : &panels_avx2;
+}
+
+typedef struct {
+    const Product *product;
+    const Kernels *kernels;
+    int round_first;
+} Call;
+
+static void share(int64_t whole, int64_t part, int64_t parts, int64_t *first, int64_t *last) {
+    const int64_t each = whole / parts, more = whole % parts;
+    *first = part * each + (part < more ? part : more);
+    *last = *first + each + (part < more);
+}
+
+/* One thread's share: of the rows to round, then of the panels. */
+static void work(void *data) {
+    const Call *call = data;
+    const Product *p = call->product;
+    const int64_t me = thread_num(), all = num_threads();
+    int64_t first, last;
+    if (call->round_first) {
+        share(p->n, me, all, &first, &last);
+        call->kernels->round(p, first, last, p->row + me * p->weight->columns);
+        barrier();
+    }
+    share(panels_of(p->weight), me, all, &first, &last);
+    call->kernels->multiply(p, first, last);
+}
+
+/* out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; 0, or 1 without memory. */
+EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
+                                   int threads) {
+    const int64_t groups = groups_of(w);
+    const int64_t codes = n * w->columns, sums = n * groups * 4, steps = n * 4;
+    int64_t most = w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4) + 1;
+    if (most > threads) most = threads;
+    if (!parallel) most = 1;
+    const int64_t row = w->gather ? most * w->columns * 4 : 0;
+    const int64_t bytes = codes + sums + steps + row + 256;
+    _Alignas(64) uint8_t few[FEW];
+    uint8_t *held = few;
+    void *big = NULL;
+    if (bytes > FEW) {
+        big = malloc((size_t)bytes);
+        if (!big) return 1;
+        held = (uint8_t *)(((uintptr_t)big + 63) & ~(uintptr_t)63);
+    }
+    Product p = {w, x, out, n, type, {0}, 0};
+    p.rounded.codes = (int8_t *)held;
+    p.rounded.sums = (int32_t *)(held + ((codes + 63) & ~(int64_t)63));
+    p.rounded.step = (float *)(p.rounded.sums + n * groups);
+    p.row = p.rounded.step + n;
+    const Kernels *kernels = kernels_of(kind);
+    Call call = {&p, kernels, most > 1 && bytes > FEW};
+    if (!call.round_first) kernels->round(&p, 0, n, p.row);
+    if (most > 1)
+        parallel(work, &call, (unsigned)most, 0);
+    else
+        kernels->multiply(&p, 0, panels_of(w));
+    free(big);
+    return 0;
+}
+
+#else
+
+EXPORT int trencadis_panels_kinds(void) { return 0; }
+
+EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
+                                   int threads) {
+    (void)w, (void)x, (void)out, (void)n, (void)type, (void)kind, (void)threads;
+    return 1;
+}
+
+#endif

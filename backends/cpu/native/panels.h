@@ -1,0 +1,60 @@
+/* Products of 8- and 4-bit weights that lie in panels of 16 output rows.
+
+   A panel is [columns / 4][16][4] bytes of codes: one step of a product takes 4 columns of 16 rows. Codes are unsigned,
+   so that the activations are the signed side. With 4 bits a byte holds two codes, those of the step 2 i in the low
+   bits and those of 2 i + 1 in the high ones.
+
+   A row of activations is rounded to 8 bits with one step of its own. All sums of integers are exact, and sums of
+   groups run in the order of the groups, so a row has the same bits whatever stands beside it. */
+
+#ifndef TRENCADIS_PANELS_H
+#define TRENCADIS_PANELS_H
+
+#include <stdint.h>
+
+#define PANELS_VERSION 1
+#define PANEL 16
+#define STEP 8 /* columns are a multiple of this */
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { LIBRARY, AVX2, AVX_VNNI, AVX512_VNNI };
+
+typedef struct {
+    const uint8_t *codes;  /* [panels][columns * bits / 8 * 16] */
+    const uint16_t *scale; /* float16 [panels][groups][16]; NULL: one group, whose scale is the factor */
+    const uint8_t *zero;   /* [panels][groups][16]; NULL: the middle code */
+    const float *factor;   /* [panels][16] */
+    const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: as they are, then zeros */
+    const void *bias;      /* [rows] of the type of the activations, or NULL */
+    int64_t rows, inputs, columns, group;
+    int64_t bits;
+} PanelWeight;
+
+/* Activations of one call after rounding. */
+typedef struct {
+    int8_t *codes; /* [n][columns] */
+    int32_t *sums; /* [n][groups] */
+    float *step;   /* [n] */
+} Rounded;
+
+typedef struct {
+    const PanelWeight *weight;
+    const void *x;
+    void *out;
+    int64_t n;
+    int64_t type; /* of x, out and the bias */
+    Rounded rounded;
+    float *row; /* [threads][columns]: a row that is gathered */
+} Product;
+
+typedef struct {
+    void (*round)(const Product *, int64_t first, int64_t last, float *row);
+    void (*multiply)(const Product *, int64_t first, int64_t last); /* panels */
+} Kernels;
+
+extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;
+
+static inline int64_t panels_of(const PanelWeight *w) { return (w->rows + PANEL - 1) / PANEL; }
+static inline int64_t groups_of(const PanelWeight *w) { return (w->columns + w->group - 1) / w->group; }
+
+#endif

@@ -1,0 +1,217 @@
+"""Weights of 8 and 4 bits in panels of 16 output rows, and the product with them (panels.h has the layout).
+
+A value is (code - zero) x scale of its group x factor of its row. Codes are kept unsigned. Columns are filled up to
+whole steps of 8, groups of other sizes too; then, and where columns have another order, the input is gathered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.backends.cpu.native import library, threads
+from trencadis.core.quant.scheme import PANEL, filled, panel_columns
+from trencadis.core.quant.tensor import SLAB, QTensor
+
+STEP = 8
+"""Columns are a multiple of this."""
+
+CELL = 16
+"""Columns of a group where groups differ in size: ranks that cut columns in an order of their own."""
+
+LONGEST = 65536
+"""Most columns of one sum of integers: 32 bits hold 255 x 127 x so many."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of activations, biases and results."""
+
+ROWS = 512
+"""Rows of a call: activations of so many are rounded at a time."""
+
+
+class Layout(ctypes.Structure):
+    """``PanelWeight`` of panels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "factor", "gather", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "columns", "group", "bits")),
+    ]
+
+
+@dataclass(slots=True)
+class PanelWeight:
+    """A weight [out, in] in panels.
+
+    Args:
+        codes: uint8 [panels, bytes].
+        scale: float16 [panels, groups, 16]; None: the factor alone.
+        zero: uint8 [panels, groups, 16]; None: the middle code.
+        factor: float32 [panels * 16].
+        gather: int32 [columns], the input's column of each column, -1: a zero; None: as they are.
+        bias: [out] of the engine's type.
+        kind: of the kernels, a number of ``library.KINDS``.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    factor: Tensor
+    gather: Tensor | None
+    bias: Tensor | None
+    columns: int
+    group: int
+    bits: int
+    kind: int
+    out_features: int
+    in_features: int
+    layout: Layout = field(init=False)
+    at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = (self.codes, self.scale, self.zero, self.factor, self.gather, self.bias)
+        at = [None if t is None else t.data_ptr() for t in held]
+        self.layout = Layout(*at, self.out_features, self.in_features, self.columns, self.group, self.bits)
+        self.at = ctypes.addressof(self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all but the bias."""
+        held = (self.codes, self.scale, self.zero, self.factor, self.gather)
+        return sum(t.nbytes for t in held if t is not None)
+
+
+def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
+    """Packs integers for the kernels that serve; None where torch's do, or where sums could overflow."""
+    kind = library.KINDS.get(library.serving(), 0)
+    if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
+        return None
+    library.tell(library.line())
+    slots, group, of = _arranged(q)
+    if group > LONGEST:
+        return None
+    scale, zero = q.scale, q.zero
+    if of is not None:
+        scale, zero = scale[:, of], None if zero is None else zero[:, of]
+    factor, parts = _factors(scale)
+    middle = 8 if q.scheme.bits == 4 else 128
+    if zero is None and not q.scheme.symmetric:
+        zero = torch.zeros_like(scale, dtype=torch.int8)  # as the scheme is priced
+    points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
+    columns = len(slots) if slots is not None else filled(q.shape[1], STEP)
+    return PanelWeight(
+        _codes(q, slots, columns, middle),
+        None if parts is None else _by_panel(parts),
+        points,
+        functional.pad(factor, (0, -len(factor) % PANEL)),
+        slots, bias, columns, group, 4 if q.scheme.bits == 4 else 8, kind, *q.shape,
+    )  # fmt: skip
+
+
+def _arranged(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
+    """(the input's column of each kept column or None, columns of a group, the group of each kept group or None)."""
+    columns = q.shape[1]
+    if q.scale.shape[1] == 1:
+        return None, filled(columns, STEP), None
+    kept = panel_columns(columns, q.group)
+    if q.order is None and not kept.gathered:
+        return None, kept.group, None
+    where = torch.argsort(q.columns(), stable=True)
+    sizes: list[int] = torch.bincount(q.columns(), minlength=q.scale.shape[1]).tolist()
+    if all(n == sizes[0] for n in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
+        group, of = filled(sizes[0], STEP), None
+        counts = [*(group for _ in sizes[:-1]), filled(sizes[-1], STEP)]
+    else:
+        group = CELL
+        counts = [filled(n, CELL) for n in sizes]
+        of = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts) // CELL)
+    slots, start, at = torch.full((sum(counts),), -1, dtype=torch.int32), 0, 0
+    for size, count in zip(sizes, counts, strict=True):
+        slots[at : at + size] = where[start : start + size].int()
+        start, at = start + size, at + count
+    return slots, group, of
+
+
+def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tensor:
+    """uint8 [panels, bytes] of int8 [out, in], some panels at a time."""
+    rows, bits = q.shape[0], q.scheme.bits
+    out = torch.empty((filled(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
+    step = max(SLAB // 4 // (columns * PANEL), 1)
+    for first in range(0, len(out), step):
+        part = q.data[first * PANEL : (first + step) * PANEL]
+        if slots is not None:
+            part = part.index_select(1, slots.clamp_min(0))
+        part = functional.pad(part, (0, columns - part.shape[1], 0, -len(part) % PANEL))
+        codes = (part.short() + middle).to(torch.uint8)
+        quads = codes.view(-1, PANEL, columns // 4, 4).transpose(1, 2)
+        if bits == 4:
+            pairs = quads.reshape(len(quads), columns // 8, 2, PANEL, 4)
+            quads = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+        out[first : first + step] = quads.reshape(len(quads), -1)
+    return out
+
+
+def _factors(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """float32 [out], and what is left of the scales [out, groups]: float16 up to 1, none where there is one a row.
+
+    Factors are powers of two, so that what was stored in 16 bits loses nothing unless its row spans them.
+    """
+    if scale.shape[1] == 1:
+        return scale[:, 0].float().clone(), None
+    factor = torch.ldexp(torch.ones_like(scale[:, 0]), torch.frexp(scale.amax(1))[1])
+    return factor, (scale / factor[:, None]).to(torch.float16)
+
+
+def _by_panel(each: Tensor) -> Tensor:
+    """[out, groups] -> [panels, groups, 16]."""
+    whole = functional.pad(each, (0, 0, 0, -len(each) % PANEL))
+    return whole.view(-1, PANEL, each.shape[1]).transpose(1, 2).contiguous()
+
+
+def product(x: Tensor, w: PanelWeight) -> Tensor:
+    """[n, in] -> [n, out] of ``x``'s type, which is the bias's too. No row's bits depend on the others."""
+    x = x.contiguous()
+    n = len(x)
+    out = x.new_empty((n, w.out_features))
+    call, team = threads.multiply(), torch.get_num_threads()
+    kind, source, target = TYPES[x.dtype], x.data_ptr(), out.data_ptr()
+    for start in range(0, n, ROWS):
+        rows, size = min(ROWS, n - start), x.element_size()
+        failed = call(
+            w.at,
+            source + start * w.in_features * size,
+            target + start * w.out_features * size,
+            rows,
+            kind,
+            w.kind,
+            team,
+        )
+        if failed:
+            raise MemoryError(f"no memory for the activations of {rows} rows of {w.in_features}")
+    return out
+
+
+def decoded(w: PanelWeight) -> Tensor:
+    """float32 [out, in]: what the kernels multiply by, for tests."""
+    panels = len(w.codes)
+    if w.bits == 4:
+        pairs = w.codes.view(panels, w.columns // 8, 1, PANEL, 4)
+        quads = torch.cat([pairs & 15, pairs >> 4], 2).view(panels, w.columns // 4, PANEL, 4)
+    else:
+        quads = w.codes.view(panels, w.columns // 4, PANEL, 4)
+    values = quads.transpose(1, 2).reshape(panels * PANEL, w.columns).float()
+    wide: Any = lambda t: t.transpose(1, 2).reshape(panels * PANEL, -1).float().repeat_interleave(w.group, 1)  # noqa: E731
+    values -= (8.0 if w.bits == 4 else 128.0) if w.zero is None else wide(w.zero)[:, : w.columns]
+    if w.scale is not None:
+        values *= wide(w.scale)[:, : w.columns]
+    values = (values * w.factor[:, None])[: w.out_features]
+    if w.gather is None:
+        return values[:, : w.in_features]
+    out = torch.zeros(w.out_features, w.in_features)
+    real = w.gather >= 0
+    out[:, w.gather[real].long()] = values[:, real]
+    return out

@@ -1,0 +1,21 @@
+/* Kernels of CPUs with AVX2 alone. Two products are added in 16 bits, so activations beside 8-bit codes have 7 bits:
+   2 * 255 * 63 fits, 2 * 255 * 127 does not. Codes of 4 bits are at most 15 and leave room for 8. */
+
+#include "panels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+#include <string.h>
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NARROW 1
+#define DOT(acc, codes, x)                                                                                            \
+    _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)))
+
+#include "panels_256.inc"
+#include "panels.inc"
+
+const Kernels panels_avx2 = {round_rows, multiply};
+
+#endif

@@ -1,0 +1,179 @@
+"""Own kernels: which of them serve, what a lack of them says, and layouts that whole panels do not fill."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.quant.test_cpu import away, normal
+from trencadis.backends.cpu.native import library, panels, threads
+from trencadis.backends.cpu.native.library import KINDS, VARIABLE, found
+from trencadis.backends.cpu.native.panels import PanelWeight, decoded
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.policy import policy
+from trencadis.backends.cpu.quantised import IntegerWeight
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.online import quantised
+from trencadis.core.quant.scheme import PANELS, Scheme, held_bytes
+from trencadis.core.quant.tensor import QTensor, joined
+
+FLAGS = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx_vnni": {"avx2", "avx_vnni"},
+    "avx512_vnni": {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni"},
+}
+"""What Linux calls the instructions of each kind."""
+
+own = pytest.mark.skipif(not found().kinds, reason=f"own kernels: {found().why}")
+
+
+@own
+def test_kernels_are_those_that_the_cpu_has() -> None:
+    """As /proc/cpuinfo lists its instructions; the last kind that it has serves."""
+    text = Path("/proc/cpuinfo").read_text()
+    flags = set(next(line for line in text.splitlines() if line.startswith("flags")).split())
+    assert found().kinds == tuple(kind for kind in KINDS if FLAGS[kind] <= flags)
+    assert library.serving() == found().kinds[-1]
+
+
+@pytest.mark.parametrize("fault", ["missing", "broken", "older", "another CPU"])
+def test_without_a_library_torch_serves_and_a_line_says_why(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"missing": "not built", "broken": "does not load", "older": "other sources", "another CPU": "no AVX2"}
+    if fault == "broken":
+        (tmp_path / "_panels.so").write_bytes(b"no library")
+    elif fault != "missing":
+        if found().library is None:
+            pytest.skip(found().why)
+        shutil.copy(found().library._name, tmp_path / "_panels.so")
+        monkeypatch.setattr(library, "VERSION", 99) if fault == "older" else None
+    have = library.load(tmp_path)
+    if fault == "another CPU":
+        have = have._replace(kinds=(), why="the CPU has no AVX2")
+    assert have.kinds == () and said[fault] in have.why
+    monkeypatch.setattr(library, "found", lambda: have)
+    library.tell.cache_clear()
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        packed = CpuOps().pack_quantised(quantised(normal(32, 64), Scheme(8), torch.float32))
+    assert isinstance(packed, IntegerWeight) and policy("").quantised != PANELS
+    assert "integers are multiplied by" in caplog.text and said[fault] in caplog.text
+    with pytest.raises(StartupError, match=said[fault]):
+        monkeypatch.setenv(VARIABLE, "avx2")
+        library.serving()
+
+
+def test_a_name_of_no_kernels_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "neon")
+    with pytest.raises(StartupError, match=f"{VARIABLE}='neon' is none of auto, torch, avx2, avx_vnni, avx512_vnni"):
+        policy("")
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=own) for kind in KINDS])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each kind that the CPU can run."""
+    if request.param not in found().kinds:
+        pytest.skip("not of this CPU")
+    monkeypatch.setenv(VARIABLE, request.param)
+    return str(request.param)
+
+
+SHAPES = ((1, 1), (15, 7), (17, 50), (33, 100), (96, 72), (130, 260))
+SCHEMES = (
+    Scheme(8), Scheme(4), Scheme(8, symmetric=False), Scheme(4, group=20, symmetric=False), Scheme(4, group=24),
+    Scheme(4, group=32), Scheme(8, group=36), Scheme(8, group=128, symmetric=False), Scheme(4, group=64, ordered=True),
+)  # fmt: skip
+
+
+def weight(shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QTensor:
+    """Rounded normal values; zero points and orders as files have them."""
+    q = quantised(normal(*shape), scheme, dtype)
+    zero, order = None, None
+    if not scheme.symmetric:
+        span = 7 if scheme.bits == 4 else 100
+        zero = (torch.arange(q.scale.numel()).view(q.scale.shape) * 37 % (2 * span) - span).to(torch.int8)
+    if scheme.ordered and q.scale.shape[1] > 1:
+        order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(1)).int() // scheme.group
+    return QTensor(scheme, q.data, q.scale, zero, q.group, order, dtype)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.label}{'' if s.symmetric else ', zero points'}")
+def test_shapes_that_fill_no_panel(scheme: Scheme, kernels: str) -> None:
+    """The weight comes back, costs what the ledger counts, and each row's product is near and its own."""
+    bar = 5e-2 if kernels == "avx2" and scheme.bits == 8 else 2.5e-2
+    for shape, dtype in ((s, d) for s in SHAPES for d in (torch.float32, torch.bfloat16, torch.float16)):
+        q = weight(shape, scheme, dtype)
+        bias = normal(shape[0], seed=2).to(dtype)
+        packed: Any = CpuOps().pack_quantised(q, bias)
+        assert isinstance(packed, PanelWeight)
+        assert packed.nbytes == held_bytes(scheme, *shape, dtype.itemsize, PANELS, shape[1])
+        torch.testing.assert_close(decoded(packed), q.dequantised(), rtol=1e-3, atol=1e-6)
+        x = normal(21, shape[1], seed=3).to(dtype)
+        y = CpuOps().linear(x, packed)
+        want = x.float() @ q.dequantised().t() + bias.float()
+        assert y.dtype == dtype and float((y.float() - want).norm() / want.norm()) <= bar
+        for count in (1, 3, 7, 8, 9):
+            assert torch.equal(CpuOps().linear(x[2 : 2 + count], packed), y[2 : 2 + count]), (shape, count)
+
+
+def test_sums_that_16_bits_could_not_hold(kernels: str) -> None:
+    """Codes and activations at their ends, of both signs, in every scheme that adds two products at a time."""
+    for scheme in (Scheme(8), Scheme(4), Scheme(4, group=32)):
+        most = 127 if scheme.bits == 8 else 7
+        for sign in (1, -1):
+            data = torch.full((16, 256), sign * most, dtype=torch.int8)
+            groups = 256 // scheme.group if scheme.group else 1
+            q = QTensor(scheme, data, torch.ones(16, groups), None, scheme.group or 256, None, torch.float32)
+            y = CpuOps().linear(torch.full((3, 256), 5.0), CpuOps().pack_quantised(q))
+            torch.testing.assert_close(y, torch.full((3, 16), 5.0 * sign * most * 256), rtol=1e-5, atol=0)
+
+
+def test_many_threads_and_many_rows_change_no_bit(kernels: str) -> None:
+    """A weight large enough for several threads, and more rows than a call rounds at a time, of a view with gaps."""
+    q = quantised(normal(272, 640), Scheme(4, group=128), torch.float32)
+    packed: Any = CpuOps().pack_quantised(q)
+    x = normal(panels.ROWS + 5, 700, seed=1)[:, 30:670]
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(CpuOps().linear(x, packed))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(CpuOps().linear(x[-1:], packed), found[0][-1:])
+    assert away(found[0][:9], x[:9] @ q.dequantised().t()) <= 2e-2
+
+
+def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
+    """Ranks that cut ordered columns anywhere leave groups of all sizes; fused parts share one order."""
+    scheme = Scheme(4, group=64, ordered=True)
+    q = weight((40, 256), scheme, torch.float32)
+    whole = joined([q, q])
+    x = normal(5, 256, seed=4)
+    want = x @ q.dequantised().t()
+    parts: Callable[[int, int], Tensor] = lambda a, b: CpuOps().linear(
+        x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b))
+    )
+    assert away(parts(0, 100) + parts(100, 256), want) <= 2e-2
+    both = CpuOps().pack_quantised(whole)
+    assert isinstance(both, PanelWeight) and both.nbytes == held_bytes(scheme, 80, 256, 4, PANELS, 256)
+    assert away(CpuOps().linear(x, both)[:, 40:], want) <= 2e-2
+
+
+def test_the_threads_are_torchs() -> None:
+    """The functions lie in the runtime that torch's library is linked with: no second one is loaded."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or not found().kinds:
+        pytest.skip("no Linux, or no kernels")
+    runtimes = lambda: {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split()[-1]}  # noqa: E731
+    before = runtimes()
+    threads.multiply()
+    assert threads.openmp() is not None and runtimes() == before
