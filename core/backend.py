@@ -294,8 +294,8 @@ class BackendConfig:
     ``windows``: of the model's layers, each once, 0 where a layer sees all keys. ``upto``: text launches have
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
-    With several ranks, all of them make their backends together: they meet over ``rendezvous``, a file that only they
-    know (core/executor/groups.py).
+    With several ranks, all of them make their backends together: they meet at ``rendezvous``
+    (core/executor/groups.py). ``index`` is the card of the first of the ``local_world`` ranks of this machine.
     """
 
     dtype: torch.dtype = torch.float32
@@ -308,6 +308,8 @@ class BackendConfig:
     world: int = 1
     rendezvous: str = ""
     index: int = 0
+    local_rank: int | None = None  # None: all ranks are on one machine
+    local_world: int | None = None
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -316,6 +318,16 @@ class BackendConfig:
     upto: bool = False
     batch_invariant: bool = False
     options: Mapping[str, str] | None = None
+
+    @property
+    def card(self) -> int:
+        """The number of this rank's card on its machine."""
+        return self.index + (self.rank if self.local_rank is None else self.local_rank)
+
+    @property
+    def cards(self) -> int:
+        """How many cards of its machine the group has."""
+        return self.world if self.local_world is None else self.local_world
 
 
 class Backend(Protocol):

@@ -60,6 +60,23 @@ class EngineConfig:
     )
     enforce_eager: bool = opt(False, "run every step without graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
+    distributed_executor_backend: str = opt(
+        "", "what starts the ranks: mp (processes here and on --nnodes), uni (one rank), external_launcher (torchrun), "
+        "ray (actors of a cluster); none: mp where the cards are here, else ray",
+        choices=("", "mp", "uni", "external_launcher", "ray"), means={"auto": ""},
+    )  # fmt: skip
+    nnodes: int = opt(1, "machines that the ranks are on, as many on each", aliases=("n",), bound=Bound(1, 1024))
+    node_rank: int = opt(0, "number of this machine; the server is on 0", aliases=("r",), bound=Bound(0, 1023))
+    master_addr: str = opt("127.0.0.1", "address of machine 0, on which ranks of other machines reach the engine")
+    master_port: int = opt(29501, "port of the engine for ranks of other machines", bound=Bound(0, 65535))
+    headless: bool = opt(False, "only the ranks of this machine, for the engine at --master-addr")
+    allow_tp_over_nodes: bool = opt(False, "layers may be shared by cards of several machines, which is slow")
+    group_key_file: str = opt(
+        "", "file of 32 bytes or more, the same on each machine: who knows them belongs to the group"
+    )
+    group_tls_cert: str = opt("", "certificate (PEM) of this machine, for links between machines under TLS")
+    group_tls_key: str = opt("", "its private key (PEM)")
+    group_tls_ca: str = opt("", "authority (PEM) that signed the certificates of all machines, and nothing else")
     gpu_memory_utilization: float = opt(
         0.9,
         "share of the device's memory that the engine uses",

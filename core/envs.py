@@ -191,6 +191,12 @@ TABLE: tuple[Env, ...] = (
     *(Env(name, "int", "", _bucket_meaning(name)) for name in _BUCKETS),
     Env("CUDA_VISIBLE_DEVICES", "str", "all", "cuda: cards by index, UUID or MIG instance; `--device cuda:1` is its "
         "second"),
+    Env("RANK", "int", "", "external_launcher: the number of this process, from torchrun"),
+    Env("WORLD_SIZE", "int", "", "external_launcher: processes in all, from torchrun"),
+    Env("LOCAL_RANK", "int", "", "external_launcher: the number of this process on its machine, from torchrun"),
+    Env("LOCAL_WORLD_SIZE", "int", "", "external_launcher: processes on this machine, from torchrun"),
+    Env("MASTER_ADDR", "str", "", "external_launcher: the machine of rank 0, from torchrun"),
+    Env("RAY_ADDRESS", "str", "auto", "ray: the cluster, `host:port`; auto: the one that runs on this machine"),
     Env("TRENCADIS_MACHINE_ROOT", "str", "/", "hpu: folder below which cards and their driver are found, for tests"),
     *(replace(e, plugin=True) for e in _PLUGIN),
 )  # fmt: skip

@@ -211,6 +211,8 @@ def media_scope(
     Raises:
         BadRequest: see ``request_options``.
     """
+    if not kwargs:
+        return MediaScope(salt, tenant, charge=charge)
     images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
     return MediaScope(salt, tenant, images, charge, videos)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from trencadis.beams import EngineParams, GenerationParams, engine_params
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.links.topology import topology
 from trencadis.core.process import settling, torch_build
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, SamplingParams
@@ -41,8 +43,16 @@ OBSERVE_EVERY = 1024
 
 
 def _start(config: EngineConfig, progress: Progress | None) -> Engine:
-    """The engine; torch is imported here, once the device's environment is settled."""
-    for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+    """The engine; torch is imported here, once the device's environment is settled.
+
+    A process that torchrun started for another rank stays here until that engine ends, and exits with it.
+    """
+    lie = topology(config, os.environ)
+    if not lie.leads:
+        from trencadis.core.executor.following import follow
+
+        raise SystemExit(follow(config, lie, os.environ, again=False))
+    for line in settling.settle(config.device, world=lie.here).lines:
         log.info("%s", line)
     torch_build.load()
     from trencadis.core.startup.build import create_engine

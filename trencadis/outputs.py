@@ -136,7 +136,7 @@ class AnswerBuilder:
         ]
         self._whole = RequestOutput(
             request.id, prompt.text, prompt.tokens, None, [], False, RequestMetrics(request.arrival or time.time()),
-            num_image_tokens=prompt.image_tokens, images=prompt.image_sizes,
+            num_image_tokens=prompt.media_tokens(videos=False), images=prompt.image_sizes,
         )  # fmt: skip
         self._new: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Collectives among ranks on one machine: gloo over loopback; sums add in the order of the ranks."""
+"""Collectives among ranks over gloo; sums add in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import BackendConfig
-from trencadis.core.executor.groups import TIMEOUT, loopback
+from trencadis.core.executor.groups import TIMEOUT, store_of
 
 
 class SingleRank:
@@ -36,11 +36,9 @@ class GlooComm:
     """
 
     def __init__(self, cfg: BackendConfig) -> None:
-        loopback()
         self.rank, self.world = cfg.rank, cfg.world
         c10d: Any = torch.distributed
-        store = c10d.FileStore(cfg.rendezvous, cfg.world)
-        self._group = c10d.ProcessGroupGloo(store, cfg.rank, cfg.world, TIMEOUT)
+        self._group = c10d.ProcessGroupGloo(store_of(cfg), cfg.rank, cfg.world, TIMEOUT)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, sent as bytes, because gloo lacks some dtypes."""

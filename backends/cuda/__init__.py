@@ -37,7 +37,7 @@ def make_backend(cfg: BackendConfig) -> Backend:
             "--batch-invariant: NCCL's order of summation depends on the size of a launch; on cuda it takes "
             f"--tensor-parallel-size 1, not {cfg.world}"
         )
-    device = capability.pick_device(cfg.index + cfg.rank, cfg.world, cfg.dtype)
+    device = capability.pick_device(cfg.card, cfg.cards, cfg.dtype)
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.invariant import InvariantCudaOps
     from trencadis.backends.cuda.ops import CudaOps

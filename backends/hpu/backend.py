@@ -52,7 +52,7 @@ class HpuBackend:
         self, cfg: BackendConfig, policy: Policy, bridge: Bridge | None = None, switches: HpuSettings | None = None
     ) -> None:
         self.cfg, self.policy = cfg, policy
-        self.bridge = bridge or open_bridge(cfg.index + cfg.rank, world=cfg.world, rank=cfg.rank)
+        self.bridge = bridge or open_bridge(cfg.card, world=cfg.cards, rank=cfg.card - cfg.index)
         if self.bridge.cast_to_fp8_v2 is None:
             self.policy = without_fp8(policy)
         self.settings = switches or settings(os.environ, cfg.options)

@@ -1,13 +1,8 @@
-"""Messages between the engine and its other ranks, and their framing. Torch-free; never pickle.
-
-A frame is a little-endian uint32, the size of the msgpack message, and the message. Arrays travel as (type, shape,
-bytes).
-"""
+"""Messages between the engine and its other ranks. Torch-free; never pickle. Arrays travel as (type, shape, bytes)."""
 
 from __future__ import annotations
 
-import socket
-import struct
+import dataclasses
 import zlib
 from typing import Any
 
@@ -15,18 +10,52 @@ import msgspec
 import numpy as np
 
 from trencadis.core.config import EngineConfig
+from trencadis.core.executor.facts import Facts
 from trencadis.core.executor.ranks import Place
+from trencadis.core.links.tls import TlsFiles
 from trencadis.core.step import Step, StepOutput
 
-HEADER = struct.Struct("<I")
+
+class Dial(msgspec.Struct, tag=True):
+    """Down, from who started the process: where its engine is. The engine itself sends ``Begin`` then.
+
+    Args:
+        key: the group's, or empty: it is in ``key_file``, which is read again before each attempt.
+        patience: seconds in which the engine must answer.
+        model: the checkpoint's folder on this machine; empty: the engine's path holds here too.
+        threads: CPU threads asked for all ranks of this machine.
+    """
+
+    address: str
+    port: int
+    rank: int
+    local: int
+    beside: int
+    key: bytes = b""
+    key_file: str = ""
+    tls: TlsFiles = TlsFiles()
+    patience: float = 600.0
+    model: str = ""
+    threads: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # a report of a crash may show it: no key
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Down, first message: the configuration, the rank's place, and the factory of its runner."""
+    """Down, first message of the engine: the configuration, the rank's place, and the factory of its runner."""
 
     config: EngineConfig
     place: Place
     factory: str
+
+
+class Go(msgspec.Struct, tag=True):
+    """Down, to ranks of other machines: all have met, and none has another version or checkpoint."""
+
+
+class End(msgspec.Struct, tag=True):
+    """Down, to ranks of other machines: the engine ends as it should."""
 
 
 class Run(msgspec.Struct, tag=True):
@@ -50,6 +79,16 @@ class Compile(msgspec.Struct, tag=True):
 
     number: int
     grammar: str
+
+
+class Linked(msgspec.Struct, tag=True):
+    """Up, to who started the process: the engine has answered."""
+
+
+class Met(msgspec.Struct, tag=True):
+    """Up, from ranks of other machines: what they would load, and with what."""
+
+    facts: Facts
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -77,8 +116,8 @@ class RankFailure(msgspec.Struct, tag=True):
     code: int = 1
 
 
-Down = Begin | Run | Warm | Words | Compile
-Up = RankReady | Done | Compiled | RankFailure
+Down = Dial | Begin | Go | End | Run | Warm | Words | Compile
+Up = Linked | Met | RankReady | Done | Compiled | RankFailure
 
 
 def _plain(value: Any) -> Any:
@@ -97,38 +136,14 @@ decode_down = msgspec.msgpack.Decoder(Down, dec_hook=_array).decode
 decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
-def frame(message: Down | Up) -> bytes:
-    """Header and message."""
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
+encode = _encoder.encode
+"""The bytes of a message."""
 
 
-class LinkClosed(Exception):
-    """The other process closed its end of the socket."""
-
-
-def receive(sock: socket.socket) -> bytearray:
-    """The next message.
-
-    Raises:
-        LinkClosed: the socket is closed.
-    """
-    (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
-    return _exactly(sock, size)
-
-
-def _exactly(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    left = memoryview(data)
-    while left:
-        try:
-            got = sock.recv_into(left)
-        except OSError:
-            raise LinkClosed from None
-        if not got:
-            raise LinkClosed
-        left = left[got:]
-    return data
+def without_pixels(step: Step) -> Step:
+    """``step`` for a rank that does not encode."""
+    images = tuple(dataclasses.replace(image, pixels=image.pixels[:0]) for image in step.images)
+    return dataclasses.replace(step, images=images)
 
 
 def digest(output: StepOutput) -> int:

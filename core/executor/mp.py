@@ -1,4 +1,4 @@
-"""Several ranks: rank 0 on threads of this process, the others in processes of their own; all run the same Steps.
+"""Several ranks: rank 0 on threads of this process, the others wherever a launcher starts them; all run the same Steps.
 
 A caller waits for rank 0 or for the failure of any rank, never for a collective whose partner is gone. Once a rank has
 failed, every later call raises.
@@ -7,31 +7,30 @@ failed, every later call raises.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.base import Rank, RankHandle
+from trencadis.core.executor.facts import differences, facts_of
 from trencadis.core.executor.groups import leave
 from trencadis.core.executor.lane import SerialThread
-from trencadis.core.executor.ranks import Place, threads_of
+from trencadis.core.executor.launcher import PATIENCE, Child, Launcher, LocalLauncher, named
+from trencadis.core.executor.ranks import Place
+from trencadis.core.executor.trouble import RankDied, RankFailed, Trouble
 from trencadis.core.executor.uniproc import Submitted
-from trencadis.core.process.children import environment
+from trencadis.core.links.keyed import Pulse
+from trencadis.core.links.link import Link, LinkClosed
+from trencadis.core.links.topology import world_of
 from trencadis.core.progress import Warming
 from trencadis.core.step import Step, StepOutput
 
@@ -44,38 +43,17 @@ FACTORY = "trencadis.core.startup.build:rank_of"
 SETTLE = 0.3
 """Seconds to wait for the cause of a failure: when a rank dies, errors of the others' collectives may arrive first."""
 
-PATIENCE = 5.0
-"""Seconds that ranks have to end by themselves before they are killed."""
+COMING = 1800.0
+"""Seconds in which ranks of other machines must come."""
+
+REMINDED = 30.0
+"""Seconds between two lines about ranks that have not come."""
+
+GOODBYE = 1.0
+"""Seconds in which ranks of other machines may say that they have heard of the end."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=RankHandle)  # noqa: E741
-
-
-class RankFailed(RuntimeError):
-    """A rank died, raised, or sampled other tokens than rank 0."""
-
-
-class RankDied(RankFailed):
-    """A rank ended without reporting why."""
-
-
-@dataclass(order=True)
-class Trouble:
-    """A failure of a rank. The least is taken as the cause: a StartupError, then a silent death, then other errors."""
-
-    weight: int
-    order: int
-    error: Exception = field(compare=False)
-
-
-@dataclass
-class Child:
-    """Another rank's process and our end of its socket."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    sock: socket.socket
-    ready: Future[None] = field(default_factory=Future)
 
 
 @dataclass
@@ -88,17 +66,18 @@ class Compiling:
 
 
 class Multiproc:
-    """``core.executor.base.Executor`` over the ranks of one machine.
+    """``core.executor.base.Executor`` over several ranks.
 
     Args:
         factory: builds each other rank (``module:function``, called with a configuration and a place).
+        launcher: starts the other ranks; None: as processes of this machine.
     """
 
-    def __init__(self, config: EngineConfig, factory: str = FACTORY) -> None:
+    def __init__(self, config: EngineConfig, factory: str = FACTORY, launcher: Launcher | None = None) -> None:
         self.depth = 0
         self._config, self._factory = config, factory
-        self.world = config.tensor_parallel_size
-        self._folder = Path(tempfile.mkdtemp(prefix="trencadis-ranks-"))
+        self.world = world_of(config)
+        self._launcher = launcher or LocalLauncher(config, self.world)
         self._lock = threading.Lock()
         self._troubles: list[Trouble] = []
         self._failure: Exception | None = None
@@ -106,30 +85,30 @@ class Multiproc:
         self._digests: dict[int, tuple[int, int]] = {}
         self._compiling: dict[int, Compiling] = {}
         self._grammars = 0
-        self._closing = False
+        self._closing = self._steady = False
+        self._pulse: Pulse | None = None
         self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
         self._rank: Rank
         self._overlaps = False
-        self.children = [self._spawn(number) for number in range(1, self.world)]
-        self._open.update(child.ready for child in self.children)
+        self.children: list[Child] = []
+        try:
+            for number in range(1, self.world):
+                self.children.append(self._launcher.launch(number))
+        except BaseException:
+            self.close()
+            raise
+        self._open.update(f for child in self.children for f in (child.ready, child.met))
         for child in self.children:
+            if not child.remote:
+                self._begin(child, child.linked.result())
             threading.Thread(target=self._watch, args=(child,), name=f"rank {child.number}", daemon=True).start()
+        if any(child.remote for child in self.children):
+            self._pulse = Pulse(self._beat)
 
-    def _place(self, number: int) -> Place:
-        return Place(number, self.world, str(self._folder / "store"))
-
-    def _spawn(self, number: int) -> Child:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trencadis.core.executor.rank", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=environment(os.environ, threads_of(self._config.threads, self.world), True),
-            )
-        with suppress(OSError):
-            ours.sendall(frames.frame(frames.Begin(self._config.without_secrets(), self._place(number), self._factory)))
-        return Child(number, process, ours)
+    def _begin(self, child: Child, link: Link) -> None:
+        """Sends a rank what it starts with."""
+        with suppress(LinkClosed):
+            link.send(frames.encode(frames.Begin(self._config.without_secrets(), child.place, self._factory)))
 
     # What the engine calls
 
@@ -141,18 +120,46 @@ class Multiproc:
             RankFailed: a rank died.
         """
         try:
-            opened = self._call(self._launches, lambda: own(self._place(0))).result()
+            self._meet([child for child in self.children if child.remote])
+            opened = self._call(self._launches, lambda: own(self._launcher.place(0))).result()
             for child in self.children:
                 child.ready.result()
         except BaseException:
             self.close()
             raise
         self._rank, self.depth, self._overlaps = opened.rank, opened.depth, opened.overlaps
+        self._steady = True
         return opened
+
+    def _meet(self, others: list[Child]) -> None:
+        """Waits for ranks of other machines, and compares what they would load with what is here.
+
+        Raises:
+            StartupError: they do not come, or differ.
+        """
+        if not others:
+            return
+        begun, ours = time.monotonic(), facts_of(self._config.model)
+        while waiting := [child for child in others if not child.met.done()]:
+            try:
+                waiting[0].met.result(REMINDED if all(child.link is None for child in waiting) else 1.0)
+            except FutureTimeout:
+                if time.monotonic() - begun < COMING:
+                    if waiting[0].link is None:
+                        log.info("waiting at %s for %s", self._launcher.where, named(waiting))
+                    continue
+                raise StartupError(f"{named(waiting)} did not come to {self._launcher.where} in {COMING:g} s") from None
+        for child in others:
+            differs = differences(ours, child.met.result())
+            if differs:
+                raise StartupError(f"rank {child.number}{child.at} does not belong to this engine: {differs}.")
+        go = frames.encode(frames.Go())
+        for child in others:
+            self._send(child, go)
 
     def submit(self, step: Step) -> Pending[StepOutput]:
         """Starts ``step`` on every rank; Steps run in the order of their submission."""
-        self._tell(frames.Run(step))
+        self._tell_step(step)
         if not self._overlaps:
             return Submitted(self._call(self._launches, lambda: self._result(self._rank.execute(step))))
         launched = self._call(self._launches, lambda: self._rank.execute(step))
@@ -161,7 +168,16 @@ class Multiproc:
     def warm(self) -> Pending[Warming | None]:
         """Runs one piece of background warm-up on every rank; the result is rank 0's."""
         self._tell(frames.Warm())
-        return Submitted(self._call(self._launches, lambda: self._rank.warm()))
+        return Submitted(self._call(self._launches, self._warm))
+
+    def _warm(self) -> Warming | None:
+        """A compiler may hold the interpreter's lock for long, so that beats promise nothing meanwhile."""
+        self._steady = False
+        self._beat()
+        try:
+            return self._rank.warm()
+        finally:
+            self._steady = True
 
     def vocabulary(self, data: bytes | bytearray) -> None:
         """Gives every rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
@@ -198,21 +214,35 @@ class Multiproc:
         if self._closing:
             return
         self._closing = True
-        if self._failure is None:
-            self._launches.put(lambda: leave(self._place(0).rendezvous))
-            self._results.end(PATIENCE)
-            self._launches.end(PATIENCE)
+        well = self._failure is None
+        if well:
+            self._launches.put(lambda: leave(self._launcher.place(0).rendezvous))
+        for thread in (self._results, self._launches):
+            thread.end(PATIENCE if well else 0.0)  # one that waits in a collective whose partner is gone stays there
+        if well:
+            self._say_goodbye()
+        if self._pulse is not None:
+            self._pulse.end()
         for child in self.children:
-            with suppress(OSError):
-                child.sock.shutdown(socket.SHUT_RDWR)  # close() alone would wake neither its watcher nor the rank
-            child.sock.close()
+            if child.link is not None:
+                child.link.close()
+            elif child.remote:
+                child.process.kill()
         for child in self.children:
             try:
                 child.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._launcher.close()
+
+    def _say_goodbye(self) -> None:
+        """Tells ranks of other machines, which would take a closed connection for an accident."""
+        others, end = [c for c in self.children if c.remote and c.link is not None], time.monotonic() + GOODBYE
+        for child in others:
+            self._send(child, frames.encode(frames.End()))
+        for child in others:
+            child.gone.wait(max(end - time.monotonic(), 0.0))
 
     # Rank 0
 
@@ -250,29 +280,62 @@ class Multiproc:
     # The other ranks
 
     def _tell(self, message: frames.Down) -> None:
-        """Sends a message to every other rank; a rank that is gone is its watcher's business."""
-        data = frames.frame(message)
+        """Sends a message to every other rank."""
+        data = frames.encode(message)
         for child in self.children:
-            with suppress(OSError):
-                child.sock.sendall(data)
+            self._send(child, data)
+
+    def _tell_step(self, step: Step) -> None:
+        """Sends a Step; its pixels go to ranks that encode."""
+        data = frames.encode(frames.Run(step))
+        lean = data
+        if step.images and not all(child.place.encodes for child in self.children):
+            lean = frames.encode(frames.Run(frames.without_pixels(step)))
+        for child in self.children:
+            self._send(child, data if child.place.encodes else lean)
+
+    def _send(self, child: Child, data: bytes) -> None:
+        """Sends one message; a rank that is gone is its watcher's business."""
+        link = child.link
+        if link is not None:
+            with suppress(LinkClosed):
+                link.send(data)
+
+    def _beat(self) -> None:
+        for child in self.children:
+            link = child.link
+            if link is not None:
+                link.beat(self._steady)
 
     def _watch(self, child: Child) -> None:
         """Receives one rank's messages until it is gone."""
         try:
-            while True:
-                match frames.decode_up(frames.receive(child.sock)):
-                    case frames.RankReady():
-                        self._settle(child.ready, None)
-                    case frames.Compiled(number, problem):
-                        self._compiled(number, problem)
-                    case frames.Done(number, digest):
-                        self._compare(child.number, number, digest)
-                    case frames.RankFailure(message, code):
-                        kind = StartupError if code == 2 else RankFailed
-                        return self._trouble(child.number, kind(f"rank {child.number}: {message}"))
-        except frames.LinkClosed:
+            link = child.linked.result()
+            if child.remote:
+                self._begin(child, link)
+            self._hear(child, link)
+        except (LinkClosed, CancelledError) as error:
+            child.gone.set()
             if not self._closing and self._failure is None:
-                self._trouble(child.number, RankDied(f"rank {child.number} died: {_how(child.process)}"))
+                how = child.how(str(error))
+                self._trouble(child.number, RankDied(f"rank {child.number}{child.at} died: {how}"))
+        finally:
+            child.gone.set()
+
+    def _hear(self, child: Child, link: Link) -> None:
+        while True:
+            match frames.decode_up(link.receive()):
+                case frames.RankReady():
+                    self._settle(child.ready, None)
+                case frames.Met(facts):
+                    self._settle(child.met, facts)
+                case frames.Compiled(number, problem):
+                    self._compiled(number, problem)
+                case frames.Done(number, digest):
+                    self._compare(child.number, number, digest)
+                case frames.RankFailure(message, code):
+                    kind = StartupError if code == 2 else RankFailed
+                    return self._trouble(child.number, kind(f"rank {child.number}{child.at}: {message}"))
 
     def _compare(self, rank: int, number: int, digest: int) -> None:
         """Checks that all ranks have drawn the same tokens, because the next step reads them on each device."""
@@ -302,18 +365,11 @@ class Multiproc:
         with self._lock:
             failure = self._failure = min(self._troubles).error
             waiting, self._open = self._open, set()
+        if self._pulse is not None:
+            self._pulse.end()
         for child in self.children:
             child.process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)  # killed ranks cannot, and the engine may end without close()
+        self._launcher.close()  # the engine may end without close()
         for future in waiting:
             with suppress(InvalidStateError):
                 future.set_exception(failure)
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    """How a process that closed its socket has ended."""
-    try:
-        code = process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        return "it closed its connection"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

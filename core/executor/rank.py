@@ -1,4 +1,5 @@
-"""A rank's process: ``python -P -m trencadis.core.executor.rank FD`` with one end of a socket pair.
+"""A rank's process: ``python -P -m trencadis.core.executor.rank FD`` with one end of a socket pair, over which it gets
+Steps, or is told where to get them.
 
 A reader thread receives messages and ends the process when the engine ends, whatever the main thread waits for; the
 main thread builds the rank and runs the Steps in order.
@@ -11,9 +12,11 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,8 +24,12 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.base import Rank, RankHandle
+from trencadis.core.executor.dial import dialled
+from trencadis.core.executor.facts import facts_of
 from trencadis.core.executor.lane import SerialThread
-from trencadis.core.executor.ranks import Place
+from trencadis.core.executor.ranks import Place, folder_of
+from trencadis.core.links.keyed import Pulse
+from trencadis.core.links.link import Link, LinkClosed, PlainLink
 from trencadis.core.process import children, function_trace, logsetup, settling, torch_build
 from trencadis.core.process.heap import Tidier
 from trencadis.core.step import Step, StepOutput
@@ -31,6 +38,12 @@ if TYPE_CHECKING:
     from trencadis.core.backend import Pending
 
 log = logging.getLogger("trencadis.engine")
+
+LOST = 3
+"""Exit code of a rank that has dialled and whose engine is gone without a goodbye."""
+
+FAREWELL = 0.5
+"""Seconds in which the report of a failure may leave a process that ends."""
 
 
 def build(factory: str, config: EngineConfig, place: Place) -> RankHandle:
@@ -42,52 +55,86 @@ def build(factory: str, config: EngineConfig, place: Place) -> RankHandle:
 
 
 class RankProcess:
-    """One rank behind one socket."""
+    """One rank behind one link.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    Args:
+        dial: how the link was made, if this process has dialled: then versions are compared first, and the engine says
+            goodbye where it ends as it should.
+    """
+
+    def __init__(self, link: Link, dial: frames.Dial | None = None) -> None:
+        self.link, self.dial = link, dial
         self.queue: SimpleQueue[frames.Down] = SimpleQueue()
-        self.sending = threading.Lock()
         self.rendezvous = ""
+        self.steady = False
+        if dial is not None:
+            Pulse(lambda: link.beat(self.steady))
+
+    def listen(self, first: frames.Down | None = None) -> None:
+        """Starts the reader thread; ``first`` has been received already."""
+        if first is not None:
+            self.take(first)
         threading.Thread(target=self.read, name="reader", daemon=True).start()
+
+    def take(self, message: frames.Down) -> None:
+        """Queues a message."""
+        if isinstance(message, frames.Begin):
+            self.rendezvous = message.place.rendezvous
+        self.queue.put(message)
 
     def read(self) -> None:
         """The reader thread. It ends the process at once when the engine is gone."""
         try:
             while True:
-                message = frames.decode_down(frames.receive(self.sock))
-                if isinstance(message, frames.Begin):
-                    self.rendezvous = message.place.rendezvous
-                self.queue.put(message)
-        except frames.LinkClosed:
-            self.end(0)
+                message = frames.decode_down(self.link.receive())
+                if isinstance(message, frames.End):
+                    self.end(0)
+                self.take(message)
+        except LinkClosed as why:
+            if self.dial is not None and str(why):
+                log.warning("rank %d: the engine is gone: %s", self.dial.rank, why)
+            self.end(0 if self.dial is None else LOST)
         except BaseException:
             log.exception("a frame from the engine could not be read")
             self.end(1)
 
     def end(self, code: int) -> NoReturn:
         """Ends the process at once; removes the rendezvous folder, which a killed engine could not."""
-        if self.rendezvous:
-            shutil.rmtree(Path(self.rendezvous).parent, ignore_errors=True)
+        folder = folder_of(self.rendezvous)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(code)
 
     def send(self, message: frames.Up) -> None:
         """Sends one message to the engine; several threads call it."""
-        with self.sending:
-            self.sock.sendall(frames.frame(message))
+        with suppress(LinkClosed):  # the reader thread ends the process
+            self.link.send(frames.encode(message))
+
+    def begun(self) -> frames.Begin:
+        """What the engine starts with; where this process has dialled, once all ranks have been compared."""
+        begin = self.queue.get()
+        assert isinstance(begin, frames.Begin)
+        if self.dial is None:
+            return begin
+        own = self.dial
+        begin.config = replace(begin.config, model=own.model or begin.config.model, threads=own.threads)
+        begin.place = replace(begin.place, local=own.local, beside=own.beside)
+        self.send(frames.Met(facts_of(begin.config.model)))
+        assert isinstance(self.queue.get(), frames.Go)
+        return begin
 
     def serve(self) -> None:
         """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
-        begin = self.queue.get()
-        assert isinstance(begin, frames.Begin)
+        begin = self.begun()
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
         logsetup.setup(level, begin.config.log_format)
         function_trace.start_if_asked()
-        settling.settle(begin.config.device, rank=begin.place.rank, world=begin.place.world)
+        settling.settle(begin.config.device, rank=begin.place.local_rank, world=begin.place.local_world)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
             torch_build.load()
         opened = build(begin.factory, begin.config, begin.place)
         self.send(frames.RankReady())
+        self.steady = True
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
         tidier = Tidier()
         tidier.begin()
@@ -106,7 +153,16 @@ class RankProcess:
                 case frames.Compile(number, grammar):
                     self.compile(opened.rank, number, grammar)
                 case frames.Warm():
-                    opened.rank.warm()
+                    self.warm(opened.rank)
+
+    def warm(self, rank: Rank) -> None:
+        """Runs a piece of warm-up; a compiler may hold the interpreter's lock for long, so beats promise nothing."""
+        self.steady = False
+        self.link.beat(False)
+        try:
+            rank.warm()
+        finally:
+            self.steady = True
 
     def compile(self, rank: Rank, number: int, grammar: str) -> None:
         """Compiles a grammar in a thread and reports it."""
@@ -145,6 +201,8 @@ class RankProcess:
         self.send(
             frames.RankFailure(str(error), 2) if user else frames.RankFailure(f"{type(error).__name__}: {error}"[:500])
         )
+        if self.dial is not None:
+            time.sleep(FAREWELL)  # under TLS a thread sends it
         return 2 if user else 1
 
     def main(self) -> int:
@@ -156,5 +214,38 @@ class RankProcess:
         return 1
 
 
+def main(sock: socket.socket) -> int:
+    """Serves as a rank of whoever started this process, or of the engine to which it says to dial."""
+    parent = PlainLink(sock)
+    try:
+        first = frames.decode_down(parent.receive())
+    except LinkClosed:
+        return 0
+    if not isinstance(first, frames.Dial):
+        process = RankProcess(parent)
+        process.listen(first)
+        return process.main()
+    threading.Thread(target=_lifeline, args=(parent,), name="lifeline", daemon=True).start()
+    try:
+        link = dialled(first)
+    except StartupError as error:
+        with suppress(LinkClosed):
+            parent.send(frames.encode(frames.RankFailure(str(error), 2)))
+        return 2
+    with suppress(LinkClosed):
+        parent.send(frames.encode(frames.Linked()))
+    process = RankProcess(link, first)
+    process.listen()
+    return process.main()
+
+
+def _lifeline(parent: PlainLink) -> NoReturn:
+    """Ends the process with the one that started it."""
+    with suppress(LinkClosed):
+        while True:
+            parent.receive()
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    children.run(lambda sock: RankProcess(sock).main())
+    children.run(main)

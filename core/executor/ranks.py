@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -13,11 +14,43 @@ from trencadis.core.errors import StartupError
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of ``world``; the ranks of an engine meet over ``rendezvous``, a file that only they know."""
+    """One rank of ``world``.
+
+    Args:
+        rendezvous: where the ranks of an engine meet for their collectives: a file that only they know, or
+            ``tcp://host:port``.
+        local: the rank among those of its machine, which counts its card; None: all ranks are on one machine.
+        beside: how many ranks its machine has; None: all.
+        host: the machine, where it is not the engine's.
+        encodes: whether the rank runs the vision tower; the others get Steps without pixels.
+    """
 
     rank: int = 0
     world: int = 1
     rendezvous: str = ""
+    local: int | None = None
+    beside: int | None = None
+    host: str = ""
+    encodes: bool = True
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of its machine."""
+        return self.rank if self.local is None else self.local
+
+    @property
+    def local_world(self) -> int:
+        """Ranks of its machine."""
+        return self.world if self.beside is None else self.beside
+
+
+TCP = "tcp://"
+"""Before the address of a rendezvous that is no file."""
+
+
+def folder_of(rendezvous: str) -> Path | None:
+    """The folder of a rendezvous that is a file."""
+    return None if not rendezvous or rendezvous.startswith(TCP) else Path(rendezvous).parent
 
 
 def shares(model: ModelConfig, world: int) -> bool:

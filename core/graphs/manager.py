@@ -72,6 +72,10 @@ class GraphManager:
             if program is None:
                 program = self._programs[bucket] = self.make(bucket)
             return program
+        return self._outside(bucket)
+
+    def _outside(self, bucket: Bucket) -> Program:
+        """The program of a bucket outside the plan."""
         program = self._passing.get(bucket)
         if program is None:
             program = self._passing[bucket] = self.make(bucket)

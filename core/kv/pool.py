@@ -75,6 +75,10 @@ class BlockPool:
         if self._untouched < self.size + RESERVED_BLOCKS:
             self._untouched += 1
             return self._untouched - 1
+        return self._evict()
+
+    def _evict(self) -> int:
+        """The idle block that was used longest ago, whose content is forgotten or goes to the host."""
         block, _ = self._idle.popitem(last=False)
         key = self._key.pop(block)
         del self._by_key[key]

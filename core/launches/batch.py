@@ -20,6 +20,7 @@ from trencadis.core.step import (
     BatchChange,
     Draw,
     HeadInputs,
+    Int32,
     Joining,
     Row,
     Sample,
@@ -70,14 +71,17 @@ class RankBatch:
             self._leave(seat)
         if change.count != self.count:
             raise BatchOutOfStep(f"the batch has {self.count} rows, the engine counts {change.count}")
-        seats, blocks = change.grown
-        if len(seats):
-            self._reserve(0, int(self._numbers[HELD, seats].max()) + 1)
-            held = self._numbers[HELD]
-            self._table[seats, held[seats]] = blocks
-            held[seats] += 1
+        if change.grown.size:
+            self._grow(*change.grown)
         if len(change.uniform):
             self._floats[UNIFORM, : self.count] = change.uniform
+
+    def _grow(self, seats: Int32, blocks: Int32) -> None:
+        """Gives each of ``seats`` one block more."""
+        self._reserve(0, int(self._numbers[HELD, seats].max()) + 1)
+        held = self._numbers[HELD]
+        self._table[seats, held[seats]] = blocks
+        held[seats] += 1
 
     def advance(self, rows: Sequence[Row], joins: Sequence[Joining]) -> None:
         """Behind a Step's launches: every row goes one token further, and ``joins`` get their seats."""
@@ -147,8 +151,6 @@ class RankBatch:
 
     def with_guests(self, guests: StepInputs) -> StepInputs:
         """``inputs`` and, behind them, those of the Step's own rows, whose block tables are lent rows of this one."""
-        if not self.count:
-            return guests
         count, more = self.count, len(guests.context)
         width = guests.blocks.shape[1]
         self._reserve(count + more, width)

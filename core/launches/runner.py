@@ -24,6 +24,7 @@ from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
 from trencadis.core.step import (
+    Encode,
     HeadInputs,
     HeadOutput,
     Pooled,
@@ -71,10 +72,19 @@ class StepPending:
         out.head = self.head.result() if self.head is not None else None
         if self.followed is not None:
             out.failures, out.text = self.followed.failures, self.followed.text
+        if self.targets or self.scored:
+            self._add_scores(out)
+        if self.pools:
+            self._add_pooled(out)
+        return out
+
+    def _add_scores(self, out: StepOutput) -> None:
         for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
                 some[key] = scores if key not in some else _joined(some[key], scores)
+
+    def _add_pooled(self, out: StepOutput) -> None:
         for part in self.pools:
             values, at = part.rows.result().values, 0
             for key, run in groupby(part.keys):
@@ -82,7 +92,6 @@ class StepPending:
                 rows: Pooled = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
                 out.pooled[key] = with_rows(out.pooled.get(key), rows, each)
                 at += count
-        return out
 
 
 class Runner:
@@ -133,9 +142,10 @@ class Runner:
         for launch in split(step, self.plan):
             self._launch(step, launch, pending)
         self._sample(step, pending)
-        last = _last_rows(step)
-        self._score(last, pending)
-        self._pool(last, pending)
+        if any(row.targets is not None or row.pool is not None for row in step.rows):
+            last = _last_rows(step)
+            self._score(last, pending)
+            self._pool(last, pending)
 
     def warm(self) -> Warming | None:
         """Does one piece of background warm-up; None if none is left."""
@@ -155,25 +165,29 @@ class Runner:
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         stage = launch.bucket.stage
-        inputs: Inputs
         if stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
-            inputs, real = host.reset_inputs(resets, self.vocab), len(resets)
+            self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
         elif stage is Stage.VISION:
-            inputs = self.model.pack([step.images[i] for i in launch.items], launch.bucket.dims[0])
-            real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
+            self._encode([step.images[i] for i in launch.items], launch.bucket, pending)
         else:
             inputs = self._text_inputs(step, launch)
-            real = len(inputs.tokens)
-        self._run(launch.bucket, inputs, real, pending)
-        if stage is Stage.VISION:
-            stats = pending.stats[-1]
-            stats.items, stats.needed = len(launch.items), sum(step.images[i].slots for i in launch.items)
+            self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+
+    def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
+        inputs = self.model.pack(images, bucket.dims[0])
+        real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
+        self._run(bucket, inputs, real, pending)
+        stats = pending.stats[-1]
+        stats.items, stats.needed = len(images), sum(image.slots for image in images)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
         if self.ragged:
-            return self.batch.with_guests(host.text_inputs(step.rows)) if step.rows else self.batch.inputs()
+            if not step.rows:
+                return self.batch.inputs()
+            guests = host.text_inputs(step.rows)
+            return self.batch.with_guests(guests) if step.seated else guests
         first = [last - len(row.tokens) + 1 for row, last in _last_rows(step)]
         parts = launch.parts(step)
         rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]
@@ -205,6 +219,11 @@ class Runner:
 
         own = self.batch.head(self._everything) if seated else None
         pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch, own)
+        if any(r.sample.scored for r in rows):
+            self._score_chosen(rows, pending, seated)
+
+    def _score_chosen(self, rows: list[host.SampleRow], pending: StepPending, seated: int) -> None:
+        """logprob_token_ids: SAMPLE over the row that draws, once for each id."""
         for key, at in pending.samples.items():
             hidden, ids = rows[at - seated].hidden_row, rows[at - seated].sample.scored
             if ids:

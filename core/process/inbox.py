@@ -108,20 +108,26 @@ class Inbox:
         self.fill(body)
         message = wire.decode_down(body)
         match message:
-            case wire.Media():
-                self.pixels(message, extra)
-            case wire.VocabularyPart():
-                self.words(message, extra)
             case wire.Ping(n):
                 self.pong(n)
-            case wire.Start(config):
-                with self.changed:
-                    self.config = config
-                    self.changed.notify()
+            case wire.Media() | wire.VocabularyPart() | wire.Start():
+                self.receive_part(message, extra)
             case _:
                 if isinstance(message, wire.Add):
                     self.known.add(message.request.id)
                 self.push(message)
+
+    def receive_part(self, message: wire.Media | wire.VocabularyPart | wire.Start, extra: int) -> None:
+        """Acts on a frame that is no command, or only a part of one; ``extra``: bytes of its payload."""
+        match message:
+            case wire.Media():
+                self.pixels(message, extra)
+            case wire.VocabularyPart():
+                self.words(message, extra)
+            case wire.Start(config):
+                with self.changed:
+                    self.config = config
+                    self.changed.notify()
 
     def pixels(self, chunk: wire.Media, size: int) -> None:
         """Receives one chunk of pixels. Chunks come in order; offset 0 begins the item, or begins it again."""

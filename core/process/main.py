@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.links.topology import topology
 from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
@@ -114,7 +115,7 @@ class EngineProcess:
         """Loads the engine and reports that it is ready."""
         self("importing")
         if config.engine == EngineConfig().engine:
-            for line in settling.settle(config.device, world=config.tensor_parallel_size).lines:
+            for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
                 log.debug("%s", line)  # the server has shown it
             self("importing", "torch")
             torch_build.load()
@@ -189,14 +190,20 @@ class EngineProcess:
             case inbox.Pixels(id, index, data):
                 if id in self.open:
                     self.pixels(engine, id, index, data)
-            case wire.MediaFailed(id, index, status, message):
-                if id in self.open:
-                    engine.media_failed(id, index, status, message)
             case wire.Abort(ids, choice):
                 for id in ids:
                     if id in self.open:
                         engine.abort(id, choice)
                         self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+            case _:
+                self.obey_rare(engine, command)
+
+    def obey_rare(self, engine: EngineLike, command: inbox.Command) -> None:
+        """Carries out what few requests need, or none."""
+        match command:
+            case wire.MediaFailed(id, index, status, message):
+                if id in self.open:
+                    engine.media_failed(id, index, status, message)
             case inbox.PackedVocabulary(data):
                 engine.vocabulary(data)
             case wire.ResetPrefixCache():

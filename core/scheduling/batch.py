@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.scheduling.builder import StepBuilder
@@ -170,8 +171,10 @@ class RunningBatch:
     def _drawn_numbers(self, count: int) -> Float32:
         """float32 [count]: the number of each draw of this step; none where all take the argmax."""
         random = self._random[:count]
-        if not random.any():
-            return NO_NUMBERS
+        return self._next_numbers(count, random) if random.any() else NO_NUMBERS
+
+    def _next_numbers(self, count: int, random: NDArray[np.bool_]) -> Float32:
+        """A number for each of the rows that are ``random``, and anything for the others."""
         place = self._place[:count]
         for seat in np.flatnonzero(random & (place >= AHEAD)).tolist():
             seq = self.sequences[seat]

@@ -88,8 +88,10 @@ def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogp
     )
 
 
-def with_chosen(head: HeadOutput, row: int, token: int, scored: TargetScores) -> TokenLogprob:
-    """With the ids of ``logprob_token_ids`` beside the token."""
+def reported(seq: Sequence, head: HeadOutput, row: int, token: int, scored: TargetScores | None) -> TokenLogprob:
+    """With the best ids beside the token, or those of ``logprob_token_ids``, which are ``scored``."""
+    if scored is None:
+        return logprob_of(head, row, token, seq.request.params.logprobs or 0)
     item, others = logprob_of(head, row, token, 0), scored.head
     assert others.logprob is not None and others.rank is not None
     item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()

@@ -12,10 +12,9 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import ALL, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import rows_at_once
-from trencadis.core.masks.repetition import repeats
 from trencadis.core.request import Delta, Request, RequestStats
 from trencadis.core.scheduling.beams import BeamGroup
-from trencadis.core.scheduling.builder import InFlightStep, logprob_of, with_chosen
+from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
@@ -146,10 +145,8 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
-        for key, scores in output.targets.items():
-            self._score(self.sequences.get(key), scores)
-        for key, values in output.pooled.items():
-            self._pooled(self.sequences.get(key), values)
+        if output.targets or output.pooled:
+            self._of_prompts(output)
         if step.seated:
             assert output.head is not None
             self._seated(step.seated, output, output.head, buckets)
@@ -157,23 +154,29 @@ class Lifecycle:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
             if row is not None and output.head is not None:
-                self._token(seq, output, output.head, row)
-            elif (
-                seq.limit == 0
-                and seq.status is SequenceStatus.RUNNING
-                and seq.computed == seq.prompt
-                and seq.inflight == 0
-            ):
+                (self._beam if seq.mates else self._token)(seq, output, output.head, row)
+            elif seq.scored:
                 self._computed(seq)
             if seq.status is SequenceStatus.RUNNING:
                 self.scheduler.publish(seq)
             elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
                 self.scheduler.release(seq)
+        if self._drew:
+            self._turn_beams()
+        self._settle()
+
+    def _of_prompts(self, output: StepOutput) -> None:
+        """Takes scores of prompt tokens, and rows that are pooled."""
+        for key, scores in output.targets.items():
+            self._score(self.sequences.get(key), scores)
+        for key, values in output.pooled.items():
+            self._pooled(self.sequences.get(key), values)
+
+    def _turn_beams(self) -> None:
         drew, self._drew = self._drew, {}
         for group in drew.values():
             if not group.turn(self.scheduler):
                 self._found(group)
-        self._settle()
 
     def _pooled(self, seq: Sequence | None, values: Pooled) -> None:
         """Adds a chunk's rows; a sequence that left its place meanwhile computes its prompt again from the start."""
@@ -220,10 +223,6 @@ class Lifecycle:
         return buckets
 
     def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
-        if seq.mates:
-            self._beam(seq, head, row)
-            return
-        scored = output.scored.get(seq.key)
         token = int(head.token[row])
         seq.resolve(token)
         if seq.ended:
@@ -237,16 +236,15 @@ class Lifecycle:
         if not seq.first:
             self._prompt_done(seq)
             seq.first = self.scheduler.clock()
-        wanted = 0 if scored is not None else seq.request.params.logprobs
-        if wanted is not None:
-            item = logprob_of(head, row, token, wanted) if scored is None else with_chosen(head, row, token, scored)
+        if seq.request.params.reports:
+            item = reported(seq, head, row, token, output.scored.get(seq.key))
             delta.logprobs = [*(delta.logprobs or []), item]
         produced = seq.known() - seq.prompt
         if token in seq.stops and seq.key not in output.text:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
         elif produced >= seq.limit:
             self._finish(seq, "length")
-        elif _repeats(seq, produced):
+        elif seq.request.rule is not None and seq.repeats(seq.request.rule.repetition):
             self._finish(seq, "repetition")
 
     def _seated(
@@ -275,7 +273,7 @@ class Lifecycle:
             elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
                 self.scheduler.release(seq)
 
-    def _beam(self, seq: Sequence, head: HeadOutput, row: int) -> None:
+    def _beam(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         if seq.ended:
             return
         group = self._drew[seq.request.id] = self._beams[seq.request.id]
@@ -368,31 +366,25 @@ class Lifecycle:
         """Forgets a request whose choices have all ended."""
         sequences = self.requests.pop(request_id)
         self._beams.pop(request_id, None)
-        keys = {sequences[0].key_of(s) for s in sequences[0].request.spans}
-        if keys:
-            self.scheduler.with_media -= 1
-            for key in keys:
-                self._media[key] -= 1
-                if not self._media[key]:
-                    del self._media[key]
-            self.scheduler.pixel_queue.gone(request_id, keys, self._media.keys())
+        if sequences[0].request.spans:
+            self._forget_media(sequences[0])
         for seq in sequences:
             self.sequences.pop(seq.key, None)
+
+    def _forget_media(self, first: Sequence) -> None:
+        """Forgets the images of a request, unless another one holds them."""
+        self.scheduler.with_media -= 1
+        keys = {first.key_of(span) for span in first.request.spans}
+        for key in keys:
+            self._media[key] -= 1
+            if not self._media[key]:
+                del self._media[key]
+        self.scheduler.pixel_queue.gone(first.request.id, keys, self._media.keys())
 
     def collect(self) -> list[Delta]:
         """Deltas since the last call."""
         out, self._outbox = self._outbox, []
         return out
-
-
-def _repeats(seq: Sequence, produced: int) -> bool:
-    """Whether the output ends in a pattern that its request's rule ends it for; not before min_tokens."""
-    rule = seq.request.rule
-    if rule is None or rule.repetition is None or produced < seq.request.params.min_tokens:
-        return False
-    most = rule.repetition.most * rule.repetition.count
-    end = seq.known()
-    return repeats(seq.tokens[max(seq.prompt, end - most) : end], rule.repetition)
 
 
 def _names(buckets: Iterable[Bucket]) -> list[str]:

@@ -22,13 +22,13 @@ from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
-from trencadis.core.scheduling.encoder import Encoder
+from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans, uncut
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
+from trencadis.core.step import Draw, Int32, Row, Step
 
 
 class Scheduler:
@@ -94,7 +94,7 @@ class Scheduler:
         for seq in self.batch.spent():
             self.batch.leave(seq)
         unseated = self._unseated()
-        vision = self.encoder.begin(self._in_order(), self._skips_vision())
+        vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.batch) + sum(seq.due == 1 for seq in unseated)
         if self.batch.suffices(unseated, self.limits, self.pool):
@@ -110,8 +110,9 @@ class Scheduler:
             self.publish(seq)
         if not builder.preempted:
             self._admit(builder)
-        self.encoder.ahead(builder.vision)
-        self.encoder.end(builder.vision, self._in_order())
+        if self.with_media:
+            self.encoder.ahead(vision)
+            self.encoder.end(vision, self._in_order())
         return self._step(builder, grown)
 
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
@@ -154,8 +155,6 @@ class Scheduler:
 
     def _in_order(self) -> Iterable[MediaStart]:
         """Sequences that have media, in the total order; those that have a seat are beyond theirs."""
-        if not self.with_media:
-            return ()
         running = (seq for seq in self.running if seq.seat < 0)
         return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
 
@@ -165,9 +164,7 @@ class Scheduler:
             return
         count = self._chunk_size(seq, builder)
         if count > 0:
-            count = self._allocate_blocks(seq, count, builder)
-        if self.limits.joined:
-            count = self._uncut(seq, count)
+            count = uncut(seq, self._allocate_blocks(seq, count, builder), self.limits)
         if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
@@ -187,25 +184,6 @@ class Scheduler:
             if span.end > start and not self._resident(seq, index, span, builder):
                 return max(span.offset - start, 0)
         return count
-
-    def _uncut(self, seq: Sequence, count: int) -> int:
-        """``count`` tokens, or as many as end before a picture that they would cut.
-
-        None where that is the first one: the picture waits for a step with room for all of it. A prefix hit may end
-        inside it, since its keys do not depend on where chunks begin.
-        """
-        start, end = seq.computed, seq.computed + count
-        cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
-        return max(next(cut, end) - start, 0)
-
-    def _seen(self, seq: Sequence, start: int, end: int) -> tuple[SeenSpan, ...]:
-        """Which tokens of the chunk [start, end) see each other."""
-        if self.limits.whole:
-            return (SeenSpan(0, end - start),)
-        if not self.limits.joined:
-            return ()
-        inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
-        return tuple(SeenSpan(max(span.offset - start, 0), span.end - start) for span in inside)
 
     def _allocate_blocks(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
         """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
@@ -245,24 +223,24 @@ class Scheduler:
             seq.entered = self.clock()
         if seq.fresh_state:
             builder.reset(seq, self._biased)
-        images = self.encoder.rows_of(seq, start, end, builder.vision)
-        tokens = tuple(seq.tokens[start:end])
-        targets = seq.targets(start, count)
+        images = self.encoder.rows_of(seq, start, end, builder.vision) if seq.request.spans else ()
+        targets = None if seq.prompt_scores is None else seq.targets(start, count)
         seq.computed = end
         builder.tokens -= count
         builder.image_prompts |= count > 1 and bool(seq.request.spans)
         builder.scheduled.append(seq)
         draws: list[Draw] = []
         if end == len(seq.tokens) and seq.outputs < seq.limit:
-            draws = [builder.draw(seq), *self._fork(seq, builder)]
+            draws = [builder.draw(seq)]
+            if seq.siblings:
+                draws += self._fork(seq, builder)
             if settles(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
                 self.batch.join(seq, len(builder.rows))
-        positions = seq.positions_of(start, count)
-        blocks, pool = tuple(seq.blocks), seq.pool_of(start, count)
-        spans = self._seen(seq, start, end)
-        builder.rows.append(
-            Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
-        )
+        tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
+        pool = seq.pool_of(start, count) if seq.request.pool else None
+        spans = seen_spans(seq, start, end, self.limits)
+        row = Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
+        builder.rows.append(row)
         self.publish(seq)
 
     def publish(self, seq: Sequence) -> None:
@@ -318,17 +296,18 @@ class Scheduler:
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.
-            if self.encoder.holds_back(seq, len(hits) * size, builder.vision, first=not self.running and at == 0):
+            first, start = not self.running and at == 0, len(hits) * size
+            if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back = at = at + 1
                 continue
             held = [block for block in hits if block != ON_HOST]
             need = -(-len(seq.tokens) // size) - len(held) + self.pool.idle(held)
             if need > self.pool.free - builder.reserved:
                 return
-            if not self.limits.chunked and len(seq.tokens) - len(hits) * size > builder.tokens:
+            if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
                 return
             self.waiting.pop(at)
-            seq.blocks, seq.computed, seq.published = claimed(seq, hits, self.pool), len(hits) * size, len(hits)
+            seq.blocks, seq.computed, seq.published = claimed(seq, hits, self.pool), start, len(hits)
             self.host_hits += (len(hits) - len(held)) * size
             seq.slot = self.slots.pop()
             seq.fresh_state = True

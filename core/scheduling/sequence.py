@@ -12,6 +12,8 @@ from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.pooling import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.masks.repetition import repeats
+from trencadis.core.masks.rule import Repetition
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
@@ -119,12 +121,15 @@ class Sequence:
             if self.long:  # core/layers/rope.py
                 found[0] = 0
             return found
-        end = start + count
-        if end <= self.prompt:
-            return self.positions[:, start:end]
+        if start + count <= self.prompt:
+            return self.positions[:, start : start + count]
+        return self._positions_beyond(self.positions, start, start + count)
+
+    def _positions_beyond(self, prompt: Int32, start: int, end: int) -> Int32:
+        """Positions of a chunk that reaches beyond the prompt, whose own are ``prompt``."""
         tail = np.arange(max(start, self.prompt), end, dtype=np.int32) + np.int32(self.request.delta)
         rest = _on_all_axes(tail)
-        return rest if start >= self.prompt else np.concatenate([self.positions[:, start:], rest], axis=1)
+        return rest if start >= self.prompt else np.concatenate([prompt[:, start:], rest], axis=1)
 
     @property
     def masked(self) -> bool:
@@ -162,7 +167,7 @@ class Sequence:
 
     def targets(self, start: int, count: int) -> Int32 | None:
         """prompt_logprobs: int32 [count], the id that follows each token of the chunk; -1 beyond the prompt."""
-        if self.prompt_scores is None or start >= self.prompt - 1:
+        if start >= self.prompt - 1:
             return None
         following = np.full(count, -1, np.int32)
         stop = min(start + count, self.prompt - 1)
@@ -183,6 +188,13 @@ class Sequence:
         if kind == FIRST and start == 0:
             return PoolSpan(0, 1)
         return PoolSpan(count - 1, count) if kind == LAST and end == self.prompt else None
+
+    def repeats(self, pattern: Repetition | None) -> bool:
+        """Whether its output ends in ``pattern`` again and again; not before min_tokens."""
+        end = self.known()
+        if pattern is None or end - self.prompt < self.request.params.min_tokens:
+            return False
+        return repeats(self.tokens[max(self.prompt, end - pattern.most * pattern.count) : end], pattern)
 
     def known(self) -> int:
         """Number of tokens whose id is on the host."""

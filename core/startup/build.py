@@ -33,6 +33,7 @@ from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
+from trencadis.core.links.topology import Topology, topology
 from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
@@ -81,11 +82,12 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     progress = progress or Silent()
     config = dataclasses.replace(config, threads=asked_threads(config.threads, os.environ))
     started = time.perf_counter()
-    settling.settle(config.device, world=config.tensor_parallel_size)
+    lie = topology(config, os.environ)
+    settling.settle(config.device, world=lie.here)
     progress("config", config.model)
     model_config = load_model(config)
     check_size(model_config, config.tensor_parallel_size)
-    executor, opened = _executor(config, progress)
+    executor, opened = _executor(config, lie, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
@@ -102,16 +104,17 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     return Engine(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
 
 
-def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, OpenedRank]:
+def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
     """Rank 0 in this process, the others in processes of their own."""
-    if config.tensor_parallel_size == 1:
+    if lie.world == 1:
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
         raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
-    from trencadis.core.executor.mp import Multiproc  # needs the codec, which one rank does without
+    from trencadis.core.executor import mp  # needs the codec, which one rank does without
+    from trencadis.core.executor.launchers import launcher_of
 
-    group = Multiproc(config)
+    group = mp.Multiproc(config, launcher=launcher_of(config, lie, os.environ))
     opened = group.start(lambda place: open_rank(config, place, progress))
     return group, opened
 
@@ -159,9 +162,11 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         rank=place.rank,
         world=place.world,
         rendezvous=place.rendezvous,
+        local_rank=place.local_rank,
+        local_world=place.local_world,
         options={
             "policy": config.policy,
-            "threads": str(threads_of(config.threads, place.world)),
+            "threads": str(threads_of(config.threads, place.local_world)),
             **registry.family_options(model_config.architecture),
         },
     )

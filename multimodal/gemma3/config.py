@@ -11,7 +11,7 @@ from trencadis.multimodal.tiles.config import TileTower
 
 
 @dataclass(frozen=True)
-class SiglipTower(TileTower):
+class MeanTower(TileTower):
     """A picture is one tile without a class token; a row is the mean of a cell's patches, normed and projected."""
 
     class_token: ClassVar[bool] = False

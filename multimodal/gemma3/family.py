@@ -12,7 +12,7 @@ from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.families import gemma3
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.gemma3.config import SiglipTower
+from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.texts import PARTS
 from trencadis.multimodal.tiles.config import CHANNELS
 
@@ -47,7 +47,7 @@ def _token(root: Fields, name: str, default: int, vocab: int) -> int:
     return found
 
 
-def _vision(root: Fields, c: Fields, width: int) -> SiglipTower:
+def _vision(root: Fields, c: Fields, width: int) -> MeanTower:
     c.only("model_type", ("siglip_vision_model",), "siglip_vision_model")
     c.only("num_channels", (CHANNELS,), CHANNELS)
     hidden = c.integer("hidden_size", most=WIDEST, default=768)
@@ -59,7 +59,7 @@ def _vision(root: Fields, c: Fields, width: int) -> SiglipTower:
     side, across = image // patch, math.isqrt(tokens)
     if image % patch or across**2 != tokens or side % across or WINDOW_SLOTS % (side // across) ** 2:
         root.refuse("mm_tokens_per_image", f"implemented: squares of 1, 2, 4 or 8 patches a side, and there are {side}")
-    return SiglipTower(
+    return MeanTower(
         depth=c.integer("num_hidden_layers", most=MOST_LAYERS, default=12),
         hidden=hidden,
         heads=heads,

@@ -11,7 +11,7 @@ from trencadis.core.layers.linear import Linear
 from trencadis.core.layers.norm import LayerNorm, RMSNorm
 from trencadis.core.layers.source import Source
 from trencadis.multimodal.colours import Colours
-from trencadis.multimodal.gemma3.config import SiglipTower
+from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.gemma3.processor import HALF, read_settings
 from trencadis.multimodal.tiles.model import TileModel
 from trencadis.multimodal.tiles.processor import has_settings
@@ -20,7 +20,7 @@ from trencadis.multimodal.tiles.processor import has_settings
 class MeanExit:
     """The end of a VISION launch: the last norm, the mean of each cell, its norm and the projector."""
 
-    def __init__(self, backend: Backend, c: SiglipTower) -> None:
+    def __init__(self, backend: Backend, c: MeanTower) -> None:
         self.ops, self.hidden, self.width = backend.ops, c.hidden, c.out_hidden
         self.norm = LayerNorm(self.ops, c.hidden, c.eps)
         self.cell_norm = RMSNorm(self.ops, c.hidden, c.eps, above_one=True)
@@ -40,7 +40,7 @@ class MeanExit:
         self.ops.scatter_rows(arena, rows, self.project(self.cell_norm(mean)[0]))
 
     def nbytes(self) -> int:
-        """Without the cells' norm, which ``SiglipTower.tables`` counts: it is float32 on every device."""
+        """Without the cells' norm, which ``MeanTower.tables`` counts: it is float32 on every device."""
         return self.norm.nbytes() + self.project.bytes
 
 
@@ -49,7 +49,7 @@ class Gemma3Seeing(TileModel):
 
     def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
         super().__init__(config, backend, colours)
-        assert isinstance(config.vision, SiglipTower)
+        assert isinstance(config.vision, MeanTower)
         self.tell = MeanExit(backend, config.vision)  # type: ignore[assignment]
 
     def places(self, source: Source, at: str) -> Tensor:
@@ -61,6 +61,6 @@ class Gemma3Seeing(TileModel):
 
 def make(config: ModelConfig, backend: Backend) -> Gemma3Seeing:
     """The factory that the family's record names."""
-    assert isinstance(config.vision, SiglipTower)
+    assert isinstance(config.vision, MeanTower)
     known = has_settings(config.path)
     return Gemma3Seeing(config, backend, read_settings(config.path, config.vision) if known else Colours(HALF, HALF))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.multimodal.colours import Colours, read_colours
-from trencadis.multimodal.gemma3.config import SiglipTower
+from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.processor import ImageOutline, TakenRows
 from trencadis.multimodal.tiles.processor import (
     TileProcessor,
@@ -43,7 +43,7 @@ class SquareProcessor(TileProcessor):
         return [np.asarray(image.resize((self.image, self.image), Image.Resampling.BILINEAR))]
 
 
-def read_settings(path: Path, v: SiglipTower) -> Colours:
+def read_settings(path: Path, v: MeanTower) -> Colours:
     """The colours of a checkpoint's processor; raises StartupError for a value that is not implemented."""
     c = settings_file(path)
     c.only("image_processor_type", KINDS, KINDS[0])
@@ -60,7 +60,7 @@ def read_settings(path: Path, v: SiglipTower) -> Colours:
 def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> SquareProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
     check_options(asked)
-    assert isinstance(config.vision, SiglipTower)
+    assert isinstance(config.vision, MeanTower)
     return SquareProcessor(**shared_fields(config.vision, read_settings(config.path, config.vision)))
 
 

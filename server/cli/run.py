@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
+from trencadis.core.links.topology import topology
 from trencadis.core.process import function_trace, heap
 from trencadis.server.cli import logs, signals
 from trencadis.server.cli.notify import Notifier
@@ -56,6 +57,15 @@ def serve(settings: Settings) -> int:
         log.warning("%s", note)
     for line in dump.lines(settings):
         log.info("%s", line)
+    lie = topology(settings.engine, os.environ)
+    if not lie.leads:
+        from trencadis.core.executor.following import follow
+
+        return follow(find_model(settings).engine, lie, os.environ, again=not lie.alone)
+    if lie.over_hosts and settings.server.data_parallel_size > 1:
+        raise StartupError(
+            "--data-parallel-size: an engine whose ranks are on several machines is alone in its server."
+        )
     listen.raise_file_limit()
     if settings.server.ssl_certfile:
         tls.Certificates(settings.server)  # a wrong one ends the start-up here, before anything slow
@@ -181,7 +191,7 @@ class _Serving:
 
         self.settings = settings
         self.supervisor = supervisor
-        self.app = app
+        self.state: AppState | None = getattr(app.state, "trencadis", None)
         self.sock = sock
         self.web = make_server(settings.server, app, FLUSH_SECONDS)
         self.unit = Notifier()
@@ -194,26 +204,33 @@ class _Serving:
 
     async def run(self) -> int:
         """Serves until a signal, or an engine that cannot start."""
+        helpers = self._begin()
+        try:
+            await self.web.serve(sockets=[self.sock])
+        finally:
+            await self._end(helpers)
+        return self.code
+
+    def _begin(self) -> list[asyncio.Task[None]]:
+        """Reacts to signals and supervises the engine from now on; the tasks beside the server."""
         signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
-        state: AppState | None = getattr(self.app.state, "trencadis", None)
         again = [] if self.web.certificates is None else [self.web.certificates.renew]
-        if state is not None and state.tenants is not None:
-            again.append(state.tenants.reload)
+        if self.state is not None and self.state.tenants is not None:
+            again.append(self.state.tenants.reload)
         signals.on_hangup(asyncio.get_running_loop(), again)
         self.supervisor.start()
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
         told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
-        try:
-            await self.web.serve(sockets=[self.sock])
-        finally:
-            tidy.cancel()
-            told.cancel()
-            await self.supervisor.stop()
-            if state is not None and state.traces is not None:
-                await asyncio.to_thread(state.traces.close, TRACES_SECONDS)
-        return self.code
+        return [tidy, told]
+
+    async def _end(self, helpers: list[asyncio.Task[None]]) -> None:
+        for task in helpers:
+            task.cancel()
+        await self.supervisor.stop()
+        if self.state is not None and self.state.traces is not None:
+            await asyncio.to_thread(self.state.traces.close, TRACES_SECONDS)
 
     def started(self) -> None:
         """Logs at the engine's first start that the server is up."""

@@ -55,7 +55,7 @@ def _entry(flag: Flag) -> str:
         name = f"--[no-]{flag.written[2:]}"
     else:
         name += " " + ("{" + ",".join(flag.choices) + "}" if flag.choices else flag.kind.upper())
-    short = [a for a in flag.aliases if len(a) == 2]
+    short = [a for a in flag.aliases if len(a) <= 2]
     name = f"-{short[0]}, {name}" if short else name
     shown = "" if flag.default in (None, "", [], {}, False) else f" [{flag.default}]"
     env = f" (environment: {', '.join(flag.env)})" if flag.env else ""

@@ -89,7 +89,7 @@ def environment_page() -> str:
 
 def _row(flag: Flag) -> str:
     dashes = "--[no-]" if flag.kind == "bool" else "--"
-    names = [("-" if len(name) == 2 else dashes) + name.replace("_", "-") for name in (flag.name, *flag.aliases)]
+    names = [("-" if len(name) <= 2 else dashes) + name.replace("_", "-") for name in (flag.name, *flag.aliases)]
     shown = ", ".join(f"`{name}`" for name in names)
     value = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.kind
     default = "" if flag.default in (None, "", [], {}) else f"`{_default(flag)}`"

@@ -139,8 +139,7 @@ class EngineLink:
                 for delta in items:
                     self.deliver(delta)
                 if stats is not None:
-                    self.plan = stats.plan or self.plan
-                    self.stats = stats
+                    self.plan, self.stats = stats.plan or self.plan, stats
                     self.on_stats(stats)
             case wire.NeedMedia(id, index):
                 self.wanted.put_nowait((id, index))
@@ -148,13 +147,19 @@ class EngineLink:
                 self.ponged = max(self.ponged, message.n)
                 self.phase = message.phase
                 self.check_step(message)
-            case wire.Capture(bucket, begun):
-                self.capturing = bucket if begun else ""
+            case _:
+                self.starting(message)
+
+    def starting(self, message: wire.Phase | wire.Capture | wire.Ready | wire.Fatal) -> None:
+        """Handles a frame that tells how far the start is, or the warm-up."""
+        match message:
             case wire.Phase():
                 self.phase, self.progress = message.name, message
                 how_far = f" {message.fraction:.0%}" if message.fraction else ""
                 detail = f" {message.detail}" if message.detail else ""
                 log.info("engine: %s%s%s (%.1f s)", message.name, detail, how_far, message.seconds)
+            case wire.Capture(bucket, begun):
+                self.capturing = bucket if begun else ""
             case wire.Ready(info):
                 self.info, self.phase, self.plan = info, "idle", info.graphs
                 announce(info)
@@ -188,13 +193,7 @@ class EngineLink:
             raise Unavailable(STOPPED, retry_after=5)
         self.submitted += 1
         if request.rule is not None and request.rule.grammar:
-            self.entering += 1
-            try:
-                await self.send_vocabulary()
-            finally:
-                self.entering -= 1
-            if not self.alive:
-                raise Unavailable(STOPPED, retry_after=5)
+            await self.enter_with_vocabulary()
         entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
         self.requests[request.id] = entry
         try:
@@ -218,6 +217,16 @@ class EngineLink:
             self.write(wire.Abort([id], choice))
         for one in chosen:
             self.deliver(Delta(id, one, finish="abort"))
+
+    async def enter_with_vocabulary(self) -> None:
+        """Waits until the engine has the vocabulary; meanwhile a request counts as inside."""
+        self.entering += 1
+        try:
+            await self.send_vocabulary()
+        finally:
+            self.entering -= 1
+        if not self.alive:
+            raise Unavailable(STOPPED, retry_after=5)
 
     async def send_vocabulary(self) -> None:
         """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
@@ -276,14 +285,18 @@ class EngineLink:
         """
         while True:
             if self.info is None:
-                if time.monotonic() - self.born > self.compile_timeout:
-                    self.give_up(f"not ready after {self.compile_timeout:.0f} s")
-                self.ponged = self.pinged
+                self.await_start()
             elif self.pinged - self.ponged >= MISSED_PONGS:
                 self.give_up(f"no sign of life for {self.pinged - self.ponged} s")
             self.pinged += 1
             self.write(wire.Ping(self.pinged))
             await asyncio.sleep(PING_EVERY)
+
+    def await_start(self) -> None:
+        """Kills an engine that takes too long to start; until then, pings that it does not answer do not count."""
+        if time.monotonic() - self.born > self.compile_timeout:
+            self.give_up(f"not ready after {self.compile_timeout:.0f} s")
+        self.ponged = self.pinged
 
 
 def announce(info: wire.EngineInfo) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.executor.ranks import asked_threads, threads_of
+from trencadis.core.links.topology import topology
 from trencadis.core.process import settling, wire
 from trencadis.core.process.children import environment
 
@@ -65,7 +66,7 @@ def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[
     What the device needs before torch is imported is settled here, so that a start that cannot succeed ends at once.
     What was found is logged.
     """
-    ranks = config.tensor_parallel_size
+    ranks = topology(config, environ).here
     threads = threads_of(asked_threads(config.threads, environ), ranks)
     made = environment(environ, threads, config.threads is not None or ranks > 1)
     if config.engine == EngineConfig().engine:

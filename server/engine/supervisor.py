@@ -54,7 +54,7 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.compile_timeout = compile_timeout
-        self.backoff = backoff
+        self.backoff = self.delay = backoff
         self.max_restarts = max_restarts
         self.sleep_after = sleep_after
         self.slumber = Slumber()
@@ -271,6 +271,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts to supervise; needs a running event loop."""
+        self.delay = self.backoff
         self.task = asyncio.create_task(self._run())
         if self.sleep_after:
             self.idling = asyncio.create_task(self._watch_idle())
@@ -313,37 +314,38 @@ class Supervisor:
 
     async def _run(self) -> None:
         """Runs one engine after the other."""
-        delay = self.backoff
         while True:
             await self.link.run()
-            if self.stopping:
+            if self.stopping or not await self._replaced():
                 return
-            if self.steady:
-                delay, self.ends = self.backoff, 0
-            if self.slumber.told and self.slumber.level and not self.slumber.gone.is_set():
-                if not await self._rest():
-                    return
-                continue
-            self.slumber.end(False)
-            fatal = self.link.fatal
-            if fatal is not None and self.last_info is None:
-                self.on_fatal(fatal.message, fatal.code)
-                return
-            self.up = None
-            self.ends += 1
-            why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
-            log.error("the engine stopped (%s); restart in %g s", why, delay)
-            self.restarts += 1
-            if self.ends == self.max_restarts + 1:
-                log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.ends - 1)
-            self._skip_capture()
-            self.waiting = True
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_BACKOFF)
-            if self.stopping or self.draining:
-                return
-            self.link = self._link(spawn(self.config))
-            self.waiting = False
+
+    async def _replaced(self) -> bool:
+        """Starts another engine for one that has ended, after a while if it failed; False: there is to be none."""
+        if self.steady:
+            self.delay, self.ends = self.backoff, 0
+        if self.slumber.told and self.slumber.level and not self.slumber.gone.is_set():
+            return await self._rest()
+        self.slumber.end(False)
+        fatal = self.link.fatal
+        if fatal is not None and self.last_info is None:
+            self.on_fatal(fatal.message, fatal.code)
+            return False
+        self.up = None
+        self.ends += 1
+        why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
+        log.error("the engine stopped (%s); restart in %g s", why, self.delay)
+        self.restarts += 1
+        if self.ends == self.max_restarts + 1:
+            log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.ends - 1)
+        self._skip_capture()
+        self.waiting = True
+        await asyncio.sleep(self.delay)
+        self.delay = min(2 * self.delay, MAX_BACKOFF)
+        if self.stopping or self.draining:
+            return False
+        self.link = self._link(spawn(self.config))
+        self.waiting = False
+        return True
 
     def _skip_capture(self) -> None:
         """Excludes the bucket in whose capture an engine crashed; not if this process killed the engine."""

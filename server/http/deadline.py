@@ -40,14 +40,11 @@ async def within(record: RequestRecord, seconds: float, work: Awaitable[None]) -
     """Waits for ``work``, which is cancelled if its answer has not begun in time; a stream looks after itself then.
 
     Args:
-        seconds: from the request's arrival on; 0: no limit.
+        seconds: from the request's arrival on.
 
     Raises:
         DeadlineExceeded: time is up, and nothing is sent.
     """
-    if not seconds:
-        await work
-        return
     record.deadline = record.begun + seconds
     timer = record.timer = asyncio.timeout_at(record.deadline)
     try:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
 from trencadis.server.admission import BodyBudget, BodyCharge
 from trencadis.server.dialects import messages_output
-from trencadis.server.http.deadline import answer_begins, seconds_of, within
+from trencadis.server.http.deadline import HEADER, answer_begins, seconds_of, within
 from trencadis.server.http.unserved import reason
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.records.lines import say_access
@@ -108,23 +108,14 @@ class Gate:
             record.tenant = "" if account is None else account.tenant.name
             # An announced size holds no memory yet: refuse what cannot fit, charge nothing.
             body.room(announced)
-            seconds = seconds_of(headers, self._request_timeout) if scope["method"] == "POST" else 0.0
-            await within(record, seconds, self._app(scope, self._counted(receive, body), out))
-        except (ClientGone, ClientDisconnect):
-            pass  # the second while its body was read
-        except TrencadisError as error:
-            if not record.status:
-                await error_response(error, scope)(scope, receive, out)
-        except asyncio.CancelledError:
-            # uvicorn cancels requests that outlive the last deadline of a shutdown.
-            if not record.status:
-                stopping = Unavailable("The server is stopping; please retry.")
-                await error_response(stopping, scope)(scope, receive, out)
-        except Exception:
-            log.exception("request %s failed", shown)
-            record.error = TrencadisError.type
-            if not record.status:
-                await error_response(TrencadisError("Internal server error."), scope)(scope, receive, out)
+            timed = scope["method"] == "POST" and (self._request_timeout or HEADER in headers)
+            seconds = seconds_of(headers, self._request_timeout) if timed else 0.0
+            work = self._app(scope, self._counted(receive, body), out)
+            await (within(record, seconds, work) if seconds else work)
+        except (Exception, asyncio.CancelledError) as error:
+            told = _told(error, record)
+            if told is not None and not record.status:
+                await error_response(told, scope)(scope, receive, out)
         finally:
             body.leave()
             self._close(record, scope, body.received, sent_bytes)
@@ -151,11 +142,8 @@ class Gate:
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise self._too_large()
-        if scope["method"] == "POST" and not reason(path):  # those take forms elsewhere, and are a 404 here
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            empty = length == "0" or not (length or "transfer-encoding" in headers)
-            if kind != "application/json" and not empty:
-                raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+        if scope["method"] == "POST" and headers.get("content-type") != "application/json":
+            _check_type(headers, length, path)
         return int(length) if length.isdecimal() else 0
 
     def _counted(self, receive: Receive, body: BodyCharge) -> Receive:
@@ -181,6 +169,29 @@ class Gate:
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"The request body exceeds {self._max_body} bytes.")
+
+
+def _check_type(headers: Headers, length: str, path: str) -> None:
+    """Raises BadRequest for a body that is no JSON; some paths take forms elsewhere, and are a 404 here."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    empty = length == "0" or not (length or "transfer-encoding" in headers)
+    if kind != "application/json" and not empty and not reason(path):
+        raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+
+
+def _told(error: BaseException, record: RequestRecord) -> TrencadisError | None:
+    """What the client is told of the exception that ended its request; None: the client has gone."""
+    match error:
+        case ClientGone() | ClientDisconnect():
+            return None  # the second while its body was read
+        case TrencadisError():
+            return error
+        case asyncio.CancelledError():
+            # uvicorn cancels requests that outlive the last deadline of a shutdown.
+            return Unavailable("The server is stopping; please retry.")
+    log.error("request %s failed", record.id, exc_info=error)
+    record.error = TrencadisError.type
+    return TrencadisError("Internal server error.")
 
 
 class BodyPace:

@@ -67,17 +67,21 @@ class Listener(socket.socket):
                 raise
             self._without_a_descriptor()
             raise BlockingIOError from None
-        if len(self.open) < self.most:
-            connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
-            self.open.add(connection)
-            connection.of = self.open
-            return connection, address
+        if len(self.open) >= self.most:
+            self._turn_away(plain)
+            raise BlockingIOError
+        connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
+        self.open.add(connection)
+        connection.of = self.open
+        return connection, address
+
+    def _turn_away(self, plain: socket.socket) -> None:
+        """Closes a connection that is one too many."""
         with plain, contextlib.suppress(OSError):
             plain.setblocking(False)
             if self.plain:
                 plain.send(FULL)
         self._say(f"{self.most} connections are open (--max-connections, ulimit -n): the server turns more away")
-        raise BlockingIOError
 
     def _without_a_descriptor(self) -> None:
         """Closes the waiting connection by means of the spare descriptor; else the loop would announce it for ever."""

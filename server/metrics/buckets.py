@@ -61,10 +61,12 @@ class BucketBook:
 
     def _key(self, use: BucketUse) -> tuple[str, str]:
         key = use.stage, use.bucket or ANY
-        if use.planned or not use.bucket or key in self._unplanned:
-            return key
+        return key if use.planned or not use.bucket or key in self._unplanned else self._new(key)
+
+    def _new(self, key: tuple[str, str]) -> tuple[str, str]:
+        """The key of a bucket that is not planned and was not used before."""
         if len(self._unplanned) == MOST:
-            return use.stage, OTHER
+            return key[0], OTHER
         self._unplanned.add(key)
         return key
 

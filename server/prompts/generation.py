@@ -100,20 +100,13 @@ class Timing:
 
 def begun(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timing:
     """The timing of a request that begins now."""
-    return Timing(
-        request.id,
-        time.monotonic(),
-        len(prompt.tokens),
-        prompt.image_tokens + prompt.video_tokens,
-        request.params.max_tokens or 0,
-        request.params.n,
-        streams=streams,
-        media=len(prompt.media),
-        prepared=prompt.times.prepared,
-        media_seconds=prompt.times.seconds,
-        media_begun=prompt.times.begun,
-        media_ended=prompt.times.ended,
-    )
+    p, tokens = request.params, len(prompt.tokens)
+    made = Timing(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
+    if prompt.media:
+        made.image_tokens, made.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
+        made.prepared, made.media_seconds = prompt.times.prepared, prompt.times.seconds
+        made.media_begun, made.media_ended = prompt.times.begun, prompt.times.ended
+    return made
 
 
 class Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.errors import Unavailable, from_status
+from trencadis.core.errors import TrencadisError, Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.server.prompts.answer import AnswerPart, AnswerReader
 from trencadis.server.text.detokenizer import detokenizer
@@ -60,7 +60,10 @@ class ChoiceStream:
     ) -> None:
         self._detokenizer = detokenizer(tokenizer, prompt, params.skip_special_tokens, shown)
         self._reader = reader
-        self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._stop: StopMatcher | None = None
+        """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
+        if params.stop or reader is not None:
+            self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self.count = 0
@@ -74,7 +77,7 @@ class ChoiceStream:
     @property
     def stopped_early(self) -> bool:
         """Whether a stop string, or the one call that was asked for, ended the choice; the engine does not know."""
-        return self._stop.matched is not None or self._complete
+        return self._stop is not None and (self._stop.matched is not None or self._complete)
 
     @property
     def calls(self) -> int:
@@ -92,61 +95,71 @@ class ChoiceStream:
             TrencadisError: the delta reports an error.
         """
         if delta.finish == "error":
-            error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
-            if error.status == Unavailable.status:
-                error.retry_after = RESTART_SECONDS
-            raise error
+            raise _failure(delta)
         self.count += len(delta.tokens)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         self.pooled = delta.pooled or self.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
-        text = self._text(delta)
-        piece = TextPiece(text, delta.tokens, delta.logprobs or [])
-        if self._stop.matched is not None:
-            piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
-        elif self._complete:
-            piece.finish_reason = "stop"
-        elif delta.finish is not None:
-            piece.text += self._read(self._stop.finish())
-            piece.finish_reason, piece.stop_reason = delta.finish, delta.stop_token
-            if delta.finish == "repetition":
-                piece.stop_reason = "repetition_detected"
+        piece = TextPiece("", delta.tokens, delta.logprobs or [], delta.finish, delta.stop_token)
+        if delta.finish == "repetition":
+            piece.stop_reason = "repetition_detected"
+        if self._params.detokenize:
+            piece.text = self._text(delta)
+        if self._stop is not None:
+            self._end(piece, self._stop)
         self.finish_reason = piece.finish_reason
+        return piece
+
+    def _end(self, piece: TextPiece, stop: StopMatcher) -> None:
+        """Ends the choice where its text does, and adds what the reader has made of it."""
+        if self.stopped_early:
+            piece.finish_reason, piece.stop_reason = "stop", stop.matched
+        elif piece.finish_reason is not None:
+            piece.text += self._read(stop.finish())
         if self._reader is not None:
             if piece.finish_reason is not None:
                 self._reader.finish()
             piece.answer = self._reader.part()
-        return piece
 
     def _text(self, delta: Delta) -> str:
-        """Text that may be sent. Tokens are fed one by one where a stop string must end at the right one."""
-        if not self._params.detokenize:
-            return ""
+        """Text that may be sent."""
         tokens = delta.tokens
         ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
         if ended and not self._params.include_stop_str_in_output:
             # The token that ends an answer is not part of its text, even with skip_special_tokens=False.
             tokens = tokens[:-1]
-        if self._reader is None and not self._stop.wanted:
-            out = self._detokenizer.feed(tokens)
-            return out if delta.finish is None else out + self._detokenizer.finish()
+        if self._stop is not None:
+            return self._watched(tokens, delta, self._stop)
+        out = self._detokenizer.feed(tokens)
+        return out if delta.finish is None else out + self._detokenizer.finish()
+
+    def _watched(self, tokens: Sequence[int], delta: Delta, stop: StopMatcher) -> str:
+        """``_text``, token by token: a stop string must end at the right one."""
         start = self.count - len(delta.tokens)
         out = ""
         for i, token in enumerate(tokens):
             # min_tokens holds for stop strings too: text of the first tokens cannot match.
             armed = start + i + 1 > self._params.min_tokens
-            out += self._read(self._stop.feed(self._detokenizer.feed((token,)), armed))
+            out += self._read(stop.feed(self._detokenizer.feed((token,)), armed))
             if self._reader is not None and self._reader.thinks:
                 self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
             if self.stopped_early:
                 return out
         if delta.finish is not None:
-            out += self._read(self._stop.feed(self._detokenizer.finish()))
+            out += self._read(stop.feed(self._detokenizer.finish()))
         return out
 
     def _read(self, text: str) -> str:
         if self._reader is not None and text:
             self._reader.feed(text)
         return text
+
+
+def _failure(delta: Delta) -> TrencadisError:
+    """The error that a delta reports."""
+    error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
+    if error.status == Unavailable.status:
+        error.retry_after = RESTART_SECONDS
+    return error

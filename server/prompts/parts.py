@@ -57,6 +57,11 @@ def read_part(part: Any, where: str) -> str | MediaPart:
         if not isinstance(text, str):
             raise BadRequest(f"{where}.text must be a string.", param=f"{where}.text")
         return text
+    return _medium(part, kind, where)
+
+
+def _medium(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
+    """The image or video of a part of type ``kind``, which is no text."""
     if kind in IMAGE_PARTS:
         uuid = part_uuid(part, where)
         source = _image(part, where, uuid is not None)

@@ -62,15 +62,9 @@ class Prompt:
         """The videos among the media."""
         return [cast(Clip, m) for m in self.media if is_video(m)]
 
-    @property
-    def image_tokens(self) -> int:
-        """Placeholder tokens of images."""
-        return sum(p.tokens for p in self.images)
-
-    @property
-    def video_tokens(self) -> int:
-        """Placeholder tokens of videos."""
-        return sum(c.tokens for c in self.clips)
+    def media_tokens(self, videos: bool) -> int:
+        """Placeholder tokens of all videos, or of all images."""
+        return sum(m.tokens for m in self.media if is_video(m) == videos)
 
     @property
     def image_sizes(self) -> list[ImageSize]:

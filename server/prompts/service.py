@@ -33,7 +33,7 @@ from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.cutting import cut_text, pair_of
-from trencadis.server.text.encoding import LONGEST_TOKEN, most_characters
+from trencadis.server.text.encoding import COUNTED, LONGEST_TOKEN, most_characters
 from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.text.template import ROLES, ChatTemplate, Rendering
 from trencadis.server.text.tokenizer import Tokenizer
@@ -149,14 +149,15 @@ class TextService:
             return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
 
         media, tokens, text = await _run(read, messages, *how.values())
-        if not media:
+        if media:
+            made = await self._joined(tokens, media, scope, text)
+            if truncate is not None and len(self._truncated(made.tokens, truncate, "left")) < len(made.tokens):
+                raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
+            return made
+        if truncate is not None:
             tokens = self._truncated(tokens, truncate, truncation_side)
-            params.too_long(len(tokens), self.max_model_len, self.room)
-            return Prompt(tokens, text, salt=scope.salt)
-        made = await self._joined(tokens, media, scope, text)
-        if len(self._truncated(made.tokens, truncate, truncation_side)) < len(made.tokens):
-            raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
-        return made
+        params.too_long(len(tokens), self.max_model_len, self.room)
+        return Prompt(tokens, text, salt=scope.salt)
 
     async def raw_prompt(
         self,
@@ -219,7 +220,7 @@ class TextService:
         media = {t for t in (self.config.placed, self.config.video_token) if t >= 0}
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
-        kept = self._truncated(tokens, truncate, side)
+        kept = tokens if truncate is None else self._truncated(tokens, truncate, side)
         params.too_long(len(kept), self.max_model_len, self.room)
         text = prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None
         return Prompt(kept, text, None if self.config.text.causal else placed(self.config.text, kept))
@@ -285,7 +286,7 @@ class TextService:
 
     def _rules(self, template: ChatTemplate) -> MessageRules:
         """How messages are read for ``template``."""
-        kinds = {"image": self.config.image_token, "video": self.config.video_token}
+        kinds = {"image": self.config.placed, "video": self.config.video_token}
         roles = {role: role for role in (*ROLES, *(PAIR_ROLES if self.config.pooling is not None else ()))}
         if not template.mentions("developer"):
             roles["developer"] = "system"
@@ -332,20 +333,27 @@ class TextService:
         Raises:
             BadRequest: the text is far too long.
         """
-        most = most_characters(self.max_model_len)
-        if len(text) > most:
+        if len(text) > most_characters(self.max_model_len):
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
         check_json(text, "messages" if marked else "prompt")
+        if len(text) > COUNTED:
+            text = self._counted(text, check, marked, truncate is not None)
+        tokenizer = self.tokenizer
+        return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
+
+    def _counted(self, text: str, check: Check, marked: bool, truncated: bool) -> str:
+        """A long text, or that of its end which may be kept where it is ``truncated``.
+
+        Raises:
+            BadRequest: it has far too many tokens.
+        """
         end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
-        if truncate is None and len(end) < len(text):
+        if not truncated and len(end) < len(text):
             params.too_long(count, self.max_model_len)
         check()
-        tokenizer = self.tokenizer
-        return tokenizer.encode_marked(end) if marked else tokenizer.encode(end, True, add_special_tokens)
+        return end
 
-    def _truncated(self, tokens: list[int], limit: int | None, side: str) -> list[int]:
-        if limit is None:
-            return tokens
+    def _truncated(self, tokens: list[int], limit: int, side: str) -> list[int]:
         most = self._most(limit)
         return tokens[:most] if side == "right" else tokens[-most:]
 

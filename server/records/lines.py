@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from trencadis.core.request import SamplingParams
 from trencadis.server.metrics.stages import closing, stage_seconds
-from trencadis.server.records.record import RequestRecord, joined
+from trencadis.server.records.record import RequestRecord
 
 log = logging.getLogger("trencadis.server")
 access = logging.getLogger("uvicorn.access")
@@ -66,13 +66,11 @@ def say_closing(record: RequestRecord, most: int | None) -> None:
     }  # fmt: skip
     named = record.answer or record.id
     tenant = f", tenant {record.tenant}" if record.tenant else ""
-    if not record.timings:
-        log.info(
-            "request %s: did not run, total %.3f s, %s%s", named, seconds, record.outcome, tenant,
-            extra={"fields": fields},
-        )  # fmt: skip
+    timing, first, stats = record.timing, record.first, record.stats
+    if timing is None:
+        line = "request %s: did not run, total %.3f s, %s%s"
+        log.info(line, named, seconds, record.outcome, tenant, extra={"fields": fields})
         return
-    timing, first, stats = joined(record.timings), record.first, record.stats
     cached = sum(max((s.cached_tokens for s in t.streams), default=0) for t in record.timings)
     slowest = max(stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
     fields |= {

@@ -61,11 +61,14 @@ class RequestRecord:
     def outcome(self) -> str:
         """Why it ended: the type of its error, else the finish reasons of its choices, else its status."""
         reasons = [reason for timing in self.timings for reason in timing.finish]
-        if self.error:
-            return self.error
-        if reasons:
-            return ",".join(dict.fromkeys(reasons))
+        if self.error or reasons:
+            return self.error or ",".join(dict.fromkeys(reasons))
         return "abort" if self.status in (0, CLOSED) else str(self.status)
+
+    @property
+    def timing(self) -> Timing | None:
+        """The times of all its prompts as one; None if none ran."""
+        return joined(self.timings) if len(self.timings) > 1 else next(iter(self.timings), None)
 
     @property
     def stats(self) -> list[RequestStats]:
@@ -84,8 +87,6 @@ RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=
 
 def joined(timings: Sequence[Timing]) -> Timing:
     """The timings of one request's prompts as one: sums, the earliest start, the latest end."""
-    if len(timings) == 1:
-        return timings[0]
     first = timings[0]
     return Timing(
         first.id,

@@ -50,12 +50,16 @@ class Keys:
         scheme, _, token = authorization.partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode("latin-1", "replace") for text in (x_api_key, bearer)]
+        CURRENT.set(None)
+        if not self._keys and self._tenants is None:
+            return tenant(given[0] or given[1])
+        return self._found(method, path, given)
+
+    def _found(self, method: str, path: str, given: list[bytes]) -> str:
         account = None if self._tenants is None else self._tenants.find(given)
         CURRENT.set(account)
         if account is not None:
             return tenant(f"name:{account.tenant.name}".encode())
-        if not self._keys and self._tenants is None:
-            return tenant(given[0] or given[1])
         # Compares every pair, each in constant time, so that timing does not reveal a near match.
         matched = [key for key in self._keys for g in given if hmac.compare_digest(key, g)]
         if matched:

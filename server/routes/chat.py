@@ -39,6 +39,7 @@ from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+from trencadis.server.text.template import Rendering
 
 NO_FORM = (
     "The chat template shows no known form of tool calls; start the server with --tool-call-parser, or send "
@@ -195,32 +196,39 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
     """
-    config = state.settings.config
-    state.check_template(body.chat_template)
-    if body.may_call and state.forms.of(body.chat_template).tools is None:
-        raise BadRequest(NO_FORM, param="tools")
-    effort = body.effort(lambda name: state.mentions(body.chat_template, name))
+    how: Rendering = {"kwargs": state.settings.config.default_chat_template_kwargs}
+    if not body.is_plain:
+        how = _rendering(state, body)
+    side, scope = body.truncation_side or "left", state.scope(body, http, ticket)
     try:
         return await state.service.chat_prompt(
-            body.messages,
-            add_generation_prompt=body.opens_answer,
-            continue_final_message=body.continue_final_message,
-            tools=None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
-            documents=body.documents,
-            kwargs={
-                **config.default_chat_template_kwargs,
-                **effort,
-                **(body.chat_template_kwargs or {}),
-            },
-            chat_template=body.chat_template,
-            truncate=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-            scope=state.scope(body, http, ticket),
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, **how
         )
     except TrencadisError as error:
         if "content[" in (error.param or ""):
             state.metrics.media_error(error.type)
         raise
+
+
+def _rendering(state: AppState, body: ChatRequest) -> Rendering:
+    """What a request says about its prompt beside the messages.
+
+    Raises:
+        TrencadisError: a template that may not be, or tools that the model's template does not know.
+    """
+    config = state.settings.config
+    state.check_template(body.chat_template)
+    if body.may_call and state.forms.of(body.chat_template).tools is None:
+        raise BadRequest(NO_FORM, param="tools")
+    effort = body.effort(lambda name: state.mentions(body.chat_template, name))
+    return {
+        "add_generation_prompt": body.opens_answer,
+        "continue_final_message": body.continue_final_message,
+        "tools": None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
+        "documents": body.documents,
+        "kwargs": {**config.default_chat_template_kwargs, **effort, **(body.chat_template_kwargs or {})},
+        "chat_template": body.chat_template,
+    }
 
 
 async def prepare(

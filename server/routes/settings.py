@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from trencadis import __version__
 from trencadis.core.config import EngineConfig
@@ -30,12 +31,12 @@ class HttpSettings:
     priorities: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names that requests may use."""
         return tuple(self.config.served_model_name) or (self.model_root or "model",)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The first name, which metrics and answers carry."""
         return self.names[0]
@@ -52,7 +53,7 @@ class HttpSettings:
             config.max_queued_body_bytes,
         )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str | None:
         """``system_fingerprint``, as ``--fingerprint-mode`` says."""
         mode, ranks = self.config.fingerprint_mode, self.engine.tensor_parallel_size

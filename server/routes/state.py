@@ -317,13 +317,12 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool
 
 def prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
     """Kinds of the tokens of all prompts; ``sizes``: as in ``usage_of``."""
-    details = PromptTokensDetails(
-        cached_tokens=sum(g.cached_tokens for g in generations),
-        image_tokens=sum(g.prompt.image_tokens for g in generations),
-        video_tokens=sum(g.prompt.video_tokens for g in generations),
-    )
-    kinds = {"image": details.image_tokens, "video": details.video_tokens}
-    details.multimodal_tokens = {kind: count for kind, count in kinds.items() if count} or None
+    details = PromptTokensDetails(cached_tokens=sum(g.cached_tokens for g in generations), image_tokens=0)
+    if any(g.prompt.media for g in generations):
+        kinds = {"image": False, "video": True}
+        counts = {kind: sum(g.prompt.media_tokens(videos) for g in generations) for kind, videos in kinds.items()}
+        details.image_tokens, details.video_tokens = counts.values()
+        details.multimodal_tokens = {kind: count for kind, count in counts.items() if count}
     if sizes:
         details.images = [one for g in generations for one in image_details(g.prompt)]
         details.videos = [one for g in generations for one in video_details(g.prompt)] or None

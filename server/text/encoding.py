@@ -33,8 +33,6 @@ def kept(raw: Any, text: str, most: int, check: Callable[[], None]) -> tuple[str
 
     Counts tokens piece by piece from the end. Cuts may add or save a few tokens, so ``most`` should be generous.
     """
-    if len(text) <= COUNTED:
-        return text, 0
     count, start = 0, len(text)
     while start > 0 and count <= most:
         check()

@@ -24,6 +24,10 @@ MAX_REPEAT = 1 << 20
 """Most items of a string or list that ``*`` makes."""
 TICK = "_loop_tick"
 PLAIN = "_plain"
+FAILURES = (
+    jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError
+)  # fmt: skip
+"""What a template may raise that it or its conversation is to blame for."""
 SEARCHES = frozenset({
     "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
     "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
@@ -141,13 +145,17 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
     """
     try:
         return "".join(_bounded(template.generate({**values, TICK: _ticker()})))
-    except _RefusedError as error:
-        raise BadRequest(str(error) or "The chat template refuses this conversation.", param="messages") from None
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        text = " ".join(str(error).split())
-        raise BadRequest(f"The chat template cannot render this conversation: {text}"[:190], param="messages") from None
-    except RecursionError:
-        raise BadRequest("The chat template recurses too deeply.", param="messages") from None
+    except FAILURES as error:
+        raise BadRequest(_told(error), param="messages") from None
+
+
+def _told(error: Exception) -> str:
+    """What the client is told of a template that failed."""
+    if isinstance(error, RecursionError):
+        return "The chat template recurses too deeply."
+    if isinstance(error, _RefusedError):
+        return str(error) or "The chat template refuses this conversation."
+    return f"The chat template cannot render this conversation: {' '.join(str(error).split())}"[:190]
 
 
 class _RefusedError(jinja2.TemplateError):

@@ -19,11 +19,6 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    @property
-    def wanted(self) -> bool:
-        """Whether there are stop strings."""
-        return bool(self._stops)
-
     def feed(self, text: str, armed: bool = True) -> str:
         """The text that may be sent. If not ``armed`` (before min_tokens), no match may use this text."""
         if not self._stops or self.matched is not None:

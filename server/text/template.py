@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import jinja2
 
@@ -23,7 +23,14 @@ PROBE = "probe of the content format"
 
 
 class Rendering(TypedDict, total=False):
-    """How a conversation is rendered: what a request may say beside its messages."""
+    """How a conversation is rendered: what a request may say beside its messages.
+
+    Args:
+        add_generation_prompt: whether the answer is opened; the default.
+        continue_final_message: whether the last message is left open instead.
+        kwargs: variables of the template.
+        chat_template: the request's own; None: the checkpoint's.
+    """
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -79,17 +86,7 @@ class ChatTemplate:
         default = sources.get("default") or next(iter(sources.values()))
         return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> str:
         """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``chat.parse`` does it).
 
         Raises:
@@ -97,26 +94,29 @@ class ChatTemplate:
         """
         if not messages:
             raise BadRequest(EMPTY, param="messages")
-        if continue_final_message and add_generation_prompt:
+        opens, continues = how.get("add_generation_prompt", True), how.get("continue_final_message", False)
+        if continues and opens:
             raise BadRequest(
                 "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
                 param="continue_final_message",
             )
-        chat = [dict(m) for m in messages]
-        extra = {k: self.scrub(v) for k, v in (kwargs or {}).items() if k not in RESERVED}
         values: dict[str, Any] = {
             **self._specials,
-            **extra,
-            "tools": self.scrub(list(tools)) if tools else None,
-            "documents": self.scrub(list(documents)) if documents else None,
-            "add_generation_prompt": add_generation_prompt,
+            **{k: self.scrub(v) for k, v in (how.get("kwargs") or {}).items() if k not in RESERVED},
+            "messages": [dict(m) for m in messages],
+            "tools": self.scrub(list(how.get("tools") or ())) or None,
+            "documents": self.scrub(list(how.get("documents") or ())) or None,
+            "add_generation_prompt": opens,
         }
-        template = self._pick(chat_template, bool(tools))
-        if not continue_final_message:
-            return render(template, {**values, "messages": chat})
+        source = how.get("chat_template")
+        template = self._default if not values["tools"] and source is None else self._pick(source)
+        return self._continued(template, values) if continues else render(template, values)
+
+    def _continued(self, template: jinja2.Template, values: dict[str, Any]) -> str:
+        """Rendered up to the end of the last message's text."""
         tag = f"{self._tokenizer.nonce}.end"
-        _append(chat[-1], tag + " ")
-        return _cut(render(template, {**values, "messages": chat}), tag)
+        _append(values["messages"][-1], tag + " ")
+        return _cut(render(template, values), tag)
 
     def scrub(self, value: Any) -> Any:
         """A JSON value of a user, without this process's nonce at any depth."""
@@ -149,9 +149,10 @@ class ChatTemplate:
         tokenizer = self._tokenizer
         return tokenizer.encode_marked(text) == tokenizer.encode(tokenizer.unmark(text))
 
-    def _pick(self, source: str | None, tools: bool) -> jinja2.Template:
+    def _pick(self, source: str | None) -> jinja2.Template:
+        """The template ``source`` of a request, else the one for conversations with tools."""
         if source is None:
-            return self._named.get("tool_use", self._default) if tools else self._default
+            return self._named.get("tool_use", self._default)
         try:
             return self._compile(self._tokenizer.scrub(source))
         except StartupError as error:

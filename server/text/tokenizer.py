@@ -181,12 +181,16 @@ class Tokenizer:
     def _marked(self) -> Any:
         with self._lock:
             if self._copy is None:
-                spec = self._spec or json.loads(self._raw.to_str())
-                self._copy = RawTokenizer.from_str(json.dumps(_renamed(spec, self.marks)))
-                self._copy.no_truncation()
-                self._copy.no_padding()
-                self._spec = {}
+                self._copy = self._with_marks()
             return self._copy
+
+    def _with_marks(self) -> Any:
+        """The library's tokenizer, which reads marks in place of special tokens."""
+        copy = RawTokenizer.from_str(json.dumps(_renamed(self._spec or json.loads(self._raw.to_str()), self.marks)))
+        copy.no_truncation()
+        copy.no_padding()
+        self._spec = {}
+        return copy
 
 
 def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:

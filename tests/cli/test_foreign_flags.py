@@ -30,16 +30,13 @@ def refused(line):
         ("--config-format mistral", "config.json"),
         ("--model-impl transformers", "the server's own"),
         ("--api-server-count 4", "one API process"),
-        ("--worker-use-ray", "Ray"),
-        ("--engine-use-ray", "Ray"),
+        ("--engine-use-ray", "ray places its ranks"),
         ("--task transcription", "audio"),
         ("--convert mm_encoder_only", "the vision tower alone"),
         ("--mm-encoder-tp-mode data", "ranks"),
         ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
         ("--data-parallel-rank 1", "all engines"),
-        ("--nnodes 0", "this machine"),
         ("--quantization gguf", "quantised"),
-        ("--distributed-executor-backend ray", "this machine"),
         ("--max-lora-rank 8", "adapters"),
         ("--lora-dtype bfloat16", "adapters"),
         ("--decode-context-parallel-size 2", "whole sequences"),
@@ -75,6 +72,14 @@ def test_a_flag_that_another_replaced_does_what_it_says(tmp_path):
     assert from_command_line(["--config", f"{tmp_path}/c.yaml"], {}).engine.mm_processor_cache_gb == 0
     (tmp_path / "c.yaml").write_text("task: transcription\n")
     assert "audio" in refused(f"--config {tmp_path}/c.yaml")
+
+
+def test_rays_older_flag_means_the_backend():
+    s = from_command_line(["--worker-use-ray", "m"], {})
+    assert (s.engine.distributed_executor_backend, s.notes) == ("ray", [])
+    assert from_command_line(["--no-worker-use-ray"], {}).engine.distributed_executor_backend == ""
+    s = from_command_line(["-n", "2", "-r", "1", "--headless", "--master-addr", "10.0.0.1"], {})
+    assert (s.engine.nnodes, s.engine.node_rank, s.engine.headless, s.engine.master_addr) == (2, 1, True, "10.0.0.1")
 
 
 def test_a_known_flag_of_another_server_is_never_taken_for_a_typo():

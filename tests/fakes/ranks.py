@@ -45,7 +45,7 @@ class FakeRank:
         return self
 
     def execute(self, step: Step) -> Any:
-        token = np.frombuffer(frames.frame(frames.Run(step)), np.uint8).astype(np.int64).sum() + self.warmed
+        token = np.frombuffer(frames.encode(frames.Run(step)), np.uint8).astype(np.int64).sum() + self.warmed
         if step.number == 3:
             match self.what:
                 case "raise":

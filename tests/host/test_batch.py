@@ -123,9 +123,9 @@ def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
     execute = host.runner.execute
 
     def counted(step: Step) -> Any:
-        data = frames.frame(frames.Run(step))
+        data = frames.encode(frames.Run(step))
         sizes.append(len(data))
-        down = frames.decode_down(data[frames.HEADER.size :])
+        down = frames.decode_down(data)
         assert isinstance(down, frames.Run)
         return execute(down.step)
 

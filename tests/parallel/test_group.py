@@ -23,8 +23,9 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.mp import Multiproc, RankFailed
+from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.ranks import check_size, shares, threads_of
+from trencadis.core.executor.trouble import RankFailed
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -45,7 +46,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]
     for one in made:
         one.close()
         assert all(c.process.returncode is not None for c in one.children)
-        assert not one._folder.exists()
+        assert not one._launcher.folder.exists()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -125,7 +126,7 @@ from trencadis.core.executor.mp import Multiproc
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = Multiproc(config, "tests.fakes.ranks:make")
 ranks.start(lambda place: fake_ranks.make(config, place))
-print(ranks._folder, *(c.process.pid for c in ranks.children), flush=True)
+print(ranks._launcher.folder, *(c.process.pid for c in ranks.children), flush=True)
 ranks.submit(fake_ranks.full_step(3)).result()
 time.sleep(3600)
 """

@@ -63,7 +63,7 @@ def test_the_engine(order: list[Any]) -> None:
 
 def test_a_rank(order: list[Any]) -> None:
     process = rank.RankProcess.__new__(rank.RankProcess)
-    process.queue = SimpleQueue()
+    process.queue, process.dial = SimpleQueue(), None
     process.queue.put(frames.Begin(CONFIG, Place(1, 2, ""), mp.FACTORY))
     with pytest.raises(Ended):
         process.serve()

@@ -159,8 +159,10 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
     whole = joined([q, q])
     x = normal(5, 256, seed=4)
     want = x @ q.dequantised().t()
-    parts: Callable[[int, int], Tensor] = lambda a, b: CpuOps().linear(
-        x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b))
+    parts: Callable[[int, int], Tensor] = (
+        lambda a, b: CpuOps().linear(  # noqa: E731
+            x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b))
+        )
     )
     assert away(parts(0, 100) + parts(100, 256), want) <= 2e-2
     both = CpuOps().pack_quantised(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,13 @@ def _nothing(llm: Any) -> None:
 
 @mistake("pictures causal")
 def _causal(llm: Any) -> None:
-    llm.engine.scheduler._seen = lambda seq, start, end: ()
+    schedule = llm.engine.scheduler.schedule
+
+    def blind() -> Any:
+        step = schedule()
+        return step and replace(step, rows=tuple(replace(row, spans=()) for row in step.rows))
+
+    llm.engine.scheduler.schedule = blind
 
 
 @mistake("rows scaled as embeddings")

@@ -13,7 +13,6 @@ _DRAFT = "each step draws one token a sequence, without a draft model; leave it 
 _STAGE = "every rank holds all layers; --tensor-parallel-size shares them among the cards of a machine"
 _DATA = "one API process serves all engines of --data-parallel-size, which are on this machine; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
-_NODES = "all ranks run on this machine; start a server on each machine behind a balancer"
 _EXPERTS = "no model with experts is served here"
 _TUNES_EXPERTS = "it tunes experts, which no model has that is served"
 _TURNS = "a step is one batch; it would change speed alone"
@@ -33,13 +32,17 @@ def _local(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"data_parallel_size": value}
 
 
+def _on_ray(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An older form of the flag."""
+    return {"distributed_executor_backend": "ray"} if value else {}
+
+
 PARALLEL: tuple[FlagRow, ...] = (
     refused("pipeline_parallel_size", "int", _STAGE, 1),
-    refused("distributed_executor_backend", "str", "ranks are processes of this machine, which the server starts (mp)",
-            "mp", "uni", "auto"),
-    refused("worker_use_ray", "bool", "ranks are processes of this machine; leave it out (Ray has no part)"),
-    refused("engine_use_ray", "bool", "the engine is a process of the server; leave it out (Ray has no part in it)"),
-    free("ray_workers_use_nsight", "bool", "Ray has no part in a server"),
+    means("worker_use_ray", "bool", "--distributed-executor-backend ray", _on_ray, False),
+    refused("engine_use_ray", "bool", "the engine is a process of the server; --distributed-executor-backend ray "
+            "places its ranks"),
+    free("ray_workers_use_nsight", "bool", "ranks run without a profiler"),
     free("disable_custom_all_reduce", "bool", "sums use the library of the device"),
     free("enable_batch_sharded_sampling", "bool", "every rank samples the whole batch; it would change speed alone"),
     free("max_parallel_loading_workers", "int", "weights are read one tensor at a time"),
@@ -53,11 +56,6 @@ PARALLEL: tuple[FlagRow, ...] = (
     refused("numa_bind_cpus", "list", "start the server under numactl --physcpubind=CPUS"),
     free("distributed_timeout_seconds", "int", _TIMEOUT),
     free("cpu_distributed_timeout_seconds", "int", _TIMEOUT),
-    refused("nnodes", "int", _NODES, 1),
-    refused("node_rank", "int", _NODES, 0),
-    refused("headless", "bool", _NODES),
-    free("master_addr", "str", "ranks of one machine meet over a file"),
-    free("master_port", "int", "ranks of one machine meet over a file"),
 )  # fmt: skip
 
 DATA: tuple[FlagRow, ...] = (

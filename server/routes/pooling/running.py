@@ -142,8 +142,8 @@ def _usage(generations: Sequence[Generation]) -> Usage:
     tokens = sum(len(g.prompt.tokens) for g in generations)
     details = PromptTokensDetails(
         cached_tokens=sum(g.cached_tokens for g in generations),
-        image_tokens=sum(g.prompt.image_tokens for g in generations),
-        video_tokens=sum(g.prompt.video_tokens for g in generations),
+        image_tokens=sum(g.prompt.media_tokens(videos=False) for g in generations),
+        video_tokens=sum(g.prompt.media_tokens(videos=True) for g in generations),
     )
     return Usage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=details)
 

@@ -15,24 +15,25 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.oracles.towers import DEVICES, Picture, TowerRig, encoded, picture, random_grid
+from tests.oracles.towers import DEVICES, encoded, picture, random_grid, shown, tower_rig
+from tests.vision.rig import FamilyRig, Shown
 from trencadis.multimodal.grids import slots_of
 from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
 
 BAR = 1e-5
 SIDES = range(2, 33, 2)
 
-Rigs = Callable[[str], TowerRig]
+Rigs = Callable[[str], FamilyRig]
 
 
 @pytest.fixture(scope="module")
 def rigs(vl_checkpoint: Path) -> Rigs:
     """A rig per device, made once."""
-    return cache(lambda device: TowerRig(vl_checkpoint, device))
+    return cache(lambda device: tower_rig(vl_checkpoint, device))
 
 
 @pytest.fixture(scope="module")
-def images(vl_checkpoint: Path, oracle: Any) -> Callable[[tuple[int, int], int], Picture]:
+def images(vl_checkpoint: Path, oracle: Any) -> Callable[[tuple[int, int], int], Shown]:
     """``images((h, w), seed)``: random patches with their oracle, kept for the other devices."""
     model = oracle(vl_checkpoint)
     # The device is the parameter that changes fastest, so three neighbours share what is made.
@@ -44,12 +45,12 @@ def check(name: str, worst: float, count: int) -> None:
     assert worst <= BAR
 
 
-def alone(rig: TowerRig, images: Any, grids: list[tuple[int, int]], seed: int, name: str) -> None:
+def alone(rig: FamilyRig, images: Any, grids: list[tuple[int, int]], seed: int, name: str) -> None:
     rng = np.random.default_rng(seed)
     check(name, max(rig.worst([images(g, seed)], rng) for g in grids), len(grids))
 
 
-def packed(rig: TowerRig, images: Any, count: int, seed: int, name: str, most: int = 64) -> None:
+def packed(rig: FamilyRig, images: Any, count: int, seed: int, name: str, most: int = 64) -> None:
     """Packings of 1 to 8 images, half of them with spare windows."""
     rng, worst = np.random.default_rng(seed), 0.0
     for _ in range(count):
@@ -94,7 +95,7 @@ def test_resize_alignment(device: str, rigs: Rigs, vl_checkpoint: Path, oracle: 
     whole_windows(rigs(device), vl_checkpoint, oracle, ((100, 130), (260, 90), (350, 350)), f"{device}, resize")
 
 
-def whole_windows(rig: TowerRig, path: Path, oracle: Any, sizes: Any, name: str) -> None:
+def whole_windows(rig: FamilyRig, path: Path, oracle: Any, sizes: Any, name: str) -> None:
     processor = ImageProcessor.from_checkpoint(path, {}, "resize")
     rng, worst = np.random.default_rng(5), 0.0
     for height, width in sizes:
@@ -102,8 +103,8 @@ def whole_windows(rig: TowerRig, path: Path, oracle: Any, sizes: Any, name: str)
         made = processor.prepare(Image.fromarray(noise), "x")
         grid = made.grid[1:]
         assert all(side % 8 == 0 for side in grid) and made.slots == slots_of(made.grid) == grid[0] * grid[1]
-        shown = Picture(grid, made.pixels, encoded(oracle(path), made.pixels, grid))
-        worst = max(worst, rig.worst([shown], rng))
+        one = shown(grid, made.pixels, encoded(oracle(path), made.pixels, grid))
+        worst = max(worst, rig.worst([one], rng))
     check(name, worst, len(sizes))
 
 
@@ -142,6 +143,6 @@ def test_resize_alignment_of_many_sizes(device: str, rigs: Rigs, vl_checkpoint: 
 def test_bytes_reach_the_tower_as_the_processor_would_send_them(rigs: Rigs, vl_checkpoint: Path, oracle: Any) -> None:
     """Every byte value through the device's normalisation; an off-by-one in it would pass unseen on noise alone."""
     ramp = np.arange(16 * 1176, dtype=np.uint32).astype(np.uint8).reshape(16, 1176)
-    shown = Picture((4, 4), ramp, encoded(oracle(vl_checkpoint), ramp, (4, 4)))
+    one = shown((4, 4), ramp, encoded(oracle(vl_checkpoint), ramp, (4, 4)))
     assert torch.unique(torch.from_numpy(ramp)).numel() == 256
-    check("bytes", rigs("cpu").worst([shown], np.random.default_rng(0)), 1)
+    check("bytes", rigs("cpu").worst([one], np.random.default_rng(0)), 1)

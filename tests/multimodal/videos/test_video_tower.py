@@ -19,8 +19,9 @@ import torch
 
 from tests.oracles import qwen_vl_utils
 from tests.oracles.rotary_positions import reference
-from tests.oracles.towers import DEVICES, Picture, TowerRig, normalised
+from tests.oracles.towers import DEVICES, normalised, shown, tower_rig
 from tests.traffic import video_clips
+from tests.vision.rig import FamilyRig, Shown
 from trencadis.multimodal.options import MediaOptions
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
@@ -133,22 +134,22 @@ def _whole(spans: Any, video: PreparedVideo) -> tuple[Any, float, int, Any]:
 
 
 @pytest.fixture(scope="module")
-def rigs(vl_checkpoint: Path) -> Callable[[str], TowerRig]:
-    return cache(lambda device: TowerRig(vl_checkpoint, device))
+def rigs(vl_checkpoint: Path) -> Callable[[str], FamilyRig]:
+    return cache(lambda device: tower_rig(vl_checkpoint, device))
 
 
 @pytest.fixture(scope="module")
-def encoded(vl_checkpoint: Path, oracle: Any) -> Callable[[int], list[Picture]]:
+def encoded(vl_checkpoint: Path, oracle: Any) -> Callable[[int], list[Shown]]:
     """Temporal patches of a clip with transformers' rows, which encodes the whole clip at once."""
     model = oracle(vl_checkpoint)
 
     @cache
-    def images(seed: int) -> list[Picture]:
+    def images(seed: int) -> list[Shown]:
         video = prepared(seed)[1]
         with torch.no_grad():
             out = model.model.visual(normalised(pixels_of(video)), grid_thw=torch.tensor([video.grid])).pooler_output
         rows = out.split(video.patches[0].tokens)
-        return [Picture(p.grid[1:], p.pixels, r) for p, r in zip(video.patches, rows, strict=True)]
+        return [shown(p.grid[1:], p.pixels, r) for p, r in zip(video.patches, rows, strict=True)]
 
     return images
 

@@ -1,0 +1,93 @@
+"""Both ends of a connection prove that they know the group's key, before anything else is read from it.
+
+The engine sends a mark and a challenge of 32 bytes; the rank answers with the mark, a challenge of its own, its number
+and its proof; the engine answers with its proof. A proof is HMAC-SHA256 of who says it, both challenges and the number,
+so that none can be sent back or used again. The keys of both directions are derived alike.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+import time
+from typing import Any
+
+from trencadis.core.links.keyed import MOST, KeyedLink, tagger
+from trencadis.core.links.secret import GroupKey
+from trencadis.core.links.stream import ByteStream
+
+MARK = b"TRNCDS\x00\x01"
+NONCE = 32
+PROOF = 32
+NUMBER = struct.Struct("<I")
+CLAIM = len(MARK) + NONCE + NUMBER.size + PROOF
+UP_MOST = 64 << 20
+"""Bytes of the largest message that a rank may send to the engine."""
+
+LIMIT = 5.0
+"""Seconds in which a connection must have proved itself."""
+
+
+class NotOurs(Exception):
+    """The other end does not speak this protocol, or has another key."""
+
+
+def as_engine(stream: ByteStream, key: GroupKey, limit: float = LIMIT) -> tuple[int, KeyedLink]:
+    """The number of the rank at the other end, and the link to it.
+
+    Raises:
+        NotOurs: it did not prove that it knows the key.
+        OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
+    """
+    end, mine = time.monotonic() + limit, os.urandom(NONCE)
+    stream.send_all(MARK + mine)
+    claim = _exactly(stream, CLAIM, end)
+    mark, theirs = claim[: len(MARK)], claim[len(MARK) :][:NONCE]
+    number, proof = claim[len(MARK) + NONCE :][: NUMBER.size], claim[-PROOF:]
+    if mark != MARK:
+        raise NotOurs("it is no rank of this version")
+    if not hmac.compare_digest(proof, key.proof(b"rank", MARK, mine, theirs, number)):
+        raise NotOurs("its key is another one")
+    stream.send_all(key.proof(b"engine", MARK, mine, theirs, number))
+    down, up = _taggers(key, mine, theirs, number)
+    return NUMBER.unpack(number)[0], KeyedLink(stream, down, up, UP_MOST)
+
+
+def as_rank(stream: ByteStream, key: GroupKey, number: int, limit: float = LIMIT) -> KeyedLink:
+    """The link to the engine.
+
+    Raises:
+        NotOurs: the other end is no engine of this group, or refused.
+        OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
+    """
+    end, mine, said = time.monotonic() + limit, os.urandom(NONCE), NUMBER.pack(number)
+    greeting = _exactly(stream, len(MARK) + NONCE, end)
+    theirs = greeting[len(MARK) :]
+    if greeting[: len(MARK)] != MARK:
+        raise NotOurs("what listens there is no engine of this version")
+    stream.send_all(MARK + mine + said + key.proof(b"rank", MARK, theirs, mine, said))
+    proof = _exactly(stream, PROOF, end)
+    if not hmac.compare_digest(proof, key.proof(b"engine", MARK, theirs, mine, said)):
+        raise NotOurs("the engine's key is another one")
+    down, up = _taggers(key, theirs, mine, said)
+    return KeyedLink(stream, up, down, MOST)
+
+
+def _taggers(key: GroupKey, engine: bytes, rank: bytes, number: bytes) -> tuple[Any, Any]:
+    """Of both directions; they hold the keys, so that no variable does, which a report of a crash could show."""
+    return tagger(key.proof(b"down", engine, rank, number)), tagger(key.proof(b"up", engine, rank, number))
+
+
+def _exactly(stream: ByteStream, size: int, end: float) -> bytes:
+    data = bytearray(size)
+    left = memoryview(data)
+    while left:
+        wait = end - time.monotonic()
+        if wait <= 0:
+            raise TimeoutError("it did not prove itself in time")
+        got = stream.receive_into(left, wait)
+        if not got:
+            raise NotOurs("it closed the connection: its key may be another one, or that rank is taken")
+        left = left[got:]
+    return bytes(data)

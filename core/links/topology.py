@@ -1,0 +1,133 @@
+"""How the ranks of an engine lie on machines, from flags and torchrun's variables. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+
+UNI, MP, EXTERNAL, RAY = "uni", "mp", "external_launcher", "ray"
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+"""What torchrun tells each process; LOCAL_WORLD_SIZE too, and MASTER_PORT, which is a store of its own."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks [first, first + here) are on this machine, of ``world`` on ``nodes`` machines.
+
+    Args:
+        backend: uni, mp, external_launcher or ray.
+        alone: whether this process starts its own rank only, because others start theirs (external_launcher).
+    """
+
+    backend: str
+    world: int
+    nodes: int = 1
+    first: int = 0
+    here: int = 1
+    alone: bool = False
+
+    @property
+    def over_hosts(self) -> bool:
+        """Whether ranks come over TCP."""
+        return self.nodes > 1 or self.alone
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0, and with it the engine, is here."""
+        return self.first == 0
+
+
+def world_of(config: EngineConfig) -> int:
+    """Ranks of one engine."""
+    return config.tensor_parallel_size
+
+
+def topology(config: EngineConfig, environ: Mapping[str, str]) -> Topology:
+    """Where this process's ranks are.
+
+    Raises:
+        StartupError: flags that contradict each other, or torchrun's variables.
+    """
+    world, backend = world_of(config), config.distributed_executor_backend
+    if backend == UNI and world > 1:
+        raise StartupError(f"--distributed-executor-backend uni is one rank, and there are {world}; leave it out (mp).")
+    if backend == EXTERNAL:
+        _one_node(config)
+        return _torchrun(config, world, environ)
+    if backend == RAY:
+        _one_node(config)
+        return Topology(RAY, world, here=1)
+    if config.headless and config.nnodes == 1:
+        raise StartupError("--headless starts ranks for an engine on another node: name --nnodes and --node-rank too.")
+    if config.nnodes == 1:
+        if config.node_rank:
+            raise StartupError(f"--node-rank {config.node_rank} of --nnodes 1; nodes count from 0.")
+        return Topology(MP if world > 1 else UNI, world, here=world)
+    return _nodes(config, world)
+
+
+def _one_node(config: EngineConfig) -> None:
+    if config.nnodes > 1 or config.headless:
+        raise StartupError(
+            f"--nnodes and --headless start ranks by hand; --distributed-executor-backend "
+            f"{config.distributed_executor_backend} starts them itself: leave one of both out."
+        )
+
+
+def _nodes(config: EngineConfig, world: int) -> Topology:
+    nodes, node = config.nnodes, config.node_rank
+    if world % nodes:
+        raise StartupError(
+            f"--nnodes {nodes} does not divide {world} ranks (--tensor-parallel-size); each node has as many."
+        )
+    if node >= nodes:
+        raise StartupError(f"--node-rank {node} of --nnodes {nodes}; nodes count from 0.")
+    if bool(node) != config.headless:
+        remedy = "add --headless: the server is on node 0" if node else "leave out --headless: node 0 is the server"
+        raise StartupError(f"--node-rank {node}: {remedy}.")
+    here = world // nodes
+    _check_span(config, here)
+    if not config.group_key_file:
+        raise StartupError(NO_KEY)
+    return Topology(MP, world, nodes, node * here, here)
+
+
+NO_KEY = (
+    "ranks on several machines need a key that others do not know: head -c 32 /dev/urandom | base64 > group.key, "
+    "chmod 600 group.key, and --group-key-file group.key on each machine."
+)
+
+
+def _check_span(config: EngineConfig, here: int) -> None:
+    size = config.tensor_parallel_size
+    if here % size and not config.allow_tp_over_nodes:
+        raise StartupError(
+            f"--tensor-parallel-size {size} would span machines of {here} ranks, and every layer would wait for the "
+            "network; --allow-tp-over-nodes does it all the same."
+        )
+
+
+def _torchrun(config: EngineConfig, world: int, environ: Mapping[str, str]) -> Topology:
+    missing = [name for name in TORCHRUN if not environ.get(name)]
+    if missing:
+        raise StartupError(
+            f"--distributed-executor-backend external_launcher: {', '.join(missing)} is not set: start it with "
+            f"torchrun --no-python --nproc-per-node {world} trencadis serve ..."
+        )
+    rank, size, local = (envs.get_int(name, environ) or 0 for name in TORCHRUN[:3])
+    if size != world:
+        raise StartupError(f"torchrun started {size} processes and --tensor-parallel-size asks for {world} ranks.")
+    here = envs.get_int("LOCAL_WORLD_SIZE", environ) or size
+    if not 0 <= local <= rank < size or here > size:
+        raise StartupError(f"RANK {rank}, LOCAL_RANK {local}, WORLD_SIZE {size}, LOCAL_WORLD_SIZE {here}: torchrun "
+                           "counts otherwise.")  # fmt: skip
+    nodes = -(-size // here)
+    if nodes > 1:
+        _check_span(config, here)
+        if not config.group_key_file:
+            raise StartupError(NO_KEY)
+    return Topology(EXTERNAL, world, nodes, rank, here, alone=True)

@@ -1,0 +1,73 @@
+"""A rank over TCP: whatever happens to a frame, to the link or to a process ends the group, soon and without traces."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+
+from tests.fakes.ranks import full_step
+from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
+from tests.links.proxy import FAULTS, Relay
+from trencadis.core.executor.trouble import RankFailed
+from trencadis.core.links import keyed
+from trencadis.core.links.door import Door
+from trencadis.core.links.secret import GroupKey
+
+SOON = 6.0
+"""Seconds in which open requests must have ended: silence counts as death after 5."""
+
+WORDS = {
+    "flip": "altered", "cut": "closed its connection|altered|reset", "replay": "came where", "skip": "came where",
+    "swap": "came where", "huge": "altered", "drop": "no sign of life|hears nothing",
+}  # fmt: skip
+"""What is said of each fault. One that the rank notices first is a closed connection to the engine."""
+
+
+def run(fault: str, seed: int, monkeypatch: Any) -> float:
+    """One group that meets ``fault``; returns the seconds until its caller knew."""
+    rng, key = random.Random(f"{fault} {seed}"), GroupKey.fresh()
+    down, at = rng.random() < 0.5, rng.randrange(3, 12)
+    with nothing_stays(), recorded(monkeypatch), monkeypatch.context():
+        door = Door(("127.0.0.1", 0), key, [1])
+        relay = Relay(door.address, fault, at, down, rng)
+        peer, group = Peer(key, relay.address, 1), group_at(door)
+        try:
+            with pytest.raises(RankFailed, match=r"rank 1 \(node 1\) died") as failed:
+                start(group)
+                for number in range(10_000):
+                    group.submit(full_step(number)).result()
+                    time.sleep(0.002)
+            took = time.monotonic() - relay.when
+            peer.thread.join(SOON)
+            said = f"{failed.value} {peer.why}"
+            assert re.search(WORDS[fault], said), said
+            with pytest.raises(RankFailed):
+                group.submit(full_step(1)).result()
+        finally:
+            group.close()
+            relay.close()
+            peer.thread.join(SOON)
+    return took
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_frame_that_is_not_as_it_was_sent_ends_the_group(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "drop":
+        monkeypatch.setattr(keyed, "BEAT", 0.05)
+    run(fault, 0, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_twenty_faults_of_each_kind(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the beats of a server."""
+    taken = []
+    for seed in range(1, 21):
+        with monkeypatch.context() as patch:
+            taken.append(run(fault, seed, patch))
+    print(f"\n{fault}: 20 of 20; known after {min(taken):.2f} to {max(taken):.2f} s")
+    assert max(taken) < SOON
