@@ -74,9 +74,8 @@ class ImageRows:
 
 def rows_of_run(run: TokenRun, rows: Int32) -> Int32:
     """Arena rows int32 [run.length] that a run's tokens take; ``rows`` are those of its item."""
-    if run.constant >= 0:
-        return np.full(run.length, RESERVED_ROWS + run.constant, np.int32)
-    return rows[run.first : run.first + run.length]
+    constant = RESERVED_ROWS + run.constant
+    return np.full(run.length, constant, np.int32) if run.constant >= 0 else rows[run.first : run.first + run.length]
 
 
 class PoolSpan(NamedTuple):
@@ -298,6 +297,8 @@ class VisionInputs:
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
+    near: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
+    share: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ def expand_placeholders(
     places: Sequence[int],
     video_token: int = -1,
     encode: Encode | None = None,
+    placed: int = -1,
 ) -> tuple[list[int], list[MediaSpan]]:
     """Repeats the token at each of ``places`` as often as its image or video has tokens.
 
@@ -29,6 +30,7 @@ def expand_placeholders(
             may hold it too.
         encode: the ids of a layout's text behind a placeholder token, special tokens being tokens; for families whose
             pictures have such text.
+        placed: id in the place of a picture, where it is not ``image_token``.
 
     Returns:
         The expanded ids, and one span per item (``encoder_items(media)``), by ascending offset.
@@ -43,7 +45,8 @@ def expand_placeholders(
     done = 0
     for one, place in zip(media, places, strict=True):
         wanted = video_token if isinstance(one, PreparedVideo) else image_token
-        if not done <= place < len(tokens) or tokens[place] != wanted:
+        stands = placed if placed >= 0 and wanted == image_token else wanted
+        if not done <= place < len(tokens) or tokens[place] != stands:
             raise ValueError(f"place {place} holds no media token, or is out of order")
         out += tokens[done:place]
         layout = () if isinstance(one, PreparedVideo) else one.layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,9 @@ ONLINE = ("fp8", "int8", "int4")
 
 ONLINE_GROUP = 32
 """Columns that share a scale in 4 bits; measured on the demo model: groups of 128 lose several points more."""
+
+TOWER = "visual."
+"""What the canonical names of a vision tower begin with, its projector's among them."""
 
 GROUPS = 65536
 LONGEST_PATTERN = 512
@@ -42,6 +45,8 @@ class Quantisation:
         rules: the first that matches a module's name counts.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
         given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
+        prefixes, inner: stored and canonical parts of names (``StoredNames``), by which the modules of a tower are
+            called in files.
     """
 
     method: str
@@ -50,6 +55,8 @@ class Quantisation:
     ignore: tuple[str, ...] = ()
     within: bool = False
     given: tuple[tuple[str, GivenScale], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+    inner: tuple[tuple[str, str], ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module by its canonical name (``layers.0.mlp.up_proj``); None: 16 bits."""
@@ -67,7 +74,7 @@ class Quantisation:
             return self.rules[0].scheme if self.given_scale(module) is not None else None
         if self.method == "online":
             return self.rules[0].scheme if module.startswith(("layers.", "lm_head")) else None
-        names = aliases(module)
+        names = (*aliases(module), *tower_names(module, self.prefixes, self.inner))
         if any(_matches(pattern, names, self.within) for pattern in self.ignore):
             return None
         for rule in self.rules:
@@ -96,12 +103,23 @@ class Quantisation:
 
 def aliases(module: str) -> tuple[str, ...]:
     """The names that a module has had in transformers' models."""
-    if module.startswith("visual."):
+    if module.startswith(TOWER):
         return module, f"model.{module}"
     if module.startswith("lm_head"):
         return module, f"model.{module}", f"language_model.{module}"
     own = f"model.{module}", f"model.language_model.{module}", f"language_model.model.{module}"
     return module, *own, f"language_model.{module}"
+
+
+def tower_names(module: str, prefixes: Iterable[tuple[str, str]], inner: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The stored names of a tower's module, whose canonical one begins with ``visual``; none for others."""
+    if not module.startswith(TOWER):
+        return ()
+    name, canonical = f"{module}.", [(stored, ours) for stored, ours in prefixes if module.startswith(ours) and ours]
+    longest = max((len(ours) for _, ours in canonical), default=0)
+    for theirs, ours in reversed(inner):
+        name = name.replace(ours, theirs)
+    return tuple(stored + name[longest:-1] for stored, ours in canonical if len(ours) == longest)
 
 
 def _matches(pattern: str, names: Iterable[str], within: bool = False) -> bool:

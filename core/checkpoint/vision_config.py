@@ -9,10 +9,14 @@ from typing import ClassVar, NamedTuple
 
 
 class SlotForm(NamedTuple):
-    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena."""
+    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
+
+    ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
+    """
 
     values: int = 0
     cell: int = 1
+    near: int = 0
 
 
 NO_SLOT = SlotForm()
@@ -55,6 +59,11 @@ class VisionConfig(ABC):
     @abstractmethod
     def whole(self) -> int:
         """Layers whose attention spans a whole item; the others attend inside windows."""
+
+    @property
+    def deep(self) -> int:
+        """Parts of an arena row behind the first; part i is added to the decoder's stream behind layer i - 1."""
+        return 0
 
     @property
     def head_dim(self) -> int:

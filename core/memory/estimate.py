@@ -89,7 +89,8 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
-        return dims[0] * (sizes.slot.values + 8) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
+        mixed = 8 * sizes.slot.near
+        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
     if stage is Stage.POOL:
@@ -322,7 +323,7 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=arena_rows * t.width * sized.itemsize,
+        arena=arena_rows * sized.model.row_parts * t.width * sized.itemsize,
         state=state,
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.width * sized.itemsize,
         inputs=sized.all_inputs(plan),

@@ -148,7 +148,7 @@ def plan_cpu(
         max_model_len=wanted,
         arena_rows=rows,
         kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
-        arena_bytes=rows * text.width * itemsize,
+        arena_bytes=rows * config.row_parts * text.width * itemsize,
         weights_bytes=weights,
         notes=tuple(notes),
     )

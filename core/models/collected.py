@@ -57,6 +57,8 @@ class Collected:
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
                 tensor = tensor.t()
+            if tensor.ndim == 3 and name.endswith(names.transposed or "\0"):
+                tensor = expert_rows(config.text, name, tensor)
             for one, held in one_by_one(name, tensor):
                 parts = fused_parts(config.text, one)
                 for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
@@ -216,6 +218,15 @@ def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
         return {"q_proj": q, "k_proj": kv, "v_proj": kv}
     inner = c.experts.inner if c.experts is not None and EXPERTS in module else c.intermediate
     return {"gate_proj": inner, "up_proj": inner}
+
+
+def expert_rows(c: TextConfig, name: str, tensor: Tensor) -> Tensor:
+    """[experts, out, in] of a layer's experts, whose stored tensor is [experts, in, out] or that already."""
+    if c.experts is None:
+        return tensor
+    outputs = 2 * c.experts.inner if name.endswith("gate_up_proj") else c.hidden
+    inputs = c.hidden if name.endswith("gate_up_proj") else c.experts.inner
+    return tensor if tuple(tensor.shape[1:]) == (outputs, inputs) else tensor.transpose(1, 2)
 
 
 def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -28,8 +28,11 @@ _TEXT = "trencadis.core.families"
 TABLE = {
     "Qwen2_5_VLForConditionalGeneration": "trencadis.multimodal.qwen2_5_vl.family:FAMILY",
     "Qwen2VLForConditionalGeneration": "trencadis.multimodal.qwen2_vl.family:FAMILY",
+    "Qwen3VLForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:DENSE",
+    "Qwen3VLMoeForConditionalGeneration": "trencadis.multimodal.qwen3_vl.family:EXPERTS",
     "LlavaForConditionalGeneration": "trencadis.multimodal.llava.family:FAMILY",
     "LlavaNextForConditionalGeneration": "trencadis.multimodal.llava_next.family:FAMILY",
+    "Gemma3ForConditionalGeneration": "trencadis.multimodal.gemma3.family:FAMILY",
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.mistral3.family:FAMILY",

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.step import Encode, ImageRows, rows_of_run
+from trencadis.core.step import Encode, ImageRows, SeenSpan, rows_of_run
 
 THIS_STEP = -1
 """The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""
@@ -178,3 +179,26 @@ class Encoder:
             self.hits += hit
             seq.stats.images += 1
             seq.stats.image_hits += hit
+
+
+def uncut(seq: Sequence, count: int, limits: SchedulerLimits) -> int:
+    """``count`` tokens, or where tokens of a picture see each other as many as end before one that they would cut.
+
+    None where that is the first one: the picture waits for a step with room for all of it. A prefix hit may end inside
+    it, since its keys do not depend on where chunks begin.
+    """
+    if not limits.joined:
+        return count
+    start, end = seq.computed, seq.computed + count
+    cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
+    return max(next(cut, end) - start, 0)
+
+
+def seen_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[SeenSpan, ...]:
+    """Which tokens of the chunk [start, end) see each other."""
+    if limits.whole:
+        return (SeenSpan(0, end - start),)
+    if not limits.joined:
+        return ()
+    inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
+    return tuple(SeenSpan(max(span.offset - start, 0), span.end - start) for span in inside)

@@ -22,13 +22,13 @@ from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.batch import RunningBatch, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
-from trencadis.core.scheduling.encoder import Encoder, VisionBuilder
+from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans, uncut
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
-from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
+from trencadis.core.step import Draw, Int32, Row, Step
 
 
 class Scheduler:
@@ -164,7 +164,7 @@ class Scheduler:
             return
         count = self._chunk_size(seq, builder)
         if count > 0:
-            count = self._allocate_blocks(seq, count, builder)
+            count = uncut(seq, self._allocate_blocks(seq, count, builder), self.limits)
         if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
@@ -238,7 +238,7 @@ class Scheduler:
                 self.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
-        spans = (SeenSpan(0, count),) if self.limits.whole else ()
+        spans = seen_spans(seq, start, end, self.limits)
         row = Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         builder.rows.append(row)
         self.publish(seq)

@@ -175,7 +175,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, model_config, plan, limits.max_tokens)
+        _check_chunking(config, model_config, plan, limits)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
@@ -215,7 +215,7 @@ def _host(
 ) -> tuple[Runner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, model_config, plan, limits.max_tokens)
+    _check_chunking(config, model_config, plan, limits)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -244,7 +244,15 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
-def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int) -> None:
+def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, limits: ShapeLimits) -> None:
+    tokens = limits.max_tokens
+    if model.text.joined:
+        picture = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
+        if tokens < picture + limits.max_rows:
+            raise StartupError(
+                f"{model.architecture} computes a picture at a time: --max-num-batched-tokens ({tokens}) must be at "
+                f"least {picture + limits.max_rows}, its {picture} tokens and one for each of --max-num-seqs"
+            )
     if not model.text.causal and tokens < plan.max_model_len:
         raise StartupError(
             f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
@@ -268,6 +276,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         chunked=config.enable_chunked_prefill and model.text.causal,
         caching=config.enable_prefix_caching and model.text.causal,
         whole=not model.text.causal,
+        joined=model.text.joined,
         fair=config.scheduling_policy == "fair",
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
@@ -279,6 +288,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    row_bytes = model.row_parts * model.text.width * backend.dtype.itemsize
     arena_rows = max(plan.arena_rows - reserved_rows(model), 0)
     return EngineInfo(
         device=backend.label,
@@ -290,7 +300,7 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         arena_rows=arena_rows,
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=arena_rows * model.text.width * backend.dtype.itemsize,
+        arena_bytes=arena_rows * row_bytes,
         seconds=seconds,
         notes=list(plan.notes),
     )

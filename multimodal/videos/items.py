@@ -21,6 +21,7 @@ class PreparedVideo:
         fps: rate of the sampled frames; it sets the time axis of their positions.
         seconds: from one temporal patch to the next.
         frames: how many frames the video has in all.
+        rate: of all its frames.
     """
 
     digest: str
@@ -29,6 +30,7 @@ class PreparedVideo:
     fps: float
     seconds: float
     frames: int
+    rate: float = 1.0
 
     @property
     def grid(self) -> Grid:

@@ -63,6 +63,40 @@ def finished(
     return folder
 
 
+def qwen3_vl(folder: Path, *, seed: int = 0, experts: bool = False, vision: Any = None, **text: Any) -> Path:
+    """A Qwen3-VL checkpoint, with ``experts`` in all layers but one; ``vision`` and ``text`` override settings."""
+    import transformers
+
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5e6, "mrope_interleaved": True}
+    settings = {"head_dim": 16, **checkpoints.text_settings(rope_parameters=rope, **{"num_hidden_layers": 3, **text})}
+    tower = dict(
+        depth=4, hidden_size=144, intermediate_size=44, num_heads=2, out_hidden_size=settings["hidden_size"],
+        in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=36,
+        deepstack_visual_indexes=[0, 2], hidden_act="gelu_pytorch_tanh",
+    ) | (vision or {})  # fmt: skip
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    if experts:
+        settings |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+        }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config=settings, vision_config=tower, tie_word_embeddings=settings["tie_word_embeddings"],
+        image_token_id=checkpoints.IDS["<|image_pad|>"], video_token_id=checkpoints.IDS["<|video_pad|>"],
+        vision_start_token_id=checkpoints.IDS["<|vision_start|>"],
+        vision_end_token_id=checkpoints.IDS["<|vision_end|>"],
+        architectures=[f"{name}ForConditionalGeneration"],
+    )  # fmt: skip
+    checkpoints._write(getattr(transformers, f"{name}ForConditionalGeneration")(config), folder, seed, torch.float32)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 def internvl(
     folder: Path, *, seed: int = 0, most: int = 12, vision: Any = None, kind: str = "qwen2", **text: Any
 ) -> Path:
@@ -180,3 +214,49 @@ def llava_next(
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     }  # fmt: skip
     return finished(LlavaNextForConditionalGeneration(config), folder, seed, ["<image>"], processor)
+
+
+GEMMA_TOKENS = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+GEMMA_TEMPLATE = """\
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}
+{%- else %}{%- for part in message['content'] %}{%- if part['type'] == 'image' %}{{- '<start_of_image>' }}
+{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}"""
+
+
+def gemma3(folder: Path, *, seed: int = 0, image: int = 112, tokens: int = 4, **text: Any) -> Path:
+    """A Gemma-3 checkpoint with pictures of ``image`` pixels and ``tokens`` tokens; newlines are merged."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
+
+    own = dict(
+        vocab_size=checkpoints.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=20, sliding_window=24, max_position_embeddings=2048,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        rms_norm_eps=1e-6, pad_token_id=1, eos_token_id=checkpoints.IDS["<|im_end|>"],
+    ) | text  # fmt: skip
+    tower = dict(
+        model_type="siglip_vision_model", hidden_size=144, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=2, image_size=image, patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    config = Gemma3Config(
+        text_config={"model_type": "gemma3_text", **own}, vision_config=tower, mm_tokens_per_image=tokens,
+        image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
+        architectures=["Gemma3ForConditionalGeneration"], tie_word_embeddings=own.get("tie_word_embeddings", True),
+    )  # fmt: skip
+    processor = {
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": image, "width": image}, "resample": 2,
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "do_pan_and_scan": None,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": tokens,
+    }  # fmt: skip
+    model: Any = Gemma3ForConditionalGeneration(config)
+    model.generation_config = GenerationConfig()
+    finished(model, folder, seed, GEMMA_TOKENS, processor, GEMMA_TEMPLATE)
+    file = folder / "tokenizer.json"
+    held = json.loads(file.read_text())
+    vocab = held["model"]["vocab"]
+    for filler, newlines in (("Ġw300", "ĊĊ"), ("Ġw301", "ĊĊĊ")):
+        vocab[newlines] = vocab.pop(filler)
+    held["model"]["merges"] = [["Ċ", "Ċ"], ["ĊĊ", "Ċ"]]
+    file.write_text(json.dumps(held))
+    return folder

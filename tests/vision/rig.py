@@ -34,7 +34,7 @@ Given = tuple[int, tuple[int, int, int], int, np.ndarray[Any, np.dtype[np.uint8]
 
 @dataclass(frozen=True)
 class Shown:
-    """An item and what transformers makes of it, float32 [tokens, hidden]."""
+    """An item and what transformers makes of it, float32 [tokens, width of an arena row]."""
 
     grid: tuple[int, int, int]
     slots: int
@@ -73,6 +73,7 @@ class FamilyRig:
         config = load_config(path)
         assert config.vision is not None
         self.cell, self.rows = config.vision.slot.cell, largest // config.vision.slot.cell
+        self.wide = config.row_parts * config.text.width
         self.reserved, self.places = reserved_rows(config), places
         self.backend = backend_of(device, config.text.vocab)
         self.model: Any = build(config, self.backend)
@@ -113,14 +114,18 @@ class FamilyRig:
         unused[sum(i.slots for i in items) :] = True
         inputs.pixels[unused] = rng.integers(0, 256, (int(unused.sum()), inputs.pixels.shape[1]), dtype=np.uint8)
         inputs.position[unused] = rng.integers(0, self.places, (int(unused.sum()), 2))
-        arena = torch.full(tuple(self.model.persistent.arena.shape), 7.0)
+        if inputs.near is not None and inputs.share is not None:
+            shape = int(unused.sum()), inputs.near.shape[1]
+            inputs.near[unused], inputs.share[unused] = rng.integers(0, 4, shape), rng.random(shape)
+        held = self.model.persistent.arena
+        arena = torch.full(tuple(held.shape), 7.0).view(-1, self.wide)
         arena[0], arena[1] = 0, float("nan")
-        self.model.persistent.arena.copy_(arena)
+        held.copy_(arena.view(held.shape))
         self.model.bind(self.model.persistent)  # constant rows
         program = self.program(bucket.dims[0])
         self.backend.fill(program, inputs)
         program.run()
         self.backend.synchronize()
-        got = self.model.persistent.arena.cpu()
+        got = held.cpu().view(-1, self.wide)
         assert (got[row[:500]] == 7).all() and not got[0].any(), "a row that no item owns was written"
         return items, got

@@ -58,11 +58,11 @@ def attend_images(
 
 
 def halves(d: int) -> tuple[int, int]:
-    """Lanes of the two parts of a head that is the sum of two powers of two: 80 is 64 and 16, which spares products
-    of 128 lanes. Any other: (its padded lanes, 0)."""
+    """Lanes of a head's two parts, where that spares products of twice the first: 80 is 64 and 16, 72 is 64 and 16 of
+    which 8 are filled. Any other: (its padded lanes, 0)."""
     whole = tiles.power(d) // 2
-    tail = d - whole
-    return (whole, tail) if 16 <= tail < whole and tail == tiles.power(tail) else (tiles.lanes(d), 0)
+    tail = tiles.lanes(d - whole)
+    return (whole, tail) if tail < whole else (tiles.lanes(d), 0)
 
 
 SHORT = 1024
@@ -106,7 +106,7 @@ def images_kernel(
 ):  # fmt: skip
     """M queries of one head, which may belong to several images; N keys at a time (N divides a window).
 
-    TAIL: lanes of a second part of each head (``halves``), 0 for none.
+    TAIL: lanes of a second part of each head (``halves``), 0 for none; those at its end may be empty.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -125,7 +125,9 @@ def images_kernel(
     total = tl.zeros([M], tl.float32)
     if TAIL:
         behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
-        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None], other=0.0)
+        # A constant where every lane is filled, so that masks of such heads stay what they are without it.
+        rest = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
+        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None] & rest, other=0.0)
         acc_behind = tl.zeros([M, TAIL], tl.float32)
     for start in range(begin * WINDOW, end * WINDOW, N):
         window = start // WINDOW
@@ -136,8 +138,8 @@ def images_kernel(
         keep = seen[None, :] & (image == tl.load(segment + window))[:, None]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if TAIL:
-            keys_behind = tl.load(k + key * K_TOKEN + behind, mask=seen[:, None], other=0.0)
-            values_behind = tl.load(v + key * V_TOKEN + behind, mask=seen[:, None], other=0.0)
+            keys_behind = tl.load(k + key * K_TOKEN + behind, mask=seen[:, None] & rest, other=0.0)
+            values_behind = tl.load(v + key * V_TOKEN + behind, mask=seen[:, None] & rest, other=0.0)
             scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
         weights, fade, peak, total = softmax.tile_weights(peak, total, scores, keep, scale, True)
         shares = weights.to(values.dtype)
@@ -148,4 +150,4 @@ def images_kernel(
     tl.store(to + column, softmax.finish(acc, total).to(out.dtype.element_ty), mask=live[:, None] & filled)
     if TAIL:
         mean = softmax.finish(acc_behind, total).to(out.dtype.element_ty)
-        tl.store(to + behind, mean, mask=live[:, None])
+        tl.store(to + behind, mean, mask=live[:, None] & rest)

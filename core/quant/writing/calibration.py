@@ -13,7 +13,7 @@ from torch import Tensor
 from trencadis.core import backend as devices
 from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.launches import persistent
 from trencadis.core.layers.source import Source
@@ -123,10 +123,9 @@ class Calibration:
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
-        self._inputs = [
-            _step(p, self._blocks(len(p.request.tokens)), t.long_from, reserved_rows(config)) for p in prompts
-        ]
+        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t, reserved_rows(config)) for p in prompts]
         self._states: list[tuple[Tensor, Tensor | None]] = []
+        self._parts: list[tuple[Tensor, ...]] = []  # of each prompt, what is added behind its first layers
         self._embed()
 
     def _blocks(self, tokens: int) -> int:
@@ -153,8 +152,9 @@ class Calibration:
             def enter(t: Any) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
-                x, residual, *_ = first_rows(found, count)
+                x, residual, _, _, deep = first_rows(found, count)
                 self._states.append((x.clone(), residual))
+                self._parts.append(tuple(held.arena[rows] for rows in deep))
 
             self._run(self._bucket(inputs), enter, inputs)
 
@@ -195,7 +195,8 @@ class Calibration:
                 rotary = first_rows(rotary, len(x))
                 found = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
                 if keep:
-                    self._states[at] = found
+                    parts = self._parts[at]
+                    self._states[at] = (found[0] + parts[number], found[1]) if number < len(parts) else found
 
             self._run(self._bucket(inputs), body, inputs)
 
@@ -214,13 +215,13 @@ def _images(prompt: Calibrant, row: int) -> list[Encode]:
     return found
 
 
-def _step(prompt: Calibrant, blocks: int, long_from: int, row: int) -> StepInputs:
-    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``; ``row``: of
-    its first item."""
-    request = prompt.request
+def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInputs:
+    """A launch that computes the whole prompt; ``row``: of its first item."""
+    request, long_from = prompt.request, text.long_from
     n = len(request.tokens)
-    image_row = np.zeros(n, np.int32)
+    image_row, upto = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
     for span in request.spans:
+        upto[span.offset : span.end] = span.end - 1
         for run in span.each():
             rows = rows_of_run(run, np.arange(row, row + span.held, dtype=np.int32))
             image_row[run.offset : run.offset + run.length] = rows
@@ -235,4 +236,5 @@ def _step(prompt: Calibrant, blocks: int, long_from: int, row: int) -> StepInput
         context=np.zeros(1, np.int32),
         blocks=np.arange(RESERVED_BLOCKS, RESERVED_BLOCKS + blocks, dtype=np.int32)[None],
         slot=np.ones(1, np.int32), adapter=np.zeros(1, np.int32),
+        upto=upto if text.joined else None,
     )  # fmt: skip
