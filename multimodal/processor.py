@@ -165,7 +165,10 @@ class VideoProcessor(Processor, Protocol):
 def processor_of(fields: Mapping[str, Any]) -> Processor:
     """A processor of its fields, as JSON delivers them."""
     module, _, name = fields["kind"].partition(":")
-    made: Processor = getattr(import_module(module), name)(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    )
+    made: Processor = getattr(import_module(module), name)(**{key: _frozen(value) for key, value in fields.items()})
     return made
+
+
+def _frozen(value: Any) -> Any:
+    """A field's value, whose tuples JSON has made lists of."""
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value

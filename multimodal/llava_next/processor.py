@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -36,14 +36,10 @@ class GridProcessor(TileProcessor):
     kind: str = "trencadis.multimodal.llava_next.processor:GridProcessor"
 
     def outline(self, height: int, width: int) -> ImageOutline:
-        grid = best_grid((height, width), self._grids)
+        grid = best_grid((height, width), self.grids)
         kept, layout = self._laid_out(height, width, grid)
         tokens = sum(piece.tokens for piece in layout if isinstance(piece, TakenRows))
         return self.outlined(grid, 1 + len(kept), tokens, layout, 2 * grid[0] * grid[1])
-
-    @property
-    def _grids(self) -> tuple[Size, ...]:
-        return tuple((h, w) for h, w in self.grids)  # JSON made lists of the pairs
 
     def _laid_out(self, height: int, width: int, grid: Size) -> tuple[tuple[int, ...], Layout]:
         side = self.image // self.patch
@@ -52,7 +48,7 @@ class GridProcessor(TileProcessor):
 
     def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
         base = image.resize((self.image, self.image), Image.Resampling.BICUBIC)
-        grid = best_grid((height, width), self._grids)
+        grid = best_grid((height, width), self.grids)
         rows, columns = fitted((height, width), grid)
         canvas = Image.new("RGB", (grid[1], grid[0]))
         place = ((grid[1] - columns) // 2, (grid[0] - rows) // 2)
@@ -117,15 +113,10 @@ def lines(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Layout]:
     return kept, tuple(layout)
 
 
-def _tower(config: ModelConfig) -> GridTower:
-    assert isinstance(config.vision, GridTower)
-    return config.vision
-
-
 def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> GridProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
     check_options(asked)
-    v, c = _tower(config), settings_file(config.path)
+    v, c = cast(GridTower, config.vision), settings_file(config.path)
     if grids_of(c, v.image) != v.grids:
         raise StartupError(f"{c.where}: image_grid_pinpoints are not those of config.json")
     return GridProcessor(**shared_fields(v, read_settings(config.path, v.image, KINDS)), grids=v.grids)
@@ -133,5 +124,5 @@ def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: st
 
 def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
     """What an image becomes by its height and width."""
-    v = _tower(config)
+    v = cast(GridTower, config.vision)
     return GridProcessor(**shared_fields(v), grids=v.grids).sizes
