@@ -20,6 +20,7 @@ from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
+from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model
 from trencadis.core.progress import Warming
@@ -176,10 +177,9 @@ class Runner:
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
         inputs = self.model.pack(images, bucket.dims[0])
-        real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
-        self._run(bucket, inputs, real, pending)
-        stats = pending.stats[-1]
-        stats.items, stats.needed = len(images), sum(image.slots for image in images)
+        needed = sum(image.slots for image in images)  # padding stands behind them
+        self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
+        pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""

@@ -16,15 +16,17 @@ from tests.oracles.transformers_model import assert_same, conversation, picture
 from tests.vision.rig import DEVICES, VARIANTS, FamilyRig
 from tests.vision.tiled import COMPARED, asked_of, prepared, rows_of_transformers, same_values, worst_row
 from trencadis import LLM, SamplingParams
-from trencadis.core.buckets import ENCODER_SLOTS, Stage
+from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.launches.runner import Runner, StepPending
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.registry import image_needs, image_processor
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
+from trencadis.core.step import Encode
 
 BAR = 1e-5
 BASE: dict[str, Any] = dict(
@@ -268,3 +270,20 @@ def test_other_parts_of_a_processor_are_no_settings(made: Any, tmp_path: Path) -
     (moved / "preprocessor_config.json").unlink()
     with pytest.raises(StartupError, match="nor an image_processor"):
         image_processor(load_config(moved), {})
+
+
+@pytest.mark.parametrize(("family", "form"), [*FIRST, ("idefics3", "cells of 9")])
+def test_real_slots_of_many_items_are_counted(family: str, form: str, made: Any, rigs: Any) -> None:
+    """Cells need not divide a window, and rows of tiles stand closer than their slots."""
+    rig = rigs(family, form, "cpu")
+    one = prepared(made(family, form), picture(np.random.default_rng(3), high=200))
+    tile = (one.items or (one,))[0]
+    items = [
+        Encode(str(i), tile.grid, tile.slots, tile.pixels, np.arange(tile.tokens, dtype=np.int32) + 3)
+        for i in range(16)
+    ]
+    pending = StepPending(1, {})
+    Runner(rig.backend, rig.model, rig.plan)._encode(items, Bucket(Stage.VISION, (17 * tile.slots,)), pending)
+    stats = pending.stats[0]
+    seen = getattr(rig.model.tower, "class_token", False)
+    assert (stats.real, stats.items, stats.needed) == (16 * (len(tile.pixels) + seen), 16, 16 * tile.slots)
