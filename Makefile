@@ -22,7 +22,7 @@ $(VENV)/.torch: | $(BIN)/python
 	TORCH_INDEX=$(TORCH_INDEX) sh tools/install_torch.sh $(BIN)/python
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard backends/cpu/native/*.[chi]*) $(VENV)/.torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	$(BIN)/python -m compileall -q core backends multimodal server trencadis assets
 	@touch $@

@@ -107,6 +107,7 @@ class InputSizes:
     Args:
         row_blocks: KV blocks of the longest row that a backend allows for.
         kv_heads: KV heads of one rank.
+        group: query heads of a KV head.
         slot: of a VISION launch.
         upto: text launches have ``Attn.upto``.
         windows: some layers see a window of keys.
@@ -119,6 +120,7 @@ class InputSizes:
     slot: SlotForm = NO_SLOT
     upto: bool = False
     windows: bool = False
+    group: int = 8
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from types import ModuleType
 
 from trencadis.core.buckets import Policy
 from trencadis.core.cpus import available_cpus
@@ -26,11 +27,17 @@ SETTLERS = {
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> Settled``, which runs before torch is imported."""
 
+TIMERS = {"cuda": "trencadis.backends.cuda.timing.report"}
+"""Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
+
 GROUP = "trencadis.backends"
 """Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
 KERNELS = "trencadis.backends.cpu.native.library"
 """A module with ``line()``: what multiplies quantised weights on the CPU."""
+
+CARD_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
+"""Variables in which a scheduler of clusters says which cards a process may use."""
 
 CONFORMANCE = "trencadis.backends.conformance"
 """The checks that every backend must pass."""
@@ -131,3 +138,14 @@ def policy_of(device: str, name: str = "") -> Policy:
         raise StartupError(f"--device {device}: this backend has no policy yet; its shapes cannot be planned.")
     found: Policy = import_module(module).policy(name)
     return found
+
+
+def timer(name: str) -> ModuleType:
+    """What says how long steps take on a device that is not there.
+
+    Raises:
+        StartupError: nothing is known of this device's times.
+    """
+    if name not in TIMERS:
+        raise StartupError(f"plan --time: there are figures of cards for {', '.join(TIMERS)} alone, not for {name}")
+    return import_module(TIMERS[name])

@@ -10,4 +10,4 @@ fi
 export HF_HOME="$cache"
 export TRENCADIS_CACHE="${TRENCADIS_CACHE:-${TMPDIR:-/tmp}/trencadis}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton}"
-exec serve "$@"
+exec trencadis serve "$@"

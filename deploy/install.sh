@@ -27,6 +27,8 @@ fi
 if [ "$device" = cpu ] && ! "$python" -c "import torch" 2>/dev/null; then
     pip "torch>=2.11,<2.14" --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 fi
+# EXTRAS=ray, for one: more of the package's extras.
+extra=$extra${EXTRAS:+${extra:+,}$EXTRAS}
 pip "$source${extra:+[$extra]}"
 
 install -d "$prefix/opt/trencadis"

@@ -55,6 +55,7 @@ RULES = {
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/quant/writing": Rule(("core",), EVERY),
     "core/executor": Rule(("core", "core/links", "core/process"), torch("groups", "launchers", "mp")),
+    "core/executor/on_ray": Rule(("core", "core/executor", "core/links")),
     "core/startup": Rule(("core",), torch("build", "captured", "host_tier")),
     "backends": Rule(()),
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
@@ -68,6 +69,10 @@ RULES = {
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
+    ),
+    "backends/cuda/timing": Rule(
+        ("core", "backends/cuda/.", "backends/cuda/launches"),
+        torch("tape"),
     ),
     "backends/cuda/weights": Rule(("core",), EVERY),
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),

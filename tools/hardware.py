@@ -48,8 +48,8 @@ class Kernel:
 
 ATTENTION = ("test_attention",)
 KERNELS = (
-    Kernel("prefill attention", "attend_prefill", ("prefill_kernel",), ATTENTION, "attend_prefill"),
-    Kernel("decode attention", "attend_decode", ("decode_kernel", "combine_kernel"), ATTENTION, "attend_decode"),
+    Kernel("attention over work items", "attend_text", ("items_kernel",), ATTENTION, "attend_prefill"),
+    Kernel("joins of cut keys", "attend_text", ("join_kernel",), ATTENTION, "attend_decode"),
     Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
     Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),
     Kernel("rotary and store", "rope", ("rotary_kernel", "rope_kernel"), ATTENTION, "rope"),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
-from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope, tiles
-from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope, tiles
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
+from trencadis.backends.cuda.kernels.blocks import FEW
 from trencadis.backends.cuda.kernels.coded import kv_codes
 from trencadis.core.backend import LayerKV
 
@@ -70,61 +71,57 @@ def coded(d: int, dtype: torch.dtype, block: int, codes: torch.dtype) -> LayerKV
     return LayerKV(k, v, scales[0], scales[1], kept, ints(GROUPS, 8))
 
 
-def prefill(arch: int) -> Iterator[Case]:
-    rows = 16
-    attn = PrefillAttn(
-        ints(rows + 2), ints(rows + 1), ints(64), ints(64), ints(rows + 2), ints(rows + 1), ints(rows + 1)
-    )
-    for e, d, dtype in entries("attend_prefill", arch):
-        tokens = 64 if e.length == "short" else 2 * attend_prefill.SHORT
-
-        def run(d: int = d, dtype: torch.dtype = dtype, block: int = 16, tokens: int = tokens, window: int = 0) -> None:
-            q = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype)
-            held, own = LayerKV(*cache(d, dtype, block)), attn._replace(upto=ints(tokens) if window else None)
-            attend_prefill.attend_prefill(q, held, own, 0.1, torch.empty_like(q), window=window)
-
-        for block in (16, 64) if e.length == "long" else (16,):
-            yield name(dtype, d, e.length, f"block {block}"), partial(run, block=block)
-        if windowed(dtype, d):
-            yield name(dtype, d, e.length, f"window {WINDOW}"), partial(run, window=WINDOW)
+def items(single: bool, tokens: int, upto: bool = False) -> ItemAttn:
+    """What a launch of 16 rows hands to the kernels."""
+    rows, parts = 16, 64
+    lists = (ints(rows + 2), ints(rows + 1), ints(64), ints(tokens, dtype=torch.int64), ints(rows + 2))
+    kind = SingleAttn if single else ItemAttn
+    planned = [ints(n) for n in (*(parts,) * 5, parts // 2, parts // 2, parts // 2 + 1)]
+    return kind(*lists, *planned, ints(tokens) if upto else None)
 
 
-def decode(arch: int) -> Iterator[Case]:
-    rows, pieces = 16, 64
-    split = [ints(pieces) for _ in range(3)]
-    attn = SplitDecodeAttn(ints(rows + 2), ints(rows + 1), ints(64), ints(rows), ints(rows + 2), ints(rows + 1), *split)
-    for _, d, dtype in entries("attend_decode", arch):
+def attended(q: Tensor, kv: LayerKV, attn: ItemAttn, window: int = 0, alike: bool = False) -> None:
+    room = attend_text.partial(attn, q, kv, alike)
+    attend_text.attend_text(q, kv, attn, 0.1, torch.empty_like(q), room, alike, window)
 
-        def run(d: int = d, dtype: torch.dtype = dtype, block: int = 16, window: int = 0) -> None:
-            q, held = torch.zeros(rows, GROUP * GROUPS, d, dtype=dtype), LayerKV(*cache(d, dtype, block))
-            room = attend_decode.partial(attn, GROUP * GROUPS, d)
-            attend_decode.attend_decode(q, held, attn, 0.1, torch.empty_like(q), room, window)
 
-        for block in (16, 128):
-            yield name(dtype, d, f"block {block}"), partial(run, block=block)
-        if windowed(dtype, d):
-            yield name(dtype, d, f"window {WINDOW}"), partial(run, window=WINDOW)
+def text(kernel: str) -> Callable[[int], Iterator[Case]]:
+    """Every tile over a cache of 16 or 32 bits; short blocks also as ``--batch-invariant`` has them."""
+
+    def cases(arch: int) -> Iterator[Case]:
+        single = kernel == "attend_decode"
+        for e, d, dtype in entries(kernel, arch):
+            tokens = {"any": 16, "short": 64}.get(e.length, 2 * FEW)
+
+            def run(
+                d: int = d, dtype: torch.dtype = dtype, tokens: int = tokens, block: int = 16, **options: Any
+            ) -> None:
+                q, held = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype), LayerKV(*cache(d, dtype, block))
+                attended(q, held, items(single, tokens, "window" in options and not single), **options)
+
+            yield name(dtype, d, e.length, "block 16"), run
+            if dtype == torch.bfloat16 and e.length != "short":
+                yield name(dtype, d, e.length, "block 128"), partial(run, block=128)
+            if windowed(dtype, d):
+                yield name(dtype, d, e.length, f"window {WINDOW}"), partial(run, window=WINDOW)
+            if e.length == "short":
+                yield name(dtype, d, e.length, "alike"), partial(run, alike=True)
+
+    return cases
 
 
 def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:
     """Attention over int8 and fp8 codes: every tile at the head sizes of ``entries``, blocks of 16."""
 
     def cases(arch: int) -> Iterator[Case]:
-        rows, pieces = 16, 64
-        lists = (ints(rows + 2), ints(rows + 1), ints(64), ints(64), ints(rows + 2))
-        several = PrefillAttn(*lists, ints(rows + 1), ints(rows + 1))
-        single = SplitDecodeAttn(*lists, ints(rows + 1), *(ints(pieces) for _ in range(3)))
+        single = kernel == "attend_decode_codes"
         for e, d, dtype in entries(kernel, arch):
             for codes in (torch.int8, torch.uint8):
-                tokens = {"any": rows, "short": 64}.get(e.length, 2 * attend_prefill.SHORT)
+                tokens = {"any": 16, "short": 64}.get(e.length, 2 * FEW)
 
                 def run(d: int = d, dtype: torch.dtype = dtype, n: int = tokens, codes: torch.dtype = codes) -> None:
                     q, held = torch.zeros(n, GROUP * GROUPS, d, dtype=dtype), coded(d, dtype, BLOCK, codes)
-                    if kernel == "attend_decode_codes":
-                        room = attend_decode.partial(single, GROUP * GROUPS, d)
-                        attend_decode.attend_decode(q, held, single, 0.1, torch.empty_like(q), room)
-                    else:
-                        attend_prefill.attend_prefill(q, held, several, 0.1, torch.empty_like(q))
+                    attended(q, held, items(single, n))
 
                 yield name(dtype, d, e.length, "int8" if codes == torch.int8 else "fp8"), run
 
@@ -147,7 +144,7 @@ def vision(kernel: str, launch: Callable[..., None]) -> Callable[[int], Iterator
     def cases(arch: int) -> Iterator[Case]:
         for e, d, dtype in entries(kernel, arch):
             slots = 512 if e.length == "short" else 2048
-            seg = CudaSegments(*(ints(slots // 64) for _ in range(4)))
+            seg = CudaSegments(*(ints(slots // 64) for _ in CudaSegments._fields))
 
             def run(d: int = d, dtype: torch.dtype = dtype, slots: int = slots, seg: Any = seg) -> None:
                 q, k, v = qkv(slots, 16, 16, d, dtype)
@@ -178,8 +175,8 @@ def rotary(arch: int) -> Iterator[Case]:
 
 
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
-    "attend_prefill": prefill,
-    "attend_decode": decode,
+    "attend_prefill": text("attend_prefill"),
+    "attend_decode": text("attend_decode"),
     "attend_prefill_codes": over_codes("attend_prefill_codes"),
     "attend_decode_codes": over_codes("attend_decode_codes"),
     "kv_codes": stored_codes,

@@ -228,7 +228,7 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
-ATTENTION = ("prefill", "decode", "combine", "windows", "images", "quantised", "added", "experts")
+ATTENTION = ("items", "join", "windows", "images", "quantised", "added", "experts")
 
 DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
 FIELDS = (

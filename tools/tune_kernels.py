@@ -30,15 +30,16 @@ import torch  # noqa: E402
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
-from trencadis.backends.cuda.kernels import attend_prefill, attend_vision, tiles  # noqa: E402
+from trencadis.backends.cuda.kernels import attend_vision, tiles  # noqa: E402
+from trencadis.backends.cuda.kernels.blocks import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
-from trencadis.backends.cuda.launches import splits  # noqa: E402
+from trencadis.backends.cuda.launches.items import STEP  # noqa: E402
 from trencadis.core.quant.scheme import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
 GRIDS = {
-    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64, 128)),
-    "attend_decode": ((16,), (16, 32, 64, 128)),
+    "attend_prefill": ((16, 32, 64, 128), (16, 32, 64)),
+    "attend_decode": ((16,), (16, 32, 64)),
     "attend_windows": ((16, 32, 64), (64,)),
     "attend_images": ((32, 64, 128), (16, 32, 64)),
     "quantised": ((16, 32, 64, 128), (32, 64, 128)),
@@ -51,7 +52,7 @@ def candidates(kernel: str, entry: TileEntry) -> Iterator[Tile]:
     queries, keys = GRIDS[kernel]
     stages = STAGES if entry.bits == 16 and kernel != "attend_windows" else (1,)
     for m, n, warps, count in itertools.product(queries, keys, WARPS, stages):
-        if m >= entry.group and splits.STEP % n == 0 and m * n >= 32 * warps:
+        if m >= entry.group and (kernel == "quantised" or STEP % n == 0) and m * n >= 32 * warps:
             yield Tile(m, n, warps, count)
 
 
@@ -68,7 +69,7 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
     if kernel == "attend_decode":
         return [cases.decode(m, rows, n, device) for m in models for rows, n in ((1, 8192), (16, 2048), (128, 1024))]
     if kernel == "attend_prefill":
-        sizes = (64, attend_prefill.SHORT - 1) if short else (1024, 4096)
+        sizes = (64, FEW - 1) if short else (1024, 4096)
         return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
     slots = (attend_vision.SHORT - 64,) if short else (4096, 12544)
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]

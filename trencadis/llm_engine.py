@@ -26,6 +26,7 @@ from trencadis.outputs import AnswerBuilder, RequestOutput
 from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.prompts import frontends
+from trencadis.server.prompts.generation import Timing, begun
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.tokenizer import OfflineTokenizer
@@ -33,7 +34,6 @@ from trencadis.tokenizer import OfflineTokenizer
 if TYPE_CHECKING:
     from trencadis.core.engine import Engine
     from trencadis.metric_values import LocalMetrics, MetricValue
-    from trencadis.server.prompts.generation import Timing
 
 log = logging.getLogger("trencadis.engine")
 
@@ -156,7 +156,7 @@ class LLMEngine(NotBuiltMethods):
         request.arrival = request.arrival or time.time()
         streams = [self.service.stream(params, prompt) for _ in range(params.n)]
         answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
-        timing = None if self._metrics is None else self._metrics.begun(request, prompt, streams)
+        timing = None if self._metrics is None else begun(request, prompt, streams)
         self._open[request_id] = OfflineRequest(streams, answer, prompt.pixels, timing)
         self.engine.add(request)
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trencadis.core.report import EngineInfo, EngineStats
-from trencadis.core.request import Request
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.metrics.registry import Metrics
-from trencadis.server.prompts.generation import Timing, begun
-from trencadis.server.prompts.output import ChoiceStream
-from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.generation import Timing
 from trencadis.server.prompts.service import TextService
 
 
@@ -63,10 +60,6 @@ class LocalMetrics:
         self.stats = EngineStats()
         self._read = read
         self._metrics = metrics_of(model, service, cast(EngineClient, self))
-
-    def begun(self, request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timing:
-        """The timing of a request that begins now."""
-        return begun(request, prompt, streams)
 
     def ended(self, timing: Timing, why: str = "") -> None:
         """Records the end of a request; ``why``: the reason, if its streams do not say it."""

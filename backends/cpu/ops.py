@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
-from trencadis.backends.cpu.native import panels
+from trencadis.backends.cpu.native import library, panels
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
+from trencadis.backends.cpu.native.rows import rms_norm, silu_mul
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -51,6 +52,11 @@ class PackedWeight:
 class CpuOps(ReferenceOps):
     """``core.backend.Ops`` for CPU tensors."""
 
+    @cached_property
+    def kernels(self) -> int:
+        """Number of own kernels that serve; 0: none."""
+        return library.KINDS.get(library.serving(), 0)
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """oneDNN's layout where the CPU computes the type natively: never slower, up to 3 times faster from 8 rows."""
         if not packable(weight.dtype):
@@ -73,6 +79,9 @@ class CpuOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
+        made = rms_norm(x, weight, eps, residual, self.kernels)
+        if made is not None:
+            return made, x
         total = x if residual is None else x.add_(residual)
         if x.dtype != torch.float32:
             return super().rms_norm(total, weight, eps)
@@ -87,6 +96,9 @@ class CpuOps(ReferenceOps):
         return functional.layer_norm(total, weight.shape, weight, bias, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        made = silu_mul(gate_up, self.kernels)
+        if made is not None:
+            return made
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 

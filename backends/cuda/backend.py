@@ -42,10 +42,11 @@ class CudaBackend:
         self.notes: tuple[str, ...] = ()
         if runtime.device.type == "cpu":
             self.notes = (INTERPRETED if runtime.interprets else TWIN,)
+        kv_heads = -(-(cfg.kv_heads or 4) // cfg.world)
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,
-            kv_heads=-(-(cfg.kv_heads or 4) // cfg.world), processors=runtime.processors,
-            invariant=cfg.batch_invariant, upto=cfg.upto,
+            kv_heads=kv_heads, processors=runtime.processors, invariant=cfg.batch_invariant, upto=cfg.upto,
+            group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
         self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)

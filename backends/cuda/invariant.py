@@ -2,8 +2,9 @@
 
 cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are multiplied in pieces of
 ``policy.INVARIANT_ROWS``, always all of them. Attention of text has one kernel and one tile for every launch, since a
-token that one run decodes alone another run computes in a mixed launch or a chunk; its keys are visited in steps that
-begin at the row's first. The other kernels take one row at a time as they are. Slower, and equal.
+token that one run decodes alone another run computes in a mixed launch or a chunk; its keys are visited in spans that
+begin at the row's first, and joined in their order by one program or by several. The other kernels take one row at a
+time as they are. Slower, and equal.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.invariant import TriedOps
-from trencadis.backends.cuda.kernels import attend_prefill, attend_vision
-from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn
+from trencadis.backends.cuda.kernels import attend_text, attend_vision
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn
 from trencadis.backends.cuda.kernels.experts import products
 from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.ops import CudaOps
@@ -38,9 +39,9 @@ class InvariantCudaOps(TriedOps, CudaOps):
         return products.run(x, scores, w, top, normalise, kind, alike=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        assert isinstance(attn, PrefillAttn)
-        out = q.new_empty(q.shape)
-        attend_prefill.attend_prefill(q, kv, attn, scale, out, alike=True, window=window)
+        assert isinstance(attn, ItemAttn)
+        out, room = q.new_empty(q.shape), attend_text.partial(attn, q, kv, alike=True)
+        attend_text.attend_text(q, kv, attn, scale, out, room, alike=True, window=window)
         return out
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:

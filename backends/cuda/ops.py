@@ -10,8 +10,7 @@ from torch import Tensor
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.kernels import (
     act,
-    attend_decode,
-    attend_prefill,
+    attend_text,
     attend_vision,
     embed,
     head,
@@ -24,7 +23,7 @@ from trencadis.backends.cuda.kernels import (
     silu,
     tiles,
 )
-from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
 from trencadis.backends.cuda.kernels.experts import products
 from trencadis.backends.cuda.kernels.experts.products import StackedExperts
@@ -115,13 +114,9 @@ class CudaOps(ReferenceOps):
         return out, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        out = q.new_empty(q.shape)
-        if isinstance(attn, SplitDecodeAttn):
-            room = attend_decode.partial(attn, q.shape[1], q.shape[2])
-            attend_decode.attend_decode(q, kv, attn, scale, out, room, window)
-        else:
-            assert isinstance(attn, PrefillAttn)
-            attend_prefill.attend_prefill(q, kv, attn, scale, out, window=window)
+        assert isinstance(attn, ItemAttn)
+        out, room = q.new_empty(q.shape), attend_text.partial(attn, q, kv)
+        attend_text.attend_text(q, kv, attn, scale, out, room, window=window)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

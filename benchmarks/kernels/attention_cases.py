@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
+from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope
 from trencadis.backends.cuda.kernels.attn import CudaSegments
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
@@ -72,7 +72,9 @@ def _launch(
 ) -> tuple[Buffers, list[Tensor]]:
     inputs = step_inputs(rows, np.random.default_rng(0))
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    buffers = Buffers(bucket, Sizes(BLOCK, inputs.blocks.shape[1], 8, m.kv_heads, processors), runtime_of(device))
+    group = m.heads // m.kv_heads
+    sizes = Sizes(BLOCK, inputs.blocks.shape[1], 8, m.kv_heads, processors, group=group)
+    buffers = Buffers(bucket, sizes, runtime_of(device))
     buffers.fill(inputs)
     buffers.room.runtime.synchronize()
     shape = (int(inputs.blocks.max()) + 1, BLOCK, m.kv_heads, m.d)
@@ -86,13 +88,13 @@ def decode(m: Model, rows: int, context: int, device: torch.device, window: int 
     read = min(context, window or context)
     buffers, (q, k, v) = _launch(m, [(context - 1, 1)] * rows, Bucket(Stage.DECODE, (rows,)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
-    room = attend_decode.partial(attn, m.heads, m.d)
+    room = attend_text.partial(attn, q, LayerKV(k, v))
     dense = [t[attn.blocks.view(rows, -1).long()].flatten(1, 2)[:, :context].transpose(1, 2) for t in (k, v)]
     dense = [t[:, :, context - read :].contiguous() for t in dense]
     wide = q.view(rows, m.heads, 1, m.d)
 
     def run() -> Tensor:
-        attend_decode.attend_decode(q, LayerKV(k, v), attn, scale, out, room, window)
+        attend_text.attend_text(q, LayerKV(k, v), attn, scale, out, room, window=window)
         return out
 
     def torch_way() -> Tensor:
@@ -110,6 +112,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Ca
     """One prompt (or a chunk of it after ``context`` stored tokens): bound by arithmetic."""
     buffers, (q, k, v) = _launch(m, [(context, tokens)], Bucket(Stage.PREFILL, (tokens, 16)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
+    room = attend_text.partial(attn, q, LayerKV(k, v))
     held = -(-(context + tokens) // BLOCK)
     dense = [t[attn.blocks[:held].long()].flatten(0, 1)[: context + tokens].transpose(0, 1)[None] for t in (k, v)]
     repeat = m.heads // m.kv_heads
@@ -117,7 +120,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Ca
     wide = q.transpose(0, 1)[None].contiguous()
 
     def run() -> Tensor:
-        attend_prefill.attend_prefill(q, LayerKV(k, v), attn, scale, out)
+        attend_text.attend_text(q, LayerKV(k, v), attn, scale, out, room)
         return out
 
     def way(backend: SDPBackend) -> Callable[[], Tensor]:

@@ -111,15 +111,34 @@ def aliases(module: str) -> tuple[str, ...]:
     return module, *own, f"language_model.{module}"
 
 
-def tower_names(module: str, prefixes: Iterable[tuple[str, str]], inner: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """The stored names of a tower's module, whose canonical one begins with ``visual``; none for others."""
+Renames = Sequence[tuple[str, str]]
+"""(stored, canonical) prefixes or inner parts of names."""
+
+
+def renamed(stored: str, prefixes: Iterable[tuple[str, str]], inner: Renames) -> str | None:
+    """The canonical name of a stored one; None if no prefix matches."""
+    for prefix, ours in prefixes:
+        if stored.startswith(prefix):
+            name = ours + stored[len(prefix) :]
+            for theirs, mine in inner:
+                name = name.replace(theirs, mine)
+            return name
+    return None
+
+
+def tower_names(module: str, prefixes: Renames, inner: Renames) -> tuple[str, ...]:
+    """The stored names of a tower's module, whose canonical one begins with ``visual``; none for others.
+
+    Several stored parts may have one canonical form: all that lead back to ``module`` count.
+    """
     if not module.startswith(TOWER):
         return ()
-    name, canonical = f"{module}.", [(stored, ours) for stored, ours in prefixes if module.startswith(ours) and ours]
-    longest = max((len(ours) for _, ours in canonical), default=0)
+    names = {f"{module}."}
     for theirs, ours in reversed(inner):
-        name = name.replace(ours, theirs)
-    return tuple(stored + name[longest:-1] for stored, ours in canonical if len(ours) == longest)
+        names |= {name.replace(ours, theirs) for name in names}
+    starts = [(stored, ours) for stored, ours in prefixes if ours.startswith(TOWER)]
+    found = (stored + name[len(ours) :] for stored, ours in starts for name in names if name.startswith(ours))
+    return tuple(name[:-1] for name in dict.fromkeys(found) if renamed(name, prefixes, inner) == f"{module}.")
 
 
 def _matches(pattern: str, names: Iterable[str], within: bool = False) -> bool:

@@ -129,7 +129,7 @@ class RankProcess:
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
         logsetup.setup(level, begin.config.log_format)
         function_trace.start_if_asked()
-        settling.settle(begin.config.device, rank=begin.place.local_rank, world=begin.place.local_world)
+        settling.settle(begin.config.device, rank=begin.place.card, world=begin.place.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
             torch_build.load()
         opened = build(begin.factory, begin.config, begin.place)

@@ -22,6 +22,7 @@ class Place:
         local: the rank among those of its machine, which counts its card; None: all ranks are on one machine.
         beside: how many ranks its machine has; None: all.
         host: the machine, where it is not the engine's.
+        masked: whether the rank sees its own card alone.
         encodes: whether the rank runs the vision tower; the others get Steps without pixels.
     """
 
@@ -31,6 +32,7 @@ class Place:
     local: int | None = None
     beside: int | None = None
     host: str = ""
+    masked: bool = False
     encodes: bool = True
 
     @property
@@ -42,6 +44,16 @@ class Place:
     def local_world(self) -> int:
         """Ranks of its machine."""
         return self.world if self.beside is None else self.beside
+
+    @property
+    def card(self) -> int:
+        """The number of its card among those that it sees and that its engine has."""
+        return 0 if self.masked else self.local_rank
+
+    @property
+    def cards(self) -> int:
+        """How many cards of its engine it sees."""
+        return 1 if self.masked else self.local_world
 
 
 TCP = "tcp://"

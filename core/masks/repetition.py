@@ -1,4 +1,4 @@
-"""Finds a choice whose last tokens are one pattern again and again. Torch-free."""
+"""Whether the last tokens of an answer repeat one pattern. Torch-free."""
 
 from __future__ import annotations
 

@@ -188,7 +188,10 @@ class Sized:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
         t, block = self.text, max(plan.block_size, 1)
         slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
-        sizes = InputSizes(t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows))
+        sizes = InputSizes(
+            t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
+            max(self._share(t.heads) // self.kv_heads, 1),
+        )  # fmt: skip
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.quant_config import renamed
 from trencadis.core.errors import StartupError
 from trencadis.core.models.family import StoredNames
 from trencadis.core.models.loader import FLOATS, Dummy
@@ -239,12 +240,9 @@ def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 def canonical(stored: str, names: StoredNames) -> str | None:
     """The canonical name of a stored one; None if no prefix matches."""
-    for prefix, replacement in names.prefixes.items():
-        if stored.startswith(prefix):
-            name = replacement + stored[len(prefix) :]
-            for theirs, ours in names.inner:
-                name = name.replace(theirs, ours)
-            for old, new in OLD_KINDS:
-                name = name[: -len(old)] + new if name.endswith(old) else name
-            return name
-    return None
+    name = renamed(stored, names.prefixes.items(), names.inner)
+    if name is None:
+        return None
+    for old, new in OLD_KINDS:
+        name = name[: -len(old)] + new if name.endswith(old) else name
+    return name

@@ -33,7 +33,7 @@ from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
-from trencadis.core.links.topology import Topology, topology
+from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.memory import host_tier
 from trencadis.core.memory.estimate import SPARE_SLOTS, row_blocks
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
@@ -106,7 +106,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
 
 def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:
     """Rank 0 in this process, the others in processes of their own."""
-    if lie.world == 1:
+    if lie.world == 1 and lie.backend != RAY:
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
@@ -162,8 +162,8 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
         rank=place.rank,
         world=place.world,
         rendezvous=place.rendezvous,
-        local_rank=place.local_rank,
-        local_world=place.local_world,
+        local_rank=place.card,
+        local_world=place.cards,
         options={
             "policy": config.policy,
             "threads": str(threads_of(config.threads, place.local_world)),

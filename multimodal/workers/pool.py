@@ -274,21 +274,27 @@ class WorkerPool:
             asked = {"job": job.name, "options": dict(job.options), "memory": job.memory, "seconds": job.seconds}
             return process, _result(*process.exchange(asked, ticket.data, job.reply, ticket.check))
         except (WorkerDied, pipe.ProtocolError):
-            self.deaths += 1
-            if self._end_process(process, patience=0.5):
-                return None, TooLarge(TOO_LONG)
-            if self.closed:
-                return None, Unavailable(NO_WORKER)
-            early = job.retry and time.monotonic() - start < RETRY_SECONDS
-            return None, None if early else BadRequest(UNDECODABLE)
-        except TrencadisError as error:
+            return None, self._died(process, job.retry and time.monotonic() - start < RETRY_SECONDS)
+        except (TrencadisError, OSError) as error:
+            return None, self._failed(process, error)
+
+    def _died(self, process: WorkerProcess | None, early: bool) -> TrencadisError | None:
+        """The error of a job whose worker has died; None: so ``early`` that the job may not be to blame."""
+        self.deaths += 1
+        if self._end_process(process, patience=0.5):
+            return TooLarge(TOO_LONG)
+        if self.closed:
+            return Unavailable(NO_WORKER)
+        return None if early else BadRequest(UNDECODABLE)
+
+    def _failed(self, process: WorkerProcess | None, error: TrencadisError | OSError) -> TrencadisError:
+        """The error of a job that was given up, or for which there is no worker."""
+        self._end_process(process)
+        if isinstance(error, TrencadisError):
             self.deaths += not isinstance(error, _CallerLeft)
-            self._end_process(process)
-            return None, error
-        except OSError:
-            log.exception("no decode worker could be started")
-            self._end_process(process)
-            return None, Unavailable(NO_WORKER, retry_after=1)
+            return error
+        log.error("no decode worker could be started", exc_info=error)
+        return Unavailable(NO_WORKER, retry_after=1)
 
     def _spawn(self) -> WorkerProcess:
         process = WorkerProcess(self.jobs)

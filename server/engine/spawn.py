@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.executor.ranks import asked_threads, threads_of
-from trencadis.core.links.topology import topology
+from trencadis.core.links.topology import RAY, topology
 from trencadis.core.process import settling, wire
 from trencadis.core.process.children import environment
+
+RAY_TOKEN = "RAY_AUTH_TOKEN"
 
 log = logging.getLogger("trencadis.server")
 
@@ -69,6 +71,8 @@ def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[
     ranks = topology(config, environ).here
     threads = threads_of(asked_threads(config.threads, environ), ranks)
     made = environment(environ, threads, config.threads is not None or ranks > 1)
+    if config.distributed_executor_backend == RAY and RAY_TOKEN in environ:
+        made[RAY_TOKEN] = environ[RAY_TOKEN]  # the engine asks the cluster for its ranks
     if config.engine == EngineConfig().engine:
         for line in settling.settle(config.device, made, world=ranks).lines:
             log.info("%s", line)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trencadis.core import devices
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
@@ -37,10 +38,12 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
   --rows-by-blocks   --plot: decode launches instead of prompts
+  --time             what a decoding step takes at 1, 32 and 256 rows, and what limits it (cuda; needs torch and triton)
+  --card NAME        --time: the card, e.g. A100, H100, H200, B200 (default H100)
 """
 
 SIZED_OPTIONS = ("memory", "others")
-FILE_OPTIONS = ("plot", "trace")
+FILE_OPTIONS = ("plot", "trace", "card")
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class PlanOptions:
     others: int = 0
     plot: str = ""
     trace: str = ""
+    card: str = ""
+    time: bool = False
     as_json: bool = False
     by_blocks: bool = False
 
@@ -87,7 +92,12 @@ def main(words: Sequence[str]) -> int:
 
         plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
         report["plot"] = own.plot
-    print(json.dumps(report, indent=1) if own.as_json else plan_report.text(report))
+    told: list[str] = []
+    if own.time:
+        timer = devices.timer(likely(config.device))
+        report["time"] = timer.times(model, config.tensor_parallel_size, own.card)
+        told = ["", *timer.lines(report["time"])]
+    print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.text(report), *told]))
     return 0
 
 
@@ -102,6 +112,8 @@ def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             own.as_json = True
         elif name == "rows-by-blocks":
             own.by_blocks = True
+        elif name == "time":
+            own.time = True
         elif name in SIZED_OPTIONS or name in FILE_OPTIONS:
             if not sign and not queue:
                 raise StartupError(f"--{name} needs a value.")

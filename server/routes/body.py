@@ -50,7 +50,7 @@ async def read(request: Request) -> Any:
     scan = await _scanned(request)
     if not scan.size:
         return None
-    texts = await decoded(scan.long)
+    texts = await decoded(scan.long) if scan.long else []
     try:
         found = parsed(scan.outline, texts)
     except (ValueError, RecursionError):

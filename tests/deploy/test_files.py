@@ -105,7 +105,8 @@ def test_images_hold_what_the_package_says() -> None:
     script = (DEPLOY / "install.sh").read_text()
     assert {"cpu", "cuda"} <= set(project["optional-dependencies"]) and "extra=cuda" in script
     assert f"torch{project['optional-dependencies']['cuda'][0][5:]}" in script
-    assert "serve" in project["scripts"] and 'exec serve "$@"' in (DEPLOY / "entrypoint.sh").read_text()
+    assert "trencadis" in project["scripts"], "ray installs a `serve` of its own"
+    assert 'exec trencadis serve "$@"' in (DEPLOY / "entrypoint.sh").read_text()
     done = subprocess.run(["sh", DEPLOY / "install.sh", "tpu", ROOT], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "install.sh: tpu is no device; known are cpu, cuda and gaudi\n"
 

@@ -11,10 +11,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, packed, prepared
+from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, moved, packed, prepared
 from trencadis.backends.cuda.kernels import attend_vision, tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -244,21 +243,6 @@ def test_all_tiles(kernel: str, device: torch.device) -> None:
     for m, n in shapes:
         forced(kernel, tiles.Tile(m, n, 4, 1), device)
     print(f"\n{kernel}: {sorted(shapes)}")
-
-
-def moved(source: Prepared, last: int, target: Prepared, row: int, count: int) -> Tensor:
-    """What ``target`` attends to for the last token of ``row`` if its ``count`` tokens are those of ``source``'s row 0
-    up to token ``last``, and what is stored before them is what ``source`` stored."""
-    width = min(source.inputs.blocks.shape[1], target.inputs.blocks.shape[1])
-    begin = int(target.inputs.row_start[row])
-    for other, ours in zip(target.poisoned[:2], source.cache[:2], strict=True):
-        other[torch.from_numpy(target.inputs.blocks[row, :width]).long()] = ours[
-            torch.from_numpy(source.inputs.blocks[0, :width]).long()
-        ]
-    for name in ("q", "k", "v", "cos", "sin"):
-        part = getattr(source, name)[last + 1 - count : last + 1]
-        getattr(target, name)[begin : begin + count] = part
-    return target.run()[0][begin + count - 1]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -6,57 +6,23 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
-from trencadis.backends.cuda.launches import splits
 from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer, needed
 from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.launches.sizes import capacity, input_bytes
+from trencadis.backends.cuda.launches.items import END, STEP
+from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.errors import StartupError
 from trencadis.core.step import HeadInputs, ResetInputs, VisionInputs
-
-LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=LENGTHS,
-    spare=st.integers(0, 9),
-    processors=st.sampled_from((1, 16, 132)),
-    kv_heads=st.sampled_from((1, 2, 8)),
-)
-def test_pieces_cover_each_row_once(lengths: list[int], spare: int, processors: int, kv_heads: int) -> None:
-    rows, array = len(lengths) + spare, np.array(lengths, np.int32)
-    room = capacity(rows, processors, kv_heads, 40_000)
-    cut = splits.cut(array, rows, room)
-    assert len(cut.split_row) == room and len(cut.row_split) == rows + 1
-    for row, length in enumerate(lengths):
-        own = range(cut.row_split[row], cut.row_split[row + 1])
-        assert [int(cut.split_row[s]) for s in own] == [row] * len(own)
-        stops = [int(cut.split_stop[s]) for s in own]
-        assert [int(cut.split_start[s]) for s in own] == [0, *stops[:-1]] and stops[-1] == length
-        assert all(stop % splits.STEP == 0 for stop in stops[:-1])
-    assert not cut.split_stop[cut.row_split[len(lengths)] :].any() and len({*cut.row_split[len(lengths) :]}) == 1
-
-
-def test_pieces_are_balanced() -> None:
-    """A long row among short ones gets most pieces; 16 rows of 2k leave no processor idle."""
-    room = capacity(16, 132, 2, 32_768)
-    cut = splits.cut(np.full(16, 2048, np.int32), 16, room)
-    assert 2 * cut.row_split[-1] >= 132
-    cut = splits.cut(np.array([32_768, 100, 100], np.int32), 16, room)
-    assert cut.row_split[1] >= 100 and (cut.split_stop - cut.split_start).max() <= 512
 
 
 def reference(case: Case) -> Any:
@@ -103,18 +69,24 @@ def test_only_models_that_need_it_have_upto_and_the_planner_counts_it() -> None:
         for case in (replace(c, spans=spans) for c in CASES):
             sizes = case.sizes
             buffers = Buffers(case.bucket, sizes, runtime_of(torch.device("cpu")))
-            planned = InputSizes(sizes.vocab, sizes.block_size, sizes.row_blocks, sizes.kv_heads, upto=spans)
+            planned = InputSizes(
+                sizes.vocab, sizes.block_size, sizes.row_blocks, sizes.kv_heads, upto=spans, group=sizes.group
+            )
             assert input_bytes(case.bucket, planned, processors=sizes.processors) == buffers.bytes
             held = getattr(buffers.tensors.attn, "upto", None)
             assert (held is not None) == (spans and not case.decode)
 
 
-def test_longest_rows_go_first() -> None:
-    case = Case(((0, 13), (210, 1), (50, 9)), spare=(1, 3))
+def test_longest_items_go_first() -> None:
+    case = Case(((0, 13), (210, 1), (50, 9)), spare=(1, 3), group=16)
     buffers = Buffers(case.bucket, case.sizes, runtime_of(torch.device("cpu")))
     buffers.fill(step_inputs(case))
-    assert buffers.tensors.attn.work_row.tolist() == [1, 2, 0, 3, 4]
-    assert buffers.tensors.attn.work_start.tolist() == [0, 1, 10, 23, 23]
+    attn, each = buffers.tensors.attn, 2
+    used = int((attn.item_row >= 0).sum())
+    assert attn.item_row[:used].tolist() == [1, *[2] * 5, *[0] * 7, *[4] * 2], "the surplus row is the last"
+    assert attn.item_token[:used].tolist() == [0, 8, 6, 4, 2, 0, 12, 10, 8, 6, 4, 2, 0, 0, 2]
+    assert each * len(attn.item_row) >= case.bucket.dims[0] and not attn.item_begin.any()
+    assert (attn.item_stop[:used] == END).all() and (attn.join_row == -1).all() and (attn.item_part == -1).all()
 
 
 def test_other_stages_equal_the_references() -> None:
@@ -145,6 +117,7 @@ def test_other_stages_equal_the_references() -> None:
             if name == "segments":
                 assert torch.equal(got.segment, want.segment) and torch.equal(got.real, want.real)
                 assert got.first.tolist() == [0, 0, 2, 3] and got.stop.tolist() == [2, 2, 3, 4]
+                assert got.order.tolist() == [0, 1, 2, 3] and got.whole.tolist() == [1, 1, 3, 4]
                 continue
             assert torch.equal(got[: len(want)], want), f"{bucket}: {name}"
 
@@ -169,7 +142,7 @@ def test_tables_answer_every_launch(kernel: str) -> None:
         used.add((arch, bits, tile))
         assert all(x & (x - 1) == 0 for x in tile[:3]) and tile.m >= 16 and tile.n >= 16
         if kernel in ("attend_prefill", "attend_decode"):
-            assert tile.m >= group and splits.STEP % tile.n == 0
+            assert tile.m >= group and STEP % tile.n == 0
         elif kernel == "attend_windows":
             assert attend_vision.WINDOW % tile.m == 0
         else:

@@ -29,7 +29,7 @@ def test_a_sample_compiles(tmp_path: Path) -> None:
     found = tool(
         tmp_path / "r.json", "--arch", "86", "--kernels", "attend_decode", "--match", "bfloat16 head 64 block 16"
     )
-    assert [r.kernel for r in found] == ["decode_kernel", "combine_kernel"]
+    assert [r.kernel for r in found] == ["items_kernel", "join_kernel"]
     for r in found:
         assert 16 <= r.registers < 256 and r.stack == 0 and 0 < r.shared <= 99 << 10 and 0 < r.occupancy <= 1
 
@@ -85,7 +85,7 @@ def test_no_launch_asks_for_another_compilation() -> None:
 
 
 def test_faults_are_named() -> None:
-    good = Report("bfloat16 head 64", "decode_kernel", 86, 128, 0, 50 << 10, 4)
+    good = Report("bfloat16 head 64", "items_kernel", 86, 128, 0, 50 << 10, 4)
     assert not faults([good])
     assert good.occupancy == 4 / 48
     for changed, said in (
@@ -102,13 +102,14 @@ def test_the_data_file_knows_every_tile() -> None:
     """Tables that changed without ``tools/kernel_resources.py --write`` are found out."""
     known = {(r["kernel"], r["tile"], r["warps"], r["stages"]) for r in stored()}
     for path in sorted((ROOT / "backends" / "cuda" / "kernels" / "tiles").glob("*.csv")):
-        kernel = f"{path.stem.removeprefix('attend_').removesuffix('_codes')}_kernel"
+        text = path.stem.startswith(("attend_prefill", "attend_decode"))
+        kernel = "items_kernel" if text else f"{path.stem.removeprefix('attend_')}_kernel"
         for line in path.read_text().splitlines()[1:]:
             *_, m, n, warps, stages = line.split(",")
             assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
 
 
-ATTENTION = [f"{name}_kernel" for name in ("prefill", "decode", "windows", "images")]
+ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_kernel": "attend_images"}
 
 
 def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
@@ -122,7 +123,8 @@ def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
         head, bits = int(r["case"].split("head ")[1].split()[0]), 32 if "float32" in r["case"] else 16
         m, n = map(int, r["tile"].split("x"))
         tile = tiles.Tile(m, n, int(r["warps"]), int(r["stages"] or 1))
-        name = f"attend_{r['kernel'].removesuffix('_kernel')}{codes}"
+        kind = "attend_prefill" if {"short", "long"} & {*r["case"].split()} else "attend_decode"
+        name = (ATTENTION[r["kernel"]] or kind) + codes
         bound = tiles.need(name, TileEntry(int(r["arch"]), bits, head, 1, "", tile))
         assert float(r["shared_kib"]) * 1024 <= bound, r
         seen += 1

@@ -17,11 +17,11 @@ from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attend_decode, attend_prefill, attend_vision, rope
-from trencadis.backends.cuda.kernels.attn import CudaSegments, SplitDecodeAttn
+from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope
+from trencadis.backends.cuda.kernels.attn import CudaSegments
 from trencadis.backends.cuda.launches.buffers import Buffers
 from trencadis.backends.cuda.launches.inputs import Sizes, segments
-from trencadis.backends.cuda.launches.splits import STEP
+from trencadis.backends.cuda.launches.items import STEP
 from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.launches.inputs import own_places
@@ -99,7 +99,9 @@ class Case:
     def sizes(self) -> Sizes:
         longest = max(c + t for c, t in self.rows)
         blocks = -(-longest // self.block)
-        return Sizes(self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, upto=self.spans)
+        return Sizes(
+            self.block, blocks, 50, self.kv_heads, self.processors, self.invariant, upto=self.spans, group=self.group
+        )
 
 
 def step_inputs(case: Case) -> StepInputs:
@@ -128,7 +130,7 @@ class Prepared:
     cache: LayerKV
     clean: LayerKV  # on the host, float32, without poison
     out: Tensor
-    partial: attend_decode.Partial | None
+    partial: attend_text.Partial
     guards: Guarded
     inputs: StepInputs
     poisoned: LayerKV = field(init=False)
@@ -151,13 +153,10 @@ class Prepared:
         return self.out.clone(), self.cache.k.clone(), self.cache.v.clone()
 
     def attend(self, turned: Tensor) -> None:
-        attn, scale = self.tensors.attn, self.case.d**-0.5
-        if isinstance(attn, SplitDecodeAttn):
-            assert self.partial is not None
-            attend_decode.attend_decode(turned, self.cache, attn, scale, self.out, self.partial, self.case.window)
-        else:
-            alike = self.case.invariant
-            attend_prefill.attend_prefill(turned, self.cache, attn, scale, self.out, alike, self.case.window)
+        attn, scale, case = self.tensors.attn, self.case.d**-0.5, self.case
+        attend_text.attend_text(
+            turned, self.cache, attn, scale, self.out, self.partial, case.invariant, case.window
+        )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, LayerKV]:
         """The reference in float32 on the same values; q and k rounded to the dtype after the rotary."""
@@ -198,12 +197,10 @@ def prepared(case: Case, device: torch.device) -> Prepared:
     base, axes = (t.to(device) for t in frequencies(d))
     rope.rotary(buffers.tensors.positions, base, axes, cos, sin)
     attn = buffers.tensors.attn
-    partial = None
-    if isinstance(attn, SplitDecodeAttn):
-        room = attend_decode.partial(attn, heads, d)
-        partial = attend_decode.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     out = guards.like(torch.full((n, heads, d), float("nan"), dtype=case.dtype))
     cache = LayerKV(*map(guards.like, poisoned[:2]))
+    room = attend_text.partial(attn, q, cache, case.invariant)
+    partial = attend_text.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     return Prepared(case, buffers.tensors, q, k, v, cos, sin, cache, clean, out, partial, guards, inputs)
 
 
@@ -249,6 +246,21 @@ def check(ready: Prepared, ran: tuple[Tensor, Tensor, Tensor]) -> float:
         assert torch.equal(_bits(flat[untouched]), _bits(old)), "a slot of no token was written"
     ready.guards.check()
     return float(error)
+
+
+def moved(source: Prepared, last: int, target: Prepared, row: int, count: int) -> Tensor:
+    """What ``target`` attends to for the last token of ``row`` if its ``count`` tokens are those of ``source``'s row 0
+    up to token ``last``, and what is stored before them is what ``source`` stored."""
+    width = min(source.inputs.blocks.shape[1], target.inputs.blocks.shape[1])
+    begin = int(target.inputs.row_start[row])
+    for other, ours in zip(target.poisoned[:2], source.cache[:2], strict=True):
+        other[torch.from_numpy(target.inputs.blocks[row, :width]).long()] = ours[
+            torch.from_numpy(source.inputs.blocks[0, :width]).long()
+        ]
+    for name in ("q", "k", "v", "cos", "sin"):
+        part = getattr(source, name)[last + 1 - count : last + 1]
+        getattr(target, name)[begin : begin + count] = part
+    return target.run()[0][begin + count - 1]
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from trencadis.backends.cpu.native.panels import PanelWeight, decoded
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.quantised import IntegerWeight
+from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.scheme import PANELS, Scheme, held_bytes
@@ -159,12 +159,11 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
     whole = joined([q, q])
     x = normal(5, 256, seed=4)
     want = x @ q.dequantised().t()
-    parts: Callable[[int, int], Tensor] = (
-        lambda a, b: CpuOps().linear(  # noqa: E731
-            x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b))
-        )
-    )
-    assert away(parts(0, 100) + parts(100, 256), want) <= 2e-2
+
+    def part(a: int, b: int) -> Tensor:
+        return CpuOps().linear(x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b)))
+
+    assert away(part(0, 100) + part(100, 256), want) <= 2e-2
     both = CpuOps().pack_quantised(whole)
     assert isinstance(both, PanelWeight) and both.nbytes == held_bytes(scheme, 80, 256, 4, PANELS, 256)
     assert away(CpuOps().linear(x, both)[:, 40:], want) <= 2e-2
@@ -177,5 +176,36 @@ def test_the_threads_are_torchs() -> None:
         pytest.skip("no Linux, or no kernels")
     runtimes = lambda: {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split()[-1]}  # noqa: E731
     before = runtimes()
-    threads.multiply()
+    threads.calls()
     assert threads.openmp() is not None and runtimes() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_between_products_are_the_references(dtype: torch.dtype, kernels: str) -> None:
+    """Norms and gates in one pass: values of the specification, the same bits alone, and the sum in place."""
+    slow, fast = ReferenceOps(), CpuOps()
+    for width in (5, 16, 70):
+        x, residual, weight = normal(9, width).to(dtype), normal(9, width, seed=1).to(dtype), normal(width).to(dtype)
+        for beside in (None, residual):
+            want, total = slow.rms_norm(x.clone(), weight, 1e-6, beside)
+            own = x.clone()
+            normed, held = fast.rms_norm(own, weight, 1e-6, beside)
+            assert held is own and torch.equal(held, total)
+            torch.testing.assert_close(normed, want, rtol=1.6e-2, atol=1e-5)
+            alone = fast.rms_norm(x[4:5].clone(), weight, 1e-6, None if beside is None else beside[4:5])[0]
+            assert torch.equal(alone, normed[4:5])
+        gates = normal(9, 2 * width, seed=2).to(dtype) * 4
+        gates[3, 1], gates[4, 2], gates[5, 0] = 80, -80, float("nan")
+        made, want = fast.silu_mul(gates), slow.silu_mul(gates)
+        torch.testing.assert_close(made, want, rtol=1.6e-2, atol=1e-5, equal_nan=True)
+        assert torch.equal(fast.silu_mul(gates[4:5]), made[4:5])
+
+
+def test_gates_of_many_rows_are_those_of_one_thread(kernels: str) -> None:
+    gates, before = normal(90, 1400).bfloat16(), torch.get_num_threads()
+    one = CpuOps().silu_mul(gates)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(CpuOps().silu_mul(gates), one)
+    finally:
+        torch.set_num_threads(before)

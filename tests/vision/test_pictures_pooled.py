@@ -77,7 +77,7 @@ def wanted(oracle: PooledOracle, talk: Chat, kind: str) -> tuple[list[int], Any]
     return inputs["input_ids"][0].tolist(), oracle.pooled(inputs, "last")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gme"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gme", marks=pytest.mark.long)])
 def test_embeddings_of_pictures_are_those_of_transformers(kind: str, folder: Any) -> None:
     """A share, offline and in chunks: prompts as the template renders them."""
     path = folder(kind)

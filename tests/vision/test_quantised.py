@@ -133,9 +133,9 @@ def answers_as_its_twin(kind: str, form: str, source: Path, out: Path, patch: An
         assert abs(ours - theirs) < 0.1
 
 
-@pytest.mark.parametrize(("kind", "form"), [("qwen2_vl", "awq"), ("llava", "pack-quantized")])
+@pytest.mark.parametrize(("kind", "form"), [("qwen2_vl", "awq")])
 def test_a_checkpoint_answers_as_its_twin(kind: str, form: str, folder: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """A share: the official layout of Qwen2-VL's AWQ checkpoints, and LLaVA as compressed-tensors' tools write it."""
+    """A share: the official layout of Qwen2-VL's AWQ checkpoints."""
     answers_as_its_twin(kind, form, folder(kind), tmp_path, monkeypatch)
 
 

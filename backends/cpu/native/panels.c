@@ -126,6 +126,33 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     return 0;
 }
 
+typedef struct {
+    const Rows *rows;
+    const Kernels *kernels;
+    int64_t n;
+} RowCall;
+
+static void row_work(void *data) {
+    const RowCall *call = data;
+    int64_t first, last;
+    share(call->n, thread_num(), num_threads(), &first, &last);
+    call->kernels->rows(call->rows, first, last);
+}
+
+/* n rows of `width` values each; x is written to where there is a residual. */
+EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
+                                  int64_t width, float eps, int type, int kind, int threads) {
+    const Rows rows = {op, x, residual, weight, out, width, eps, type};
+    RowCall call = {&rows, kernels_of(kind), n};
+    int64_t most = n * width / GRAIN + 1;
+    if (most > threads) most = threads;
+    if (most > n) most = n;
+    if (parallel && most > 1)
+        parallel(row_work, &call, (unsigned)most, 0);
+    else
+        call.kernels->rows(&rows, 0, n);
+}
+
 #else
 
 EXPORT int trencadis_panels_kinds(void) { return 0; }

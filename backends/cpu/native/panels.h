@@ -12,11 +12,12 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 1
+#define PANELS_VERSION 2
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { SILU_MUL, RMS_NORM };
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512_VNNI };
 
 typedef struct {
@@ -47,9 +48,21 @@ typedef struct {
     float *row; /* [threads][columns]: a row that is gathered */
 } Product;
 
+/* An operation on rows of `width` values of one type. */
+typedef struct {
+    int op;
+    void *x;
+    const void *residual, *weight;
+    void *out;
+    int64_t width;
+    float eps;
+    int type;
+} Rows;
+
 typedef struct {
     void (*round)(const Product *, int64_t first, int64_t last, float *row);
     void (*multiply)(const Product *, int64_t first, int64_t last); /* panels */
+    void (*rows)(const Rows *, int64_t first, int64_t last);
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;

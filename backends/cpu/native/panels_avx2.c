@@ -15,7 +15,8 @@
 
 #include "panels_256.inc"
 #include "panels.inc"
+#include "rows.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply};
+const Kernels panels_avx2 = {round_rows, multiply, rows};
 
 #endif

@@ -46,6 +46,12 @@ V VI v_max(VI a, VI b) { return _mm512_max_epi32(a, b); }
 V VF v_mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
 V VI v_mul_int(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
 V VF v_fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+V VF v_add(VF a, VF b) { return _mm512_add_ps(a, b); }
+V VF v_div(VF a, VF b) { return _mm512_div_ps(a, b); }
+V VF v_least(VF a, VF b) { return _mm512_min_ps(a, b); }
+V VF v_most(VF a, VF b) { return _mm512_max_ps(a, b); }
+V VF v_whole(VF a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+V VF v_power(VF a) { return _mm512_scalef_ps(_mm512_set1_ps(1), a); }
 V VF v_float(VI a) { return _mm512_cvtepi32_ps(a); }
 V VI v_and(VI a, VI b) { return _mm512_and_si512(a, b); }
 V VI v_shift4(VI a) { return _mm512_srli_epi32(a, 4); }
@@ -97,7 +103,8 @@ V VI v_dot(VI acc, VI codes, VI x) {
     };
 
 #include "panels.inc"
+#include "rows.inc"
 
-const Kernels panels_avx512_vnni = {round_rows, multiply};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows};
 
 #endif

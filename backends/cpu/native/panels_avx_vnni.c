@@ -9,11 +9,17 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 #define NARROW 0
-#define DOT(acc, codes, x) _mm256_dpbusd_avx_epi32(acc, codes, x)
+/* Not the intrinsic: compilers would copy sums from register to register at the end of each step. */
+#define DOT(acc, codes, x)                                                                                            \
+    ({                                                                                                                \
+        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(codes), "x"(x));                                       \
+        acc;                                                                                                          \
+    })
 
 #include "panels_256.inc"
 #include "panels.inc"
+#include "rows.inc"
 
-const Kernels panels_avx_vnni = {round_rows, multiply};
+const Kernels panels_avx_vnni = {round_rows, multiply, rows};
 
 #endif

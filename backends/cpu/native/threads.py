@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from trencadis.backends.cpu.native import library
+from trencadis.backends.cpu.native.library import found
 
 log = logging.getLogger("trencadis.engine")
 
@@ -23,21 +23,29 @@ NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_bar
 """Of GCC's interface, which Intel's and LLVM's runtimes have too."""
 
 
+class Calls(NamedTuple):
+    """Functions of the library; the interpreter's lock is released while one runs."""
+
+    linear: Callable[..., int]
+    rows: Callable[..., None]
+
+
 @cache
-def multiply() -> Callable[..., int]:
-    """``trencadis_panels_linear``, ready to be called; the interpreter's lock is released meanwhile."""
-    found = library.found().library
+def calls() -> Calls:
+    """The library's functions, on torch's threads from now on."""
+    library = found().library
     runtime = openmp()
     if runtime is None:
         log.warning("weights: torch's OpenMP runtime is not found, so own kernels run on one thread")
     else:
-        found.trencadis_panels_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
-    call: Any = found.trencadis_panels_linear
-    pointer = ctypes.c_void_p
-    call.argtypes = (pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int)
-    call.restype = ctypes.c_int
-    made: Callable[..., int] = call
-    return made
+        library.trencadis_panels_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    linear, rows = library.trencadis_panels_linear, library.trencadis_panels_rows
+    linear.argtypes = (pointer, pointer, pointer, size, number, number, number)
+    linear.restype = number
+    rows.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number, number, number)
+    rows.restype = None
+    return Calls(linear, rows)
 
 
 def openmp() -> list[Any] | None:

@@ -7,6 +7,8 @@ lies before its window's ``real``.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +30,10 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
     checks.packed(q, k, v, out)
     slots, heads, d = q.shape
     tile = tiles.pick("attend_windows", q, 1)
+    lanes, tail = halves(d)
     windows_kernel[(heads, slots // tile.m)](
         out, q, k, v, seg.real, scale * softmax.LOG2E.value,
-        D=d, LANES=tiles.lanes(d), M=tile.m, N=WINDOW, Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0),
+        D=d, LANES=lanes, TAIL=tail, M=tile.m, N=WINDOW, Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0),
         OUT_TOKEN=out.stride(0), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -50,7 +53,8 @@ def attend_images(
     tile = tiles.pick("attend_images", q, 1, "short" if alike or slots < SHORT else "long")
     lanes, tail = halves(d)
     images_kernel[(triton.cdiv(slots, tile.m), heads)](
-        out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, slots, scale * softmax.LOG2E.value,
+        out, q, k, v, seg.segment, seg.real, seg.first, seg.stop, seg.whole, seg.order, slots,
+        scale * softmax.LOG2E.value,
         D=d, LANES=lanes, TAIL=tail, M=tile.m, N=tile.n, WINDOW=WINDOW,
         Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0), OUT_TOKEN=out.stride(0),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -71,8 +75,8 @@ SHORT = 1024
 
 @triton.jit
 def windows_kernel(
-    out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
+    out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """M queries of one head, which divide a window, and all N keys of that window: a single tile."""
     head = tl.program_id(0)
@@ -88,26 +92,60 @@ def windows_kernel(
     queries = tl.load(q + query * Q_TOKEN + column, mask=filled, other=0.0)
     keys = tl.load(k + key * K_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
     values = tl.load(v + key * V_TOKEN + column, mask=keep[:, None] & filled, other=0.0)
-    acc = tl.zeros([M, LANES], tl.float32)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if TAIL:
+        behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
+        # A constant where every lane is filled, so that masks of such heads stay what they are without it.
+        inside = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
+        queries_behind = tl.load(q + query * Q_TOKEN + behind, mask=inside, other=0.0)
+        keys_behind = tl.load(k + key * K_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
+        scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc, peak, total = softmax.attend_tile(
-        acc, peak, total, queries, tl.trans(keys), values, keep[None, :], scale, True
-    )
-    mean = softmax.finish(acc, total).to(out.dtype.element_ty)
-    tl.store(out + query * OUT_TOKEN + column, mean, mask=filled)
+    weights, _, _, total = softmax.tile_weights(peak, total, scores, keep[None, :], scale, True)
+    shares = weights.to(values.dtype)
+    to = out + query * OUT_TOKEN
+    mean = softmax.finish(tl.dot(shares, values, input_precision="ieee"), total)
+    tl.store(to + column, mean.to(out.dtype.element_ty), mask=filled)
+    if TAIL:
+        values_behind = tl.load(v + key * V_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
+        mean = softmax.finish(tl.dot(shares, values_behind, input_precision="ieee"), total)
+        tl.store(to + behind, mean.to(out.dtype.element_ty), mask=inside)
+
+
+class ImageRun(NamedTuple):
+    """Attention over the keys of an image so far, and the window of the next tile."""
+
+    acc: Any  # float32 [M, LANES]
+    behind: Any  # float32 [M, TAIL]; without a second part never read
+    peak: Any  # float32 [M]
+    total: Any  # float32 [M]
+    window: Any  # int32
+
+
+class PackedKeys(NamedTuple):
+    """One head of a launch's keys."""
+
+    k: Any  # pointer to the head's first value
+    v: Any
+    order: Any  # pointers, as ``CudaSegments`` has them
+    segment: Any
+    real: Any
+    count: Any  # int32: windows of the launch
 
 
 @triton.jit(do_not_specialize=["slots"])
 def images_kernel(
-    out, q, k, v, segment, real, first, last, slots, scale,
+    out, q, k, v, segment, real, first, last, whole, order, slots, scale,
     D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """M queries of one head, which may belong to several images; N keys at a time (N divides a window).
 
-    TAIL: lanes of a second part of each head (``halves``), 0 for none; those at its end may be empty.
+    Where all queries are of one image, its windows without padding come first and need no mask. TAIL: lanes of a second
+    part of each head (``halves``), 0 for none; those at its end may be empty.
     """
+    REST: tl.constexpr = TAIL if TAIL else 16
     tile = tl.program_id(0)
     head = tl.program_id(1)
     slot = tile * M + tl.arange(0, M)
@@ -117,37 +155,72 @@ def images_kernel(
     filled = (dim < D)[None, :]
     wide = slot.to(tl.int64)[:, None]
     queries = tl.load(q + wide * Q_TOKEN + column, mask=live[:, None] & filled, other=0.0)
+    behind = (head * D + LANES + tl.arange(0, REST))[None, :]
+    inside = tl.full([1, REST], 1, tl.int1) if LANES + REST == D else (LANES + tl.arange(0, REST) < D)[None, :]
+    queries_behind = queries
+    if TAIL:
+        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None] & inside, other=0.0)
     image = tl.load(segment + slot // WINDOW, mask=live, other=-1)
-    begin = tl.load(first + tile * M // WINDOW)
+    own = tile * M // WINDOW
+    begin = tl.load(first + own)
     end = tl.load(last + (tl.minimum(tile * M + M, slots) - 1) // WINDOW)
-    acc = tl.zeros([M, LANES], tl.float32)
-    peak = tl.full([M], softmax.LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    if TAIL:
-        behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
-        # A constant where every lane is filled, so that masks of such heads stay what they are without it.
-        rest = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
-        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None] & rest, other=0.0)
-        acc_behind = tl.zeros([M, TAIL], tl.float32)
-    for start in range(begin * WINDOW, end * WINDOW, N):
-        window = start // WINDOW
-        key = (start + tl.arange(0, N)).to(tl.int64)[:, None]
-        seen = start % WINDOW + tl.arange(0, N) < tl.load(real + window)
-        keys = tl.load(k + key * K_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
-        values = tl.load(v + key * V_TOKEN + column, mask=seen[:, None] & filled, other=0.0)
-        keep = seen[None, :] & (image == tl.load(segment + window))[:, None]
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if TAIL:
-            keys_behind = tl.load(k + key * K_TOKEN + behind, mask=seen[:, None] & rest, other=0.0)
-            values_behind = tl.load(v + key * V_TOKEN + behind, mask=seen[:, None] & rest, other=0.0)
-            scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
-        weights, fade, peak, total = softmax.tile_weights(peak, total, scores, keep, scale, True)
-        shares = weights.to(values.dtype)
-        acc = tl.dot(shares, values, acc * fade[:, None], input_precision="ieee")
-        if TAIL:
-            acc_behind = tl.dot(shares, values_behind, acc_behind * fade[:, None], input_precision="ieee")
+    masked = tl.where(end == tl.load(last + own), tl.load(whole + own), begin)
+    keys = PackedKeys(k + head * D, v + head * D, order, segment, real, slots // WINDOW)
+    run = ImageRun(
+        tl.zeros([M, LANES], tl.float32), tl.zeros([M, REST], tl.float32), tl.full([M], softmax.LOWEST, tl.float32),
+        tl.zeros([M], tl.float32), tl.load(order + begin),
+    )  # fmt: skip
+    run = attend_packed(
+        run, queries, queries_behind, keys, begin * WINDOW, masked * WINDOW, image, scale, False, D, LANES, TAIL, N,
+        WINDOW, K_TOKEN, V_TOKEN,
+    )  # fmt: skip
+    run = attend_packed(
+        run, queries, queries_behind, keys, masked * WINDOW, end * WINDOW, image, scale, True, D, LANES, TAIL, N,
+        WINDOW, K_TOKEN, V_TOKEN,
+    )  # fmt: skip
     to = out + wide * OUT_TOKEN
-    tl.store(to + column, softmax.finish(acc, total).to(out.dtype.element_ty), mask=live[:, None] & filled)
+    mean = softmax.finish(run.acc, run.total).to(out.dtype.element_ty)
+    tl.store(to + column, mean, mask=live[:, None] & filled)
     if TAIL:
-        mean = softmax.finish(acc_behind, total).to(out.dtype.element_ty)
-        tl.store(to + behind, mean, mask=live[:, None] & rest)
+        mean = softmax.finish(run.behind, run.total).to(out.dtype.element_ty)
+        tl.store(to + behind, mean, mask=live[:, None] & inside)
+
+
+@triton.jit
+def attend_packed(
+    run, queries, queries_behind, keys, start, stop, image, scale, MASKED: tl.constexpr, D: tl.constexpr,
+    LANES: tl.constexpr, TAIL: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, K_TOKEN: tl.constexpr,
+    V_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """``run: ImageRun`` after the slots ``start`` to ``stop`` of the windows in their order; MASKED: some of them are
+    padding, or of another image than some queries."""
+    acc, acc_behind, peak, total, window = run
+    dim = tl.arange(0, LANES)[None, :]
+    REST: tl.constexpr = TAIL if TAIL else 16
+    rest = LANES + tl.arange(0, REST)[None, :]
+    inside = tl.full([1, REST], 1, tl.int1) if LANES + REST == D else rest < D
+    for at in range(start, stop, N):
+        key = (window * WINDOW + at % WINDOW + tl.arange(0, N)).to(tl.int64)[:, None]
+        stored = dim < D
+        there = key >= 0
+        keep = True
+        if MASKED:
+            seen = at % WINDOW + tl.arange(0, N) < tl.load(keys.real + window)
+            stored = seen[:, None] & stored
+            there = seen[:, None]
+            keep = seen[None, :] & (image == tl.load(keys.segment + window))[:, None]
+        following = (at + N) // WINDOW
+        window = tl.load(keys.order + following, mask=following < keys.count, other=0)
+        k = tl.load(keys.k + key * K_TOKEN + dim, mask=stored, other=0.0)
+        v = tl.load(keys.v + key * V_TOKEN + dim, mask=stored, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if TAIL:
+            k_behind = tl.load(keys.k + key * K_TOKEN + rest, mask=there & inside, other=0.0)
+            v_behind = tl.load(keys.v + key * V_TOKEN + rest, mask=there & inside, other=0.0)
+            scores = tl.dot(queries_behind, tl.trans(k_behind), scores, input_precision="ieee")
+        weights, fade, peak, total = softmax.tile_weights(peak, total, scores, keep, scale, MASKED)
+        shares = weights.to(v.dtype)
+        acc = tl.dot(shares, v, acc * fade[:, None], input_precision="ieee")
+        if TAIL:
+            acc_behind = tl.dot(shares, v_behind, acc_behind * fade[:, None], input_precision="ieee")
+    return ImageRun(acc, acc_behind, peak, total, window)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class PrefillAttn(NamedTuple):
-    """A ragged launch: rows of any number of tokens. Row ``rows`` owns the bucket's surplus tokens.
+class ItemAttn(NamedTuple):
+    """A ragged launch as work items (launches/items.py). Row ``rows`` owns the bucket's surplus tokens.
 
-    ``work_row`` lists the rows by descending number of keys, the surplus row last; ``work_start`` counts the tokens
-    before each of them in that order. Q-blocks are found from both on the device, so that the longest start first and
-    the host need not know how many tokens a Q-block holds.
+    Item i: a block of queries from token ``item_token[i]`` of row ``item_row[i]`` on (-1: no item) attends to the keys
+    ``item_begin[i] : item_stop[i]`` of that row as far as it sees them. What comes of it is partial result
+    ``item_part[i]``, or whole where that is -1. Join j: the results ``join_part[j] : join_part[j + 1]`` together are
+    those of the block from token ``join_token[j]`` of row ``join_row[j]`` (-1: no join) on.
     """
 
     row_start: Tensor  # int32 [rows + 2]
@@ -24,33 +25,30 @@ class PrefillAttn(NamedTuple):
     blocks: Tensor  # int32 [capacity]
     slot_map: Tensor  # int64 [tokens] block * block_size + offset
     block_start: Tensor  # int32 [rows + 2]
-    work_row: Tensor  # int32 [rows + 1]
-    work_start: Tensor  # int32 [rows + 1]
+    item_row: Tensor  # int32 [items]
+    item_token: Tensor  # int32 [items]
+    item_begin: Tensor  # int32 [items]
+    item_stop: Tensor  # int32 [items]
+    item_part: Tensor  # int32 [items]
+    join_row: Tensor  # int32 [joins]
+    join_token: Tensor  # int32 [joins]
+    join_part: Tensor  # int32 [joins + 1]
     upto: Tensor | None = None  # int32 [tokens] as in ``core.backend.Attn``
 
 
-class SplitDecodeAttn(NamedTuple):
-    """One token a row, its keys cut into pieces that are attended to in parallel and combined.
-
-    The pieces of row r are ``row_split[r] : row_split[r + 1]``, none where the row is padding; piece s covers the keys
-    ``split_start[s] : split_stop[s]`` of row ``split_row[s]`` and is empty where it is not used.
-    """
-
-    row_start: Tensor  # int32 [rows + 2]
-    context: Tensor  # int32 [rows + 1]
-    blocks: Tensor  # int32 [capacity]
-    slot_map: Tensor  # int64 [rows]
-    block_start: Tensor  # int32 [rows + 2]
-    row_split: Tensor  # int32 [rows + 1]
-    split_row: Tensor  # int32 [splits]
-    split_start: Tensor  # int32 [splits]
-    split_stop: Tensor  # int32 [splits]
+class SingleAttn(ItemAttn):
+    """``ItemAttn`` of a launch whose rows have one token each."""
 
 
 class CudaSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image."""
+    """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image.
+
+    ``order`` lists the windows, in each image those without padding first, which are [first, whole) of the list.
+    """
 
     segment: Tensor  # int32 [windows]
     real: Tensor  # int32 [windows]
     first: Tensor  # int32 [windows]
     stop: Tensor  # int32 [windows]
+    whole: Tensor  # int32 [windows]
+    order: Tensor  # int32 [windows]

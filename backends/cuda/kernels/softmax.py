@@ -44,3 +44,19 @@ def tile_weights(peak, total, scores, keep, scale, MASKED: tl.constexpr):
 def finish(acc, total):
     """float32 [M, D]: the weighted mean; 0 where no key was seen."""
     return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def join(acc, peak, total, more, high, size):
+    """(acc, peak, total) of keys and of those behind them, whose (acc, peak, total) are ``more``, ``high``, ``size``.
+
+    Products and sums are told apart, so that every kernel rounds alike; keys that nobody sees change no bit.
+    """
+    best = tl.maximum(peak, high)
+    fade = tl.exp2(peak - best)
+    share = tl.exp2(high - best)
+    seen = size > 0
+    wide = tl.broadcast_to(share[:, None], more.shape)
+    acc = tl.where(seen[:, None], tl.fma(more, wide, acc * fade[:, None]), acc)
+    total = tl.where(seen, tl.fma(size, share, total * fade), total)
+    return acc, tl.where(seen, best, peak), total

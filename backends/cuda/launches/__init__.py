@@ -1,1 +1,1 @@
-"""Host inputs of CUDA launches: sizes, splits, and the buffers that one copy fills."""
+"""Host inputs of CUDA launches: sizes, work items, and the buffers that one copy fills."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cuda.launches.inputs import Sizes, arrays, growing
+from trencadis.backends.cuda.launches.items import ItemPlans
 from trencadis.backends.cuda.launches.sizes import aligned
 from trencadis.backends.cuda.protocol import Runtime, Stream
 from trencadis.core.backend import Inputs
@@ -86,7 +87,7 @@ class Buffers:
     """
 
     def __init__(self, bucket: Bucket, sizes: Sizes, runtime: Runtime, room: StageBuffer | None = None) -> None:
-        self.bucket, self.sizes = bucket, sizes
+        self.bucket, self.sizes, self.plans = bucket, sizes, ItemPlans()
         self._grows, self._at, shapes, self.bytes = _layout(bucket, sizes)
         self.room = room or StageBuffer(self.bytes, runtime)
         assert self.room.bytes >= self.bytes, f"{bucket} needs {self.bytes} bytes, there are {self.room.bytes}"
@@ -102,7 +103,7 @@ class Buffers:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copy of ``inputs``, padded; ``None``: padding alone."""
-        leaves = _named(arrays(self.bucket, inputs, self.sizes))
+        leaves = _named(arrays(self.bucket, inputs, self.sizes, self.plans))
         used = self._at[self._grows] + leaves[self._grows].nbytes
         host = self.room.host(used)
         for name, array in leaves.items():

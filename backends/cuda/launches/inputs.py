@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.backends.cpu.padding import cells, head, mixed, nothing, pad, pool, reset, slot_map, upto_of, windows
-from trencadis.backends.cuda.kernels.attn import CudaSegments, PrefillAttn, SplitDecodeAttn
-from trencadis.backends.cuda.launches import splits
-from trencadis.backends.cuda.launches.sizes import capacity
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
+from trencadis.backends.cuda.launches.items import ItemPlans
+from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_room
 from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.layout import SINK_ROW
+from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -31,10 +31,11 @@ class Sizes:
 
     Args:
         row_blocks: KV blocks of the longest possible row.
-        kv_heads: of one rank; decides how finely decoding rows are cut.
+        kv_heads: of one rank; decides how finely keys are cut.
         processors: streaming multiprocessors of the device.
-        invariant: DECODE attends as PREFILL does (``--batch-invariant``).
+        invariant: DECODE attends as PREFILL does, and cuts lie at fixed keys (``--batch-invariant``).
         upto: PREFILL launches have ``Attn.upto``.
+        group: query heads of a KV head.
     """
 
     block_size: int
@@ -45,18 +46,23 @@ class Sizes:
     invariant: bool = False
     slot: SlotForm = NO_SLOT
     upto: bool = False
+    group: int = 8
 
-    def splits(self, rows: int) -> int:
-        """Pieces that a DECODE launch of ``rows`` rows has room for."""
+    def room(self, bucket: Bucket) -> ItemRoom:
+        """Room of a text launch for work items."""
         longest = self.row_blocks * self.block_size
-        return capacity(rows, self.processors, max(self.kv_heads, 1), longest)
+        return item_room(bucket, self.group, self.processors, self.kv_heads, longest, self.invariant)
 
 
-def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes) -> Any:
-    """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded."""
+def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: ItemPlans | None = None) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded.
+
+    Args:
+        plans: the bucket's; without them every launch is planned anew.
+    """
     match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab, sizes.slot):
         case StepInputs() as x:
-            return text(bucket, x, sizes)
+            return text(bucket, x, sizes, plans or ItemPlans())
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], sizes.slot)
         case HeadInputs() as x:
@@ -89,55 +95,48 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
             return "counts", (size, sizes.vocab)
 
 
-def text(bucket: Bucket, x: StepInputs, sizes: Sizes) -> Any:
+def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
     """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
     count = bucket.dims[0]
-    ragged = bucket.stage is Stage.PREFILL or sizes.invariant
-    attn = _prefill(x, count, bucket.dims[-1], sizes) if ragged else _decode(x, count, sizes)
     return TextTensors(
         tokens=pad(x.tokens, (count,), np.int32),
         from_slot=pad(x.from_slot, (count,), np.int32),
         positions=_columns(x.positions, count),
         image_row=pad(x.image_row, (count,), np.int32),
         out_row=pad(x.out_row, (count,), np.int64),
-        attn=attn,
+        attn=_attn(bucket, x, sizes, plans),
     )
 
 
-def _prefill(x: StepInputs, count: int, rows: int, sizes: Sizes) -> Any:
-    row_start, context, lengths, blocks, block_start = _rows(x, count, rows, sizes.block_size)
-    order = np.argsort(-lengths, kind="stable")
-    work_row = np.arange(rows + 1, dtype=np.int32)
-    work_row[: len(order)] = order
-    work_start = np.zeros(rows + 1, np.int32)
-    np.cumsum(np.diff(row_start)[work_row[:-1]], out=work_start[1:])
-    stored = slot_map(x, count, sizes.block_size)
-    upto = pad(upto_of(x), (count,), np.int32) if sizes.upto else None
-    return PrefillAttn(*_any(row_start, context, blocks, stored, block_start, work_row, work_start, upto))
-
-
-def _decode(x: StepInputs, rows: int, sizes: Sizes) -> Any:
-    assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
-    row_start, context, lengths, blocks, block_start = _rows(x, rows, rows, sizes.block_size)
-    stored = slot_map(x, rows, sizes.block_size)
-    pieces = splits.cut(lengths, rows, sizes.splits(rows))
-    return SplitDecodeAttn(*_any(row_start, context, blocks, stored, block_start, *pieces))
+def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
+    count, rows, room = bucket.dims[0], bucket.dims[-1], sizes.room(bucket)
+    row_start, context, counts, blocks, block_start = _rows(x, count, rows, sizes.block_size)
+    stored, surplus = slot_map(x, count, sizes.block_size), count - len(x.tokens)
+    lists = (row_start, context, blocks, stored, block_start)
+    if bucket.stage is Stage.DECODE and not sizes.invariant:
+        assert len(x.tokens) == len(x.context), "DECODE takes one token a row"
+        return SingleAttn(*_any(*lists, *plans.single(x.context, surplus, room)))
+    upto = upto_of(x) if sizes.upto else None
+    each = block_tokens(bucket, sizes.group, sizes.invariant)
+    planned = plans.several(x.context, counts, surplus, each, room, upto)
+    padded = None if upto is None else pad(upto, (count,), np.int32)
+    return ItemAttn(*_any(*lists, *planned, padded))
 
 
 def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """(row_start, context, keys of each real row, block ids of all rows in turn, where each row's begin)."""
+    """(row_start, context, tokens of each real row, block ids of all rows in turn, where each row's begin)."""
     real = len(x.context)
     assert real <= rows, f"{real} rows do not fit {rows}"
     row_start = np.full(rows + 2, len(x.tokens), np.int32)
     row_start[: real + 1] = x.row_start[: real + 1]
     row_start[-1] = count
-    lengths = x.context + np.diff(x.row_start[: real + 1])
-    held = -(-lengths // block_size)
+    counts = np.diff(x.row_start[: real + 1])
+    held = -(-(x.context + counts) // block_size)
     block_start = np.full(rows + 2, int(held.sum()), np.int32)
     block_start[0] = 0
     np.cumsum(held, out=block_start[1 : real + 1])
     blocks = x.blocks[np.arange(x.blocks.shape[1]) < held[:, None]]
-    return row_start, pad(x.context, (rows + 1,), np.int32), lengths, blocks, block_start
+    return row_start, pad(x.context, (rows + 1,), np.int32), counts, blocks, block_start
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
@@ -153,11 +152,15 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     )
 
 
-def segments(segment: Array, real: Array) -> tuple[Array, Array, Array, Array]:
+def segments(segment: Array, real: Array) -> tuple[Array, ...]:
     """The arrays of ``CudaSegments`` from the image of each window (ascending) and its real patches."""
     first = np.searchsorted(segment, segment, side="left").astype(np.int32)
     stop = np.searchsorted(segment, segment, side="right").astype(np.int32)
-    return segment.astype(np.int32), real.astype(np.int32), first, stop
+    full = real == WINDOW_SLOTS
+    before = np.concatenate([[0], full.cumsum()])
+    whole = (first + before[stop] - before[first]).astype(np.int32)
+    order = np.lexsort((~full, segment)).astype(np.int32)
+    return segment.astype(np.int32), real.astype(np.int32), first, stop, whole, order
 
 
 def _columns(x: Array, count: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from trencadis.backends.cuda.kernels.blocks import SPAN, lanes_of
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.request import MAX_BIAS
 
@@ -14,10 +16,11 @@ PROCESSORS = 132
 """Streaming multiprocessors of an H100, which the planner assumes if there is no card."""
 
 LEAST = 256
-"""Fewest keys of a piece: with fewer, combining partial results costs more than another processor saves."""
+"""Fewest keys of a piece: with fewer, joining partial results costs more than another processor saves."""
 
-WAVES = 4
-"""Pieces per processor that a launch may have in addition to one per row."""
+WAVES, ROOM = 5, 8
+"""Longest pieces of a processor's part of the work, so that the longest processor has at most 1 + 1 / WAVES of the
+mean; and those that there is room for, since pieces are shorter where they begin at whole steps."""
 
 
 def aligned(size: int) -> int:
@@ -25,10 +28,38 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def capacity(rows: int, processors: int, kv_heads: int, longest: int) -> int:
-    """Most pieces that a launch of ``rows`` rows is cut into; ``longest``: keys of the longest possible row."""
-    each = -(-longest // LEAST)
-    return min(rows + max(WAVES * processors // kv_heads, 1), rows * each)
+class ItemRoom(NamedTuple):
+    """Room of a bucket for work items (launches/items.py).
+
+    ``parts`` bounds partial results; blocks that are cut have two at least. ``shares``: longest pieces that the work of
+    a KV head is worth. ``span``: where cuts may lie; 0: anywhere.
+    """
+
+    rows: int
+    items: int
+    joins: int
+    parts: int
+    shares: int
+    span: int
+
+
+def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
+    """Tokens of a block of queries; ``group``: query heads of a KV head."""
+    if bucket.stage is Stage.DECODE and not alike:
+        return 1
+    return max(lanes_of(bucket.dims[0], alike) // max(group, 1), 1)
+
+
+def item_room(bucket: Bucket, group: int, processors: int, kv_heads: int, longest: int, alike: bool) -> ItemRoom:
+    """What any launch of ``bucket`` needs; ``longest``: keys of the longest possible row."""
+    tokens, rows = bucket.dims[0], bucket.dims[-1]
+    each = block_tokens(bucket, group, alike)
+    blocks = tokens if each == 1 else tokens // each + rows + 1
+    shares, heads = -(-longest // LEAST) * blocks, max(kv_heads, 1)
+    joins = max(min(ROOM * processors // heads, shares) // 2, 1)
+    return ItemRoom(
+        rows, blocks + 2 * joins, joins, 2 * joins, max(WAVES * processors // heads, 1), SPAN if alike else 0
+    )
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
@@ -40,20 +71,16 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
     """Bytes of each tensor."""
     count, bits = bucket.dims[0], -(-sizes.vocab // 8)
     match bucket.stage:
-        case Stage.PREFILL | Stage.DECODE if bucket.stage is Stage.PREFILL or invariant:
-            rows = bucket.dims[-1]
-            yield from _text(count, rows, sizes)
-            yield from (4 * (rows + 1),) * 2
-            if sizes.upto:
-                yield 4 * count
-        case Stage.DECODE:
+        case Stage.PREFILL | Stage.DECODE:
             longest = sizes.row_blocks * sizes.block_size
-            pieces = capacity(count, processors, sizes.kv_heads, longest)
-            yield from _text(count, count, sizes)
-            yield from (4 * (count + 1), *(4 * pieces,) * 3)
+            room = item_room(bucket, sizes.group, processors, sizes.kv_heads, longest, invariant)
+            yield from _text(count, bucket.dims[-1], sizes)
+            yield from (*(4 * room.items,) * 5, *(4 * room.joins,) * 2, 4 * (room.joins + 1))
+            if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
+                yield 4 * count
         case Stage.VISION:
             windows = count // 64
-            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 4)
+            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
             yield from (4 * sizes.slot.near * count,) * 2
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)

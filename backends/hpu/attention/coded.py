@@ -1,8 +1,8 @@
 """An 8-bit KV cache on Gaudi: storing, reading it as keys and values, and decoding over its codes.
 
-Codes are exact in bfloat16, so decoding multiplies by them as they are and scales the scores; what attends in the fused
-kernel gets keys and values, made in float32. The launch's own keys are read as they were stored, so that a token has
-the same keys in the prompt that brings it and ever after.
+Codes are exact in bfloat16, so decoding multiplies by them as they are and scales the scores; the fused kernel, which
+prompts use, gets keys and values that are made of the codes in float32. A launch reads its own keys as it has stored
+them, so that a token's keys are the same in the launch that computes them and in all later ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,44 @@
+"""What stands between products, in one pass over each row; 16-bit values alone, for which torch takes up to nine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.panels import TYPES
+
+SILU_MUL, RMS_NORM = range(2)
+
+
+def silu_mul(gate_up: Tensor, kind: int) -> Tensor | None:
+    """silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch has to do it."""
+    if not kind or gate_up.dtype == torch.float32 or gate_up.dtype not in TYPES or not gate_up.is_contiguous():
+        return None
+    n, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((n, width))
+    _run(SILU_MUL, gate_up, None, None, out, n, width, 0.0, kind)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, kind: int) -> Tensor | None:
+    """x / rms(x) * weight of rows [n, width]; a residual is added to ``x`` itself first. None: torch has to do it."""
+    if not kind or x.dtype == torch.float32 or x.dtype != weight.dtype or x.dtype not in TYPES:
+        return None
+    if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        return None
+    width = x.shape[-1]
+    out = torch.empty_like(x)
+    _run(RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, kind)
+    return out
+
+
+def _run(
+    op: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, n: int, width: int, eps: float,
+    kind: int,
+) -> None:  # fmt: skip
+    threads.calls().rows(
+        op, x.data_ptr(), None if residual is None else residual.data_ptr(),
+        None if weight is None else weight.data_ptr(), out.data_ptr(), n, width, eps, TYPES[x.dtype], kind,
+        torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,17 @@
+"""How many queries a block has, and where keys may be cut: what the host plans by and the kernels go by. Torch-free."""
+
+from __future__ import annotations
+
+SPAN = 1024
+"""Keys between two places where ``--batch-invariant`` may cut: the same for every token, whatever is cut there."""
+
+SINGLE, SHORT, LONG = 16, 32, 128
+"""Query heads times tokens of a block of queries, in launches of one token a row, of few tokens, and of many."""
+
+FEW = 512
+"""Launches of fewer tokens have short blocks, which keep more processors busy."""
+
+
+def lanes_of(tokens: int, alike: bool) -> int:
+    """Query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any length."""
+    return SHORT if alike or tokens < FEW else LONG

@@ -1,0 +1,91 @@
+"""What a card and libraries take: each figure with the measurement that it is from (constants.json); none fitted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.errors import StartupError
+
+FILE = Path(__file__).with_name("constants.json")
+
+DEFAULT = "H100"
+
+
+@dataclass(frozen=True)
+class CardTimes:
+    """Seconds, bytes and operations of one card.
+
+    Args:
+        bandwidth, flops: peaks of the card, a second; bfloat16, dense.
+        weights_share, keys_share, rows_share: of the bandwidth that reading weights, keys and anything else reaches.
+        flops_share, attention_flops_share: of the peak that products and attention reach.
+        gap: from the end of a kernel to the start of the next one within a graph.
+        graph: from the launch of a graph to its first kernel.
+        all_reduce, all_reduce_byte: of a sum over ranks, and of each of its bytes.
+        host: seconds of a decode step's host work by rows.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    processors: float
+    weights_share: float
+    keys_share: float
+    rows_share: float
+    flops_share: float
+    attention_flops_share: float
+    gap: float
+    graph: float
+    all_reduce: float
+    all_reduce_byte: float
+    host: tuple[tuple[int, float], ...]
+
+    def host_step(self, rows: int) -> float:
+        """Seconds of the host for a step of ``rows`` rows: a straight line between those that were measured."""
+        points = sorted(self.host)
+        before = max((p for p in points if p[0] <= rows), default=points[0])
+        after = min((p for p in points if p[0] >= rows), default=points[-1])
+        if before[0] == after[0]:
+            return before[1] * max(rows / before[0], 1.0) if rows > before[0] else before[1]
+        return before[1] + (after[1] - before[1]) * (rows - before[0]) / (after[0] - before[0])
+
+
+SCALED = (
+    "bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share", "attention_flops_share", "gap",
+    "graph", "all_reduce", "all_reduce_byte",
+)  # fmt: skip
+"""Constants whose influence is told, one at a time; the host's is told beside them."""
+
+
+@cache
+def stored() -> dict[str, Any]:
+    """constants.json: name -> [value, source]."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def cards() -> list[str]:
+    """Cards that there are figures of."""
+    return list(stored()["cards"])
+
+
+def card(name: str) -> CardTimes:
+    """The figures of a card.
+
+    Raises:
+        StartupError: there are none.
+    """
+    if name not in stored()["cards"]:
+        raise StartupError(f"--card {name[:40]}: there are figures of {', '.join(cards())}")
+    values = {key: float(value) for key, (value, _) in (stored()["cards"][name] | stored()["shared"]).items()}
+    host = tuple((int(rows), float(value)) for rows, (value, _) in stored()["host"].items())
+    return CardTimes(name=name, host=host, **values)
+
+
+def sources(name: str) -> dict[str, str]:
+    """Where each constant of a card is from."""
+    return {key: source for key, (_, source) in (stored()["cards"][name] | stored()["shared"]).items()}

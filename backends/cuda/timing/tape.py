@@ -1,0 +1,236 @@
+"""The kernels that a decoding step launches, recorded from what serving runs: the model's bodies over the card's ops.
+
+Tensors have shapes and no memory, so a 72B is recorded in a second. Each launch of a Triton kernel and each call of
+torch that starts a kernel is a ``TapeKernel``; the tape of one layer counts for its equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trencadis.backends.cuda.launches.inputs import Sizes, arrays
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.policy import policy
+from trencadis.backends.cuda.timing.kernels import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, TapeKernel
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.launches.inputs import SampleRow, head_inputs
+from trencadis.core.launches.persistent import persistent
+from trencadis.core.memory.estimate import kv_heads
+from trencadis.core.models import registry
+from trencadis.core.step import Sample, StepInputs
+
+BLOCK = 16
+META = torch.device("meta")
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+NO_KERNEL = (
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
+    "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
+    "expand", "permute", "as_strided", "detach", "alias", "unbind",
+)  # fmt: skip
+"""Calls of torch that start no kernel."""
+
+
+class Tape:
+    """``with Tape(...).on():`` records."""
+
+    def __init__(self, context: Sequence[int], group: int) -> None:
+        self.kernels: list[TapeKernel] = []
+        self._context, self._group = context, group
+
+    def message(self, x: Tensor) -> None:
+        """Adds a collective over ``x``."""
+        self.kernels.append(TapeKernel("all_reduce", COLLECTIVE, x.nbytes))
+
+    def launched(self, name: str, args: dict[str, Any]) -> None:
+        """Adds a launch of a Triton kernel."""
+        found = _READS.get(name, _everything)(args, self._context)
+        kind = ATTENTION if name in ("items_kernel", "join_kernel") else HEAD if name in HEADS else ROWS
+        flops = 4 * sum(self._context) * args["q"].shape[1] * args["q"].shape[2] if name == "items_kernel" else 0
+        if name.startswith(("quantised", "experts")):
+            kind = PRODUCT
+        self.kernels.append(TapeKernel(name, kind, found, flops))
+
+    def called(self, name: str, args: Sequence[Any], out: Any) -> None:
+        """Adds a call of torch."""
+        given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        moved = sum(t.nbytes for t in (*given, *made))
+        if name in PRODUCTS:
+            x, w = given[-2:]
+            flops = 2 * x.shape[-2] * x.shape[-1] * w.shape[-1]
+            self.kernels.append(TapeKernel(name, PRODUCT, moved, flops))
+        elif name not in NO_KERNEL:
+            self.kernels.append(TapeKernel(name, ROWS, moved))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Launches are recorded and not made."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        kept = JITFunction.run, InterpretedFunction.run
+
+        def note(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+            name = getattr(kernel, "__name__", "") or kernel.fn.__name__
+            self.launched(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
+
+        JITFunction.run = InterpretedFunction.run = note
+        try:
+            with _Calls(self), torch.no_grad():
+                yield
+        finally:
+            JITFunction.run, InterpretedFunction.run = kept
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._tape.called(func.overloadpacket.__name__, (args, kwargs or {}), out)
+        return out
+
+
+HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
+
+
+def _everything(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Bytes of all tensors of a launch, each once."""
+    return sum(t.nbytes for t in {id(t): t for t in args.values() if isinstance(t, Tensor)}.values())
+
+
+def _keys(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Each stored key and value once, queries and results."""
+    k, q = args["k"], args["q"]
+    return 2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes
+
+
+def _parts(args: dict[str, Any], context: Sequence[int]) -> int:
+    """What the items leave: at most all that there is room for."""
+    held = args["part"].nbytes + args["weight"].nbytes
+    rows = args["out"].nbytes
+    pieces = sum(-(-keys // 256) for keys in context)
+    return min(held, 2 * rows * pieces // max(len(context), 1)) + rows
+
+
+def _logits(args: dict[str, Any], context: Sequence[int]) -> int:
+    """The logits of a launch once; the tables of all slots are read where a row has penalties."""
+    found = args.get("logits")
+    return int(found.nbytes) if isinstance(found, Tensor) else 0
+
+
+def _turned(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Queries, keys and values in and out, not the cache that they are stored in."""
+    return 2 * sum(args[name].nbytes for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
+
+
+_READS: dict[str, Any] = {
+    "items_kernel": _keys,
+    "join_kernel": _parts,
+    "rope_kernel": _turned,
+    "_embed": lambda args, context: 2 * args["out"].nbytes,
+    "_gather": lambda args, context: 2 * args["out"].nbytes,
+    "_scatter": lambda args, context: 2 * args["values"].nbytes,
+    **dict.fromkeys(HEADS, _logits),
+}
+"""Bytes of kernels that are handed more than they read."""
+
+
+class PaperRanks:
+    """``core.backend.Comm`` of rank 0 of ``world`` that notes what is summed."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 0, world
+        self.tape: Tape | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.world)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+    def _note(self, x: Tensor) -> None:
+        if self.tape is not None and self.world > 1:
+            self.tape.message(x)
+
+
+class PaperCard:
+    """As much of ``core.backend.Backend`` as a model's bodies need, over tensors without memory."""
+
+    name, values, device, notes = "cuda", False, META, ()
+
+    def __init__(self, world: int) -> None:
+        self.dtype, self.ops, self.comm, self.policy = torch.bfloat16, CudaOps(), PaperRanks(world), policy("")
+        self.slot: Any = None
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+
+class DecodeTapes:
+    """Tapes of decoding steps of one model on one of ``ranks`` cards."""
+
+    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132) -> None:
+        self.config, self.ranks, self.processors = model, ranks, processors
+        self.card: Any = PaperCard(ranks)
+        self.model = registry.build(model, self.card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        self.heads = kv_heads(model.text, ranks)
+        self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
+
+    def step(self, rows: int, context: int, draws: bool = False) -> list[TapeKernel]:
+        """What one step of ``rows`` rows of ``context`` keys each launches: DECODE, and SAMPLE."""
+        blocks = -(-(context + 1) // BLOCK)
+        held = persistent(
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=rows, tokens=max(rows, 16)
+        )
+        self.model.bind(held)
+        text = self.config.text
+        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        tape = self.card.comm.tape = Tape([context + 1] * rows, self.group)
+        decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
+        inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
+        model: Any = self.model
+        with tape.on():
+            model.text(decode)
+            if draws:
+                model.drawn_head(sample)
+            else:
+                model.head(sample, False)
+        self.card.comm.tape = None
+        return tape.kernels
+
+
+def _single(rows: int, context: int, blocks: int) -> StepInputs:
+    """Rows of one token each, all over the same blocks."""
+    index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
+    return StepInputs(
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows), np.int32), image_row=nothing,
+        out_row=index[1:], row_start=index, context=np.full(rows, context, np.int32),
+        blocks=np.full((rows, blocks), 2, np.int32), slot=index[1:], adapter=nothing,
+    )  # fmt: skip
+
+
+def _tensors(tree: Any) -> Any:
+    """Tensors without memory in the places of arrays."""
+    if isinstance(tree, np.ndarray):
+        return torch.empty(tree.shape, dtype=torch.from_numpy(np.empty(0, tree.dtype)).dtype, device=META)
+    return tree if tree is None else type(tree)(*map(_tensors, tree))

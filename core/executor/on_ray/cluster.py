@@ -1,0 +1,186 @@
+"""The Ray cluster: how it is reached, what it has, and which node each rank gets."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from trencadis.core import envs
+from trencadis.core.errors import StartupError
+
+RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}
+"""What a rank takes of a node, by device."""
+
+START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
+NODE = "ray.io/node-id"
+"""A label that every node has."""
+
+PROBE = 3.0
+"""Seconds in which the cluster's port must answer."""
+
+PLACED = 5.0
+"""Seconds in which everything must be placed, or is refused."""
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A node that is alive: how many of a resource it has, and how many of them are free."""
+
+    id: str
+    address: str
+    total: int
+    free: int
+    here: bool = False
+
+
+def connect(environ: Mapping[str, str]) -> Any:
+    """The ``ray`` module, connected to a running cluster.
+
+    Raises:
+        StartupError: Ray is not installed, no cluster answers, or it is one that this process must not or cannot join.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise StartupError(
+            "--distributed-executor-backend ray needs Ray, of the cluster's version: pip install 'trencadis[ray]'"
+        ) from None
+    address = envs.get("RAY_ADDRESS", environ) or "auto"
+    _probe(address)
+    try:
+        ray.init(
+            address=address, namespace="trencadis", log_to_driver=False, configure_logging=False,
+            ignore_reinit_error=True,
+        )  # fmt: skip
+    except ConnectionError:
+        raise StartupError(f"no Ray cluster runs on this machine: {START}") from None
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        if "ersion" in said:
+            raise StartupError(
+                f"this Ray ({ray.__version__}) is not the cluster's: install its version ({said[:200]})"
+            ) from None
+        raise StartupError(f"the Ray cluster at {address} cannot be joined: {said[:300]}") from None
+    _check_door(str(ray.get_runtime_context().gcs_address))
+    return ray
+
+
+def _probe(address: str) -> None:
+    """Raises StartupError where nothing answers; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if address in ("auto", "local") or "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise StartupError(f"no Ray cluster answers at {address} ({why}): {START}") from None
+
+
+def _check_door(gcs: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raises StartupError for a cluster on a public address that lets everybody run code."""
+    environ = os.environ if environ is None else environ
+    with suppress(ValueError):
+        public = ipaddress.ip_address(gcs.rpartition(":")[0].strip("[]")).is_global
+        if public and environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            raise StartupError(
+                f"the Ray cluster at {gcs} has a public address and no token: whoever reaches it runs code there: "
+                "start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and this server too"
+            )
+
+
+def nodes_of(ray: Any, resource: str) -> list[ClusterNode]:
+    """The nodes that are alive; this one first."""
+    mine = ray.get_runtime_context().get_node_id()
+    free = import_module("ray._private.state").available_resources_per_node()
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            id = node["NodeID"]
+            total, left = node["Resources"].get(resource, 0), free.get(id, {}).get(resource, 0)
+            found.append(ClusterNode(id, node["NodeManagerAddress"], int(total), int(left), id == mine))
+    return sorted(found, key=lambda n: (not n.here, n.id))
+
+
+def deal(nodes: Sequence[ClusterNode], groups: int, size: int, resource: str, spread: bool) -> list[ClusterNode]:
+    """The node of each of ``groups * size`` ranks; the first is on this node, whose engine it belongs to.
+
+    A group of ``size`` ranks is on one node, unless it may ``spread``.
+
+    Raises:
+        StartupError: there are not as many; the line has both counts.
+    """
+    left = {node.id: node.free for node in nodes}
+    world = groups * size
+    has = ", ".join(f"{n.address} {n.free} free of {n.total}" for n in nodes)
+    want = f"{world} ranks need {world} {resource}"
+    if not nodes or not nodes[0].here or not nodes[0].free:
+        raise StartupError(
+            f"{want}, the first of them on the server's own node, and it has none free ({has}): start the server on a "
+            f"node with {resource}"
+        )
+    if sum(left.values()) < world:
+        raise StartupError(
+            f"{want}, and the Ray cluster has {sum(left.values())} free of {sum(n.total for n in nodes)} ({has})"
+        )
+    found: list[ClusterNode] = []
+    for _ in range(groups):
+        able = nodes if found else nodes[:1]
+        taken = next(([node] * size for node in able if left[node.id] >= size), None)
+        if taken is None and spread:
+            taken = [node for node in nodes for _ in range(left[node.id])][:size]
+            taken = taken if len(taken) == size else None
+        if taken is None:
+            raise StartupError(
+                f"{want}, {size} of them on one node for each group of --tensor-parallel-size, and the nodes have: "
+                f"{has}; --allow-tp-over-nodes spreads a group over nodes, which is slow"
+            )
+        for node in taken:
+            left[node.id] -= 1
+        found += taken
+    return found
+
+
+def reserve(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> Any:
+    """A placement group with a bundle for each rank, on the node that it was dealt.
+
+    Raises:
+        StartupError: Ray does not place it in ``PLACED`` seconds.
+    """
+    groups = import_module("ray.util.placement_group")
+    made = groups.placement_group(
+        [{resource: 1} for _ in nodes], strategy="PACK", bundle_label_selector=[{NODE: node.id} for node in nodes]
+    )
+    try:
+        ray.get(made.ready(), timeout=PLACED)
+    except ray.exceptions.GetTimeoutError:
+        groups.remove_placement_group(made)
+        raise StartupError(
+            f"Ray did not place {len(nodes)} ranks of 1 {resource} in {PLACED:g} s: `ray status` shows who holds what"
+        ) from None
+    return made
+
+
+def release(group: Any) -> None:
+    """Removes a placement group, and with it its actors."""
+    with suppress(Exception):
+        import_module("ray.util.placement_group").remove_placement_group(group)
+
+
+def settled(ray: Any, resource: str, world: int) -> list[ClusterNode]:
+    """The nodes, once as many of the resource are free as are needed, or ``PLACED`` seconds are over: what a killed
+    engine held comes back in a moment."""
+    end = time.monotonic() + PLACED - 1
+    while True:
+        nodes = nodes_of(ray, resource)
+        if sum(n.free for n in nodes) >= world or time.monotonic() > end:
+            return nodes
+        time.sleep(0.2)

@@ -1,0 +1,135 @@
+"""How long a decoding step would take: recorded launches, cited constants, and the host beside the device."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.gpu.times import MODELS
+from benchmarks.host.step import Load
+from benchmarks.host.timeline import played, recorded
+from trencadis.backends.cuda.timing import constants, report
+from trencadis.backends.cuda.timing.kernels import COLLECTIVE, PRODUCT, TapeKernel, seconds, time_of
+from trencadis.backends.cuda.timing.tape import DecodeTapes
+from trencadis.backends.cuda.timing.timeline import HostStep, run
+from trencadis.core.devices import timer
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes.costs import layers_values
+
+
+def steps(before: float, after: float, device: float, count: int = 50) -> list[tuple[HostStep, float]]:
+    return [(HostStep(before, after), device)] * count
+
+
+def test_a_device_waits_only_for_a_host_that_is_slower() -> None:
+    fast = run(steps(1, 1, 5))
+    assert fast.idle == 0 and fast.step == 5 and fast.longest == 0
+    slow = run(steps(4, 3, 5))
+    assert slow.step == pytest.approx(7, rel=0.03) and slow.longest == pytest.approx(2)
+    assert slow.idle == pytest.approx(2 / 7, rel=0.05)
+
+
+def test_without_depth_every_step_waits_for_its_result() -> None:
+    """Host 2 before and 1 after, device 5: 8 a step, 3 of them idle; one step beyond hides all of it."""
+    assert run(steps(2, 1, 5), depth=0).step == pytest.approx(8, rel=0.03)
+    assert run(steps(2, 1, 5), depth=1).step == 5
+
+
+def test_one_slow_step_is_hidden_as_far_as_the_depth_reaches() -> None:
+    played_steps = steps(1, 1, 5)
+    played_steps[20] = (HostStep(8, 1), 5)
+    line = run(played_steps)
+    assert line.longest == pytest.approx(4) and line.total == pytest.approx(50 * 5 + 4)
+
+
+def test_every_constant_cites_where_it_is_from() -> None:
+    for name in constants.cards():
+        found = constants.sources(name)
+        assert {*constants.SCALED} <= found.keys()
+        for key, source in found.items():
+            said = re.search(r"\d{4}|data sheet|white paper|github\.com|the same two points|device query", source)
+            assert len(source) > 20 and said, (name, key, source)
+        shares = constants.card(name)
+        assert all(0 < getattr(shares, key) <= 1 for key in constants.SCALED if key.endswith("share"))
+    assert all(len(source) > 20 for _, source in constants.stored()["host"].values())
+    with pytest.raises(StartupError, match="--card V100: there are figures of A100"):
+        constants.card("V100")
+
+
+def test_a_kernel_takes_the_longer_of_reading_and_computing() -> None:
+    on = constants.card("H100")
+    reads = seconds(TapeKernel("mm", PRODUCT, 1 << 30, 1), on)
+    assert reads == pytest.approx((1 << 30) / (3.35e12 * 0.78))
+    assert seconds(TapeKernel("mm", PRODUCT, 1, 10**15), on) == pytest.approx(10**15 / (9.89e14 * 0.75))
+    assert seconds(TapeKernel("all_reduce", COLLECTIVE, 1 << 19), on) == pytest.approx(21e-6, rel=0.01)
+    assert seconds(TapeKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(39e-6, rel=0.01)
+    assert time_of([TapeKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * on.gap)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tape_holds_what_serving_launches(name: str) -> None:
+    """Kernels of a layer by name, and the bytes of weights and keys, for the sizes of real models."""
+    make, ranks = MODELS[name]
+    model = make()
+    text, context, rows = model.text, 1000, 4
+    found = DecodeTapes(model, ranks).step(rows, context)
+    counts = Counter(k.name for k in found)
+    layer = {"_rms_norm": 2, "rope_kernel": 1, "items_kernel": 1, "join_kernel": 1, "_silu_mul": 1}
+    assert {n: counts[n] // text.layers for n in layer} == layer
+    products = sum(k.kind == PRODUCT for k in found)
+    assert products == 4 * text.layers + 1
+    read = sum(k.bytes for k in found if k.kind == PRODUCT) * ranks
+    assert read == pytest.approx(2 * (layers_values(text) + text.hidden * text.vocab), rel=0.02)
+    keys = sum(k.bytes for k in found if k.name == "items_kernel") * ranks
+    stored = 2 * text.layers * rows * (context + 1) * text.kv_heads * text.head_dim * 2
+    assert keys == pytest.approx(stored, rel=0.05)
+    assert counts["all_reduce"] == (0 if ranks == 1 else 2 * text.layers + 1), "and the head gathers"
+    print(f"\n{name}: {len(found)} kernels a step")
+
+
+def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
+    tape = DecodeTapes(MODELS["3B"][0]()).step(2, 500)
+    on = constants.card("H100")
+    device, line = report.step_time(tape, 2, on)
+    shares = report.parts(device, line)
+    assert sum(shares.values()) == pytest.approx(line.step, rel=1e-3)
+    moved = report.sensitivity(tape, 2, on, 1)
+    assert moved["bandwidth"][0] > 0.5 and moved["bandwidth"][1] < 0 < moved["gap"][1]
+    slow = replace(on, host=tuple((n, 100 * s) for n, s in on.host))
+    device, line = report.step_time(tape, 2, slow)
+    assert line.idle > 0.5 and max(report.parts(device, line).items(), key=lambda one: one[1])[0] == "host"
+
+
+def test_what_limits_each_model_is_said() -> None:
+    """3B at one row, 7B at 32, 72B on four cards: each a line with its limit, and its constants at +-50 %."""
+    said = {}
+    for name, rows in (("3B", 1), ("7B", 32), ("72B", 32)):
+        make, ranks = MODELS[name]
+        found = report.times(make(), ranks, "H100", [rows])
+        text = "\n".join(report.lines(found))
+        assert "limit: " in text and "a constant 50 % less / more: " in text and "nothing measured here" in text
+        load = found["loads"][0]
+        said[name] = load["limit"], load["parts"]
+        print(f"\n{name}, {rows} rows:\n{text[: text.index('  sources:')]}")
+    assert said["3B"][0] == said["7B"][0] == "reading weights"
+    assert said["72B"][1]["collectives"] > 0.1 * sum(said["72B"][1].values()), "NCCL's sums are a part that counts"
+
+
+def test_other_devices_have_no_figures() -> None:
+    with pytest.raises(StartupError, match="not for hpu"):
+        timer("hpu")
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(256, marks=pytest.mark.long)])
+def test_no_device_waits_for_the_recorded_host(rows: int) -> None:
+    """3B steps of 6 ms, the host's steps as they were recorded here; five times as slow a host is hidden as well."""
+    found = recorded(Load(rows, 64 if rows == 16 else 1024), 60)
+    line = played(found, 6e-3)
+    print(
+        f"\n{rows} rows: step {1e3 * line.step:.3f} ms, longest wait {1e3 * line.longest:.3f} ms, idle {line.idle:.2%}"
+    )
+    assert line.idle < 0.01
+    assert played([HostStep(0.1, 0.1)] * 60, 6e-3).idle > 0.9

@@ -1,0 +1,83 @@
+"""Where ranks go on a Ray cluster, and what is said where they cannot; Ray itself is not needed here."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.on_ray import cluster
+from trencadis.core.executor.on_ray.cluster import ClusterNode, connect, deal
+from trencadis.core.links.topology import RAY, Topology, topology
+from trencadis.server.engine.spawn import child_environment
+
+
+def nodes(*free: int) -> list[ClusterNode]:
+    return [ClusterNode(chr(97 + i), f"10.0.0.{i}", max(count, 2), count, not i) for i, count in enumerate(free)]
+
+
+def names(found: Sequence[ClusterNode]) -> str:
+    return "".join(node.id for node in found)
+
+
+def test_groups_stay_on_a_node_and_the_first_is_here() -> None:
+    assert names(deal(nodes(2), 1, 2, "HPU", False)) == "aa"
+    assert names(deal(nodes(8, 8), 2, 8, "HPU", False)) == "a" * 8 + "b" * 8
+    assert names(deal(nodes(2, 2, 4), 3, 2, "HPU", False)) == "aabbcc", "stages in the order of the nodes"
+    assert names(deal(nodes(3, 2), 2, 2, "HPU", False)) == "aabb", "a card stays free where a group has no room"
+    assert names(deal(nodes(1, 3), 1, 3, "HPU", True)) == "abb"
+
+
+@pytest.mark.parametrize(
+    ("free", "shape", "words"),
+    [
+        ((2, 1), (1, 4), r"4 ranks need 4 HPU, and the Ray cluster has 3 free of 4 \(10\.0\.0\.0 2 free of 2,"),
+        ((3, 1), (1, 4), r"4 of them on one node .* the nodes have: 10\.0\.0\.0 3 free.*--allow-tp-over-nodes"),
+        ((1, 4), (1, 2), r"2 of them on one node .*10\.0\.0\.1 4 free"),
+        ((0, 4), (1, 2), r"the server's own node, and it has none free .*10\.0\.0\.1 4 free of 4.*start the server"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_is_refused_with_both_counts(free: Any, shape: Any, words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        deal(nodes(*free), *shape, "HPU", False)
+
+
+def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert builtins.__import__ is real
+    with pytest.raises(StartupError, match=r"needs Ray, of the cluster's version: pip install 'trencadis\[ray\]'"):
+        connect({})
+
+
+def test_a_cluster_that_does_not_answer_is_not_waited_for() -> None:
+    with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*ray start --head"):
+        cluster._probe("127.0.0.1:9")
+    cluster._probe("auto")
+
+
+def test_a_public_cluster_needs_a_token() -> None:
+    """Whoever reaches the ports of one without runs code on its nodes."""
+    with pytest.raises(StartupError, match=r"has a public address and no token.*RAY_AUTH_MODE=token"):
+        cluster._check_door("93.184.216.34:6379", {})
+    cluster._check_door("93.184.216.34:6379", {"RAY_AUTH_MODE": "token"})
+    cluster._check_door("10.1.2.3:6379", {})
+    cluster._check_door("[::1]:6379", {})
+
+
+def test_the_engine_keeps_rays_token_and_no_other() -> None:
+    environ = {"RAY_AUTH_TOKEN": "t", "OTHER_TOKEN": "o", "PATH": "/bin"}
+    made = EngineConfig(device="cpu", tensor_parallel_size=2, distributed_executor_backend="ray", engine="test:make")
+    assert topology(made, {}) == Topology(RAY, 2)
+    found = child_environment(made, environ)
+    assert found["RAY_AUTH_TOKEN"] == "t" and "OTHER_TOKEN" not in found
+    assert "RAY_AUTH_TOKEN" not in child_environment(EngineConfig(device="cpu", engine="test:make"), environ)
+
+
+def test_ray_is_imported_only_where_it_is_asked_for() -> None:
+    assert "ray" not in sys.modules or sys.modules["ray"] is None
