@@ -18,7 +18,7 @@ from torch.nn import functional
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.native import library, panels
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
-from trencadis.backends.cpu.native.rows import rms_norm, silu_mul
+from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
 from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -174,6 +174,10 @@ class CpuOps(ReferenceOps):
         x = functional.embedding(ids, table)
         images = image_row.nonzero()[:, 0]
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
+
+    def best(self, logits: Tensor) -> Tensor:
+        found = best(logits, self.kernels)
+        return super().best(logits) if found is None else found
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
         """Writes over the ids that a mask forbids, in the rows that have one."""

@@ -204,9 +204,13 @@ class ReferenceOps:
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
             return sample_full(logits, head, state, self.thresholds, self.update)
-        token = logits.argmax(-1)
+        token = self.best(logits)
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
+
+    def best(self, logits: Tensor) -> Tensor:
+        """int64 [r]: the first of the largest logits of each row."""
+        return logits.argmax(-1)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
         """``core.models.interface.MaskingOps``."""

@@ -24,14 +24,16 @@ class GridModel(ClipModel):
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
-        self.newline = source.take("visual.image_newline", (self.tower.out_hidden,))
+        if self.share.starts:
+            self.newline = source.take("visual.image_newline", (self.tower.out_hidden,))
 
     def bind(self, persistent: Persistent) -> None:
         super().bind(persistent)
-        persistent.arena[RESERVED_ROWS + NEWLINE] = self.newline
+        if self.share.starts:
+            persistent.arena[RESERVED_ROWS + NEWLINE] = self.newline
 
     def nbytes(self) -> int:
-        return super().nbytes() + self.newline.nbytes
+        return super().nbytes() + (self.newline.nbytes if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> GridModel:

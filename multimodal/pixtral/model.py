@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend, Ops, Rotary, VisionTensors
 from trencadis.core.checkpoint.model_config import RMS, ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.rope import inverse_frequencies
@@ -95,17 +96,22 @@ class LineModel(Decoder):
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
+        if not self.share.starts:
+            return
+        tower = held_whole(backend) if config.own_towers else backend
         c, ops = tower_of(config), backend.ops
-        self.tower, self.patch = c, Linear(ops, backend.comm)
+        self.tower, self.patch = c, Linear(ops, tower.comm)
         self.first_norm = norm_of(RMS, ops, c.hidden, EPS)
-        self.blocks = [ViTBlock(backend, c, True, EPS, c.activation) for _ in range(c.depth)]
+        self.blocks = [ViTBlock(tower, c, True, EPS, c.activation) for _ in range(c.depth)]
         scale, shift = (t.to(backend.device) for t in spread(colours_of(config), c.slot.values // CHANNELS))
         turn, axis = (t.to(backend.device) for t in frequencies(c.head_dim, c.theta))
         self.see = LineEntry(ops, self.patch, self.first_norm, (scale, shift), (turn, axis))
-        self.tell = LineExit(backend, c)
+        self.tell = LineExit(tower, c)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
+        if not self.share.starts:
+            return
         c = self.tower
         stored = (c.hidden, CHANNELS, c.patch, c.patch)
         self.patch.pack(source.take("visual.patch_conv.weight", stored).reshape(c.hidden, -1), None)
@@ -149,6 +155,8 @@ class LineModel(Decoder):
         return packed
 
     def nbytes(self) -> int:
+        if not self.share.starts:
+            return super().nbytes()
         own = self.patch.bytes + self.first_norm.nbytes() + self.tell.nbytes()
         return super().nbytes() + own + sum(block.nbytes() for block in self.blocks)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.source import Source
@@ -111,22 +112,30 @@ class CellExit:
 
 
 class TileModel(Decoder):
-    """``core.models.interface.VisionModel`` over tiles; ``colours``: how the checkpoint's processor makes values."""
+    """``core.models.interface.VisionModel`` over tiles, which the first pipeline stage encodes.
+
+    ``colours``: how the checkpoint's processor makes values.
+    """
 
     def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, TileTower)
-        c, ops, comm = config.vision, backend.ops, backend.comm
+        if not self.share.starts:
+            return
+        tower = held_whole(backend) if config.own_towers else backend
+        c, ops, comm = config.vision, backend.ops, tower.comm
         self.tower, self.patch = c, Linear(ops, comm)
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps) if c.first_norm else None
         kind = ScaledBlock if c.layer_scale else ViTBlock
-        self.blocks = [kind(backend, c, True, c.eps, c.activation) for _ in range(c.depth)]
+        self.blocks = [kind(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
         scale, shift = spread(colours, c.slot.values // CHANNELS)
         self.see = CellEntry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
-        self.tell = CellExit(backend, c)
+        self.tell = CellExit(tower, c)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
+        if not self.share.starts:
+            return
         c, at = self.tower, "visual.embeddings"
         stored = (c.hidden, CHANNELS, c.patch, c.patch)
         self.patch.pack(source.take(f"{at}.patch_embedding.weight", stored).reshape(c.hidden, -1), None)
@@ -180,6 +189,8 @@ class TileModel(Decoder):
         return packed
 
     def nbytes(self) -> int:
+        if not self.share.starts:
+            return super().nbytes()
         own = self.patch.bytes + self.see.table.nbytes + self.tell.nbytes()
         own += 0 if self.first_norm is None else self.first_norm.nbytes()
         return super().nbytes() + own + sum(block.nbytes() for block in self.blocks)

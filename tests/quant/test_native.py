@@ -209,3 +209,15 @@ def test_gates_of_many_rows_are_those_of_one_thread(kernels: str) -> None:
         assert torch.equal(CpuOps().silu_mul(gates), one)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_best_of_a_row_is_torchs_argmax(dtype: torch.dtype, kernels: str) -> None:
+    """The first of equals, of rows that end within a vector; what is no number counts as the largest."""
+    for width in (1, 7, 16, 53, 1000):
+        logits = normal(40, width, seed=width).to(dtype)
+        logits[1], logits[2] = 3.0, float("-inf")
+        logits[3, width // 2], logits[4, width - 1] = float("inf"), float("nan")
+        logits[5, [0, width - 1]] = 9.0
+        logits[6] = -0.0
+        assert torch.equal(CpuOps().best(logits), logits.argmax(-1)), width

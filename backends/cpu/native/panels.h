@@ -12,12 +12,12 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 2
+#define PANELS_VERSION 3
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
-enum { SILU_MUL, RMS_NORM };
+enum { SILU_MUL, RMS_NORM, BEST };
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512_VNNI };
 
 typedef struct {

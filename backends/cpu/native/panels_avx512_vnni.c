@@ -52,6 +52,7 @@ V VF v_least(VF a, VF b) { return _mm512_min_ps(a, b); }
 V VF v_most(VF a, VF b) { return _mm512_max_ps(a, b); }
 V VF v_whole(VF a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 V VF v_power(VF a) { return _mm512_scalef_ps(_mm512_set1_ps(1), a); }
+V int v_same(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) != 0; }
 V VF v_float(VI a) { return _mm512_cvtepi32_ps(a); }
 V VI v_and(VI a, VI b) { return _mm512_and_si512(a, b); }
 V VI v_shift4(VI a) { return _mm512_srli_epi32(a, 4); }

@@ -1,4 +1,7 @@
-"""What stands between products, in one pass over each row; 16-bit values alone, for which torch takes up to nine."""
+"""What stands between products, in one pass over each row.
+
+Norms and gates of 16-bit values alone, for which torch takes up to nine passes; the best of a row of any type.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.panels import TYPES
 
-SILU_MUL, RMS_NORM = range(2)
+SILU_MUL, RMS_NORM, BEST = range(3)
 
 
 def silu_mul(gate_up: Tensor, kind: int) -> Tensor | None:
@@ -30,6 +33,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, kin
     width = x.shape[-1]
     out = torch.empty_like(x)
     _run(RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, kind)
+    return out
+
+
+def best(logits: Tensor, kind: int) -> Tensor | None:
+    """int64 [n]: the first place of the largest value of each row [n, width]. None: torch has to find it."""
+    if not kind or logits.dtype not in TYPES or not logits.is_contiguous() or logits.shape[1] == 0:
+        return None
+    out = torch.empty(len(logits), dtype=torch.int64)
+    _run(BEST, logits, None, None, out, *logits.shape, 0.0, kind)
     return out
 
 
