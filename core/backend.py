@@ -182,11 +182,7 @@ class Ops(Protocol):
         """``source[rows]``; rows are int64 [r]."""
 
     def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
-        """[s, width]: the sum over j of ``table[near[:, j]] * share[:, j]``, in float32 and rounded once.
-
-        ``near`` is int32 [s, count], ``share`` float32 [s, count]; the table is [rows, width].
-        """
-        ...
+        """[s, width]: sum over j of ``table[near[:, j]] * share[:, j]``, in float32, rounded once; j is below count."""
 
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         """``target[rows] = values``; rows are int64 [n], values [n, width]."""

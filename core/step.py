@@ -12,8 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.kv.spans import TokenRun
-from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.masks.rule import Rule
 
 PENDING = -1
@@ -70,12 +68,6 @@ class ImageRows:
 
     start: int
     rows: Int32
-
-
-def rows_of_run(run: TokenRun, rows: Int32) -> Int32:
-    """Arena rows int32 [run.length] that a run's tokens take; ``rows`` are those of its item."""
-    constant = RESERVED_ROWS + run.constant
-    return np.full(run.length, constant, np.int32) if run.constant >= 0 else rows[run.first : run.first + run.length]
 
 
 class PoolSpan(NamedTuple):

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trencadis.core.kv.evictions import EvictionLog
+from trencadis.core.kv.spans import TokenRun
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.step import Int32
+
+
+def rows_of_run(run: TokenRun, rows: Int32) -> Int32:
+    """Arena rows int32 [run.length] that a run's tokens take; ``rows`` are those of its item."""
+    constant = RESERVED_ROWS + run.constant
+    return np.full(run.length, constant, np.int32) if run.constant >= 0 else rows[run.first : run.first + run.length]
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.arena import Arena, rows_of_run
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.step import Encode, ImageRows, SeenSpan, rows_of_run
+from trencadis.core.step import Encode, ImageRows, SeenSpan
 
 THIS_STEP = -1
 """The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""

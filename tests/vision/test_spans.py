@@ -11,12 +11,11 @@ import pytest
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
-from trencadis.core.kv.arena import Arena
+from trencadis.core.kv.arena import Arena, rows_of_run
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.step import rows_of_run
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import ImageOutline, TakenRows
 from trencadis.multimodal.videos.items import encoder_items

@@ -15,6 +15,7 @@ from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.kv.arena import rows_of_run
 from trencadis.core.launches import persistent
 from trencadis.core.layers.source import Source
 from trencadis.core.layout import RESERVED_BLOCKS
@@ -23,7 +24,7 @@ from trencadis.core.models.decoder import Decoder, Layer, first_rows
 from trencadis.core.models.registry import family_of, make
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.request import Request
-from trencadis.core.step import Encode, StepInputs, rows_of_run
+from trencadis.core.step import Encode, StepInputs
 
 BLOCK = 128
 """Tokens of a block of the one layer's cache."""
