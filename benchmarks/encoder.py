@@ -21,7 +21,8 @@ from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.engine import Engine
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.core.step import Encode, Step
 from trencadis.multimodal.grids import slots_of

@@ -181,6 +181,9 @@ class Ops(Protocol):
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         """``source[rows]``; rows are int64 [r]."""
 
+    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
+        """[s, width]: sum over j of ``table[near[:, j]] * share[:, j]``, in float32, rounded once; j is below count."""
+
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         """``target[rows] = values``; rows are int64 [n], values [n, width]."""
 

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.masks.params import GuidedDecodingParams, RepetitionDetectionParams, StructuredOutputsParams
 from trencadis.core.masks.rule import Rule
 from trencadis.core.options import MOST, Bound
@@ -275,25 +276,6 @@ class BeamRule:
 
     length_penalty: float = 1.0
     early_stopping: bool | None = False
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSpan:
-    """One image (or temporal patch of a video) inside a prompt.
-
-    Args:
-        offset: index of its first placeholder token in the prompt.
-        length: number of placeholder tokens, which is its number of arena rows.
-        digest: hex digest of the media bytes and the processing options.
-        grid: patches (t, h, w) before the 2x2 merge.
-        slots: VISION slots it needs, a multiple of 64.
-    """
-
-    offset: int
-    length: int
-    digest: str
-    grid: tuple[int, int, int]
-    slots: int
 
 
 @dataclass(slots=True)

@@ -294,6 +294,8 @@ class VisionInputs:
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
+    near: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
+    share: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
 
 
 @dataclass(slots=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan, TokenRun
+from trencadis.multimodal.processor import Layout, Prepared
 from trencadis.multimodal.videos.items import Media, PreparedVideo, encoder_items
+
+Encode = Callable[[str], list[int]]
 
 
 def expand_placeholders(
-    tokens: Sequence[int], image_token: int, media: Sequence[Media], places: Sequence[int], video_token: int = -1
+    tokens: Sequence[int],
+    image_token: int,
+    media: Sequence[Media],
+    places: Sequence[int],
+    video_token: int = -1,
+    encode: Encode | None = None,
+    placed: int = -1,
 ) -> tuple[list[int], list[MediaSpan]]:
     """Repeats the token at each of ``places`` as often as its image or video has tokens.
 
@@ -19,9 +28,12 @@ def expand_placeholders(
         media: in the order of ``places``.
         places: ascending indices into ``tokens``, from the template. The id is not searched for: text that a user types
             may hold it too.
+        encode: the ids of a layout's text behind a placeholder token, special tokens being tokens; for families whose
+            pictures have such text.
+        placed: id in the place of a picture, where it is not ``image_token``.
 
     Returns:
-        The expanded ids, and one span per image or temporal patch (``encoder_items(media)``), by ascending offset.
+        The expanded ids, and one span per item (``encoder_items(media)``), by ascending offset.
 
     Raises:
         ValueError: media and places differ in number, or a place holds no media token or is out of order.
@@ -33,12 +45,40 @@ def expand_placeholders(
     done = 0
     for one, place in zip(media, places, strict=True):
         wanted = video_token if isinstance(one, PreparedVideo) else image_token
-        if not done <= place < len(tokens) or tokens[place] != wanted:
+        stands = placed if placed >= 0 and wanted == image_token else wanted
+        if not done <= place < len(tokens) or tokens[place] != stands:
             raise ValueError(f"place {place} holds no media token, or is out of order")
         out += tokens[done:place]
-        for item in encoder_items([one]):
+        layout = () if isinstance(one, PreparedVideo) else one.layout
+        if layout:
+            spans += _laid_out(layout, encoder_items([one]), out, image_token, encode)
+        for item in () if layout else encoder_items([one]):
             spans.append(MediaSpan(len(out), item.tokens, item.digest, item.grid, item.slots))
             out += [wanted] * item.tokens
         done = place + 1
     out += tokens[done:]
     return out, spans
+
+
+def _laid_out(
+    layout: Layout, items: Sequence[Prepared], out: list[int], token: int, encode: Encode | None
+) -> list[MediaSpan]:
+    """Adds what stands for a picture to ``out``; returns the spans of its items."""
+    runs: list[list[TokenRun]] = [[] for _ in items]
+    for piece in layout:
+        if isinstance(piece, str):
+            assert encode is not None, "text beside placeholders needs the tokenizer"
+            out += encode(piece)
+        else:
+            runs[piece.item].append(TokenRun(len(out), piece.tokens, piece.first, piece.constant))
+            out += [token] * piece.tokens
+    return [_span(item, tuple(some)) for item, some in zip(items, runs, strict=True)]
+
+
+def _span(item: Prepared, runs: tuple[TokenRun, ...]) -> MediaSpan:
+    first, last = runs[0], runs[-1]
+    length = last.offset + last.length - first.offset
+    plain = runs == (TokenRun(first.offset, item.tokens),)
+    if plain:
+        return MediaSpan(first.offset, length, item.digest, item.grid, item.slots)
+    return MediaSpan(first.offset, length, item.digest, item.grid, item.slots, item.tokens, runs)

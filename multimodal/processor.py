@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,6 +21,22 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of a checkpoint that state its image processor, the one that counts first."""
 
 
+class TakenRows(NamedTuple):
+    """Placeholder tokens of a picture: ``tokens`` that take rows from ``first`` on of its item ``item``.
+
+    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span.
+    """
+
+    item: int
+    first: int
+    tokens: int
+    constant: int = -1
+
+
+Layout = tuple[str | TakenRows, ...]
+"""Placeholder tokens and text between them; special tokens in the text are tokens."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """One image, ready for the vision tower.
@@ -27,11 +44,13 @@ class Prepared:
     Args:
         digest: hex digest of its bytes and of the processing options.
         pixels: uint8 [real slots, values of a slot], C order.
-        grid: patches (1, h, w).
-        tokens: decoder tokens.
+        grid: patches (items, h, w).
+        tokens: placeholder tokens; of an item of a picture: its arena rows.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels as the model sees it; boxes in answers refer to it.
         original: (height, width) in pixels of the upright image before resizing.
+        items: the tiles that the engine encodes one by one; empty: the picture is one item.
+        layout: what stands for it in a prompt; empty: its tokens, which take its rows in order.
     """
 
     digest: str
@@ -41,11 +60,13 @@ class Prepared:
     slots: int
     resized: tuple[int, int]
     original: tuple[int, int] = (0, 0)
+    items: tuple[Prepared, ...] = ()
+    layout: Layout = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self.pixels.nbytes + 512
+        return self.pixels.nbytes + 512 * (1 + len(self.items))
 
 
 class ImageOutline(NamedTuple):
@@ -53,10 +74,12 @@ class ImageOutline(NamedTuple):
 
     Args:
         resized: (height, width) in pixels as the model sees it.
-        grid: patches (1, h, w).
-        tokens: decoder tokens.
-        slots: VISION slots, a multiple of 64.
+        grid: patches (items, h, w); more than one item where it is cut into tiles.
+        tokens: placeholder tokens.
+        slots: VISION slots of all items, a multiple of 64 each.
         area: most pixels that an image has on the way to ``resized``.
+        rows: arena rows of an item, where there are several or ``layout`` says which tokens take them.
+        layout: as in ``Prepared``.
     """
 
     resized: tuple[int, int]
@@ -64,6 +87,40 @@ class ImageOutline(NamedTuple):
     tokens: int
     slots: int
     area: int
+    rows: int = 0
+    layout: Layout = ()
+
+    @property
+    def patches(self) -> int:
+        """Real slots of all items, without class tokens."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def item(self) -> ImageOutline:
+        """One of its items."""
+        count = self.grid[0]
+        held = self.rows or self.tokens
+        return ImageOutline(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
+
+    def prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> Prepared:
+        """A picture of this outline of its pixels, uint8 [patches of all items, values of a slot]."""
+        whole = Prepared(digest, pixels, self.grid, self.tokens, self.slots, self.resized, original)
+        if not self.layout:
+            return whole
+        one, count = self.item, self.grid[0]
+        if count == 1:
+            items: tuple[Prepared, ...] = (replace(whole, tokens=one.tokens),)
+        else:
+            cut = np.split(pixels, count)
+            items = tuple(Prepared(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)
+        return replace(whole, items=items, layout=self.layout)
+
+
+def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
+    """256-bit hex digest of a tile: equal tiles share arena rows, whatever pictures they come from."""
+    digest = hashlib.blake2b(b"tile\0", digest_size=32)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()
 
 
 class Processor(Protocol):
@@ -108,7 +165,10 @@ class VideoProcessor(Processor, Protocol):
 def processor_of(fields: Mapping[str, Any]) -> Processor:
     """A processor of its fields, as JSON delivers them."""
     module, _, name = fields["kind"].partition(":")
-    made: Processor = getattr(import_module(module), name)(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    )
+    made: Processor = getattr(import_module(module), name)(**{key: _frozen(value) for key, value in fields.items()})
     return made
+
+
+def _frozen(value: Any) -> Any:
+    """A field's value, whose tuples JSON has made lists of."""
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value

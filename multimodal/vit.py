@@ -47,6 +47,11 @@ class ViTConfig(VisionConfig):
         """Values of rank 0 beside layers and patch embedding, exact."""
 
     @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases; whether the attention's output and the MLP have."""
+        return True, True
+
+    @property
     def norm(self) -> int:
         """Values of a norm over the stream."""
         return self.hidden * (2 if self.layer_norm else 1)
@@ -74,7 +79,8 @@ class ViTConfig(VisionConfig):
     def held(self, ranks: int, unit: int = 1) -> int:
         heads, columns, matrices = -(-self.hidden // ranks), self._columns(ranks, unit), len(self.columns)
         layer = self.hidden * (4 * heads + (matrices + 1) * columns) + 2 * self.norm
-        layer += 3 * heads + matrices * columns + 2 * self.hidden
+        first, others = self.biases
+        layer += 3 * heads * first + (matrices * columns + 2 * self.hidden) * others
         return self.depth * layer + self._values(unit) * self.hidden + self.beside(ranks)
 
     def tables(self, unit: int = 1) -> int:

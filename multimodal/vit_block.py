@@ -42,13 +42,14 @@ class ViTBlock:
         fused = len(c.qkv) == 1
         modules = ("q", "k", "v") if fused else tuple(name.rpartition(".")[2] for name in c.qkv)
         parts = tuple(ColumnPart(name, c.hidden, d) for name in modules)
-        self.qkv = Columns(ops, comm, c.hidden, parts, bias=True, fused=fused)
+        first, others = c.biases
+        self.qkv = Columns(ops, comm, c.hidden, parts, bias=first, fused=fused)
         self.qkv_at = c.qkv[0] if fused else c.qkv[0].rpartition(".")[0]
         self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
-        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=True)
+        self.out = Rows(ops, comm, c.hidden, c.hidden, unit=d, bias=others)
         gated = len(c.columns) == 2
         kind_of = GatedMLP if gated else PlainMLP
-        made: MLP = kind_of(ops, comm, c.hidden, c.intermediate, bias=True, act=act, aligned=unit)
+        made: MLP = kind_of(ops, comm, c.hidden, c.intermediate, bias=others, act=act, aligned=unit)
         self.mlp = made
 
     def load(self, source: Source, name: str) -> None:

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 OPS = (
     "pack_weight", "linear", "rms_norm", "layer_norm", "silu_mul", "act", "act_mul", "pack_experts", "experts",
     "rotary", "rope_store", "attend", "patches", "rope_vision", "attend_windows", "attend_images", "embed",
-    "gather_rows", "scatter_rows", "sample", "reset", "pool",
+    "interpolate", "gather_rows", "scatter_rows", "sample", "reset", "pool",
 )  # fmt: skip
 TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 

@@ -20,6 +20,9 @@ from trencadis.core.layout import WINDOW_SLOTS
 VALUES = 768
 """Values of a slot where the model has no tower."""
 
+NEAR = 4
+"""Rows of a table that a position between them is made of."""
+
 
 class VisionOpBody:
     """A body that runs one vision op with the launch's own segments and positions."""
@@ -97,3 +100,16 @@ def patches(subject: Subject) -> str:
 
     found += vs_reference(subject, setup, pixels)
     return error_summary(found)
+
+
+def interpolate(subject: Subject) -> str:
+    """Mixes rows of a table by shares, which are 0 in padding."""
+    generator = torch.Generator().manual_seed(4)
+    near = torch.randint(0, 48, (64, NEAR), dtype=torch.int32, generator=generator)
+    share = torch.rand(64, NEAR, generator=generator) * (torch.arange(64) < 60)[:, None]
+
+    def setup(ops: Any, put: Any) -> Work:
+        held = share.to(put(torch.zeros(1)).device)  # float32 whatever the backend's type
+        return lambda table, rows: [ops.interpolate(table, rows, held)]
+
+    return error_summary(vs_reference(subject, setup, randn(48, 72, seed=5), near))

@@ -124,11 +124,12 @@ class Rig:
             tensor.copy_(values)
 
     def _make_values(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
-        p, rng = self.model.persistent, np.random.default_rng(5)
+        p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
         for tensor, zero, sink in (
-            *((cache, 0, SINK_BLOCK) for cache in self._caches()), (p.arena, 0, SINK_ROW), (p.hidden, None, 0),
+            *((cache, 0, SINK_BLOCK) for cache in self._caches()),
+            (p.arena, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)), (p.hidden, None, 0),
         ):  # fmt: skip
             values = rng.standard_normal(tuple(tensor.shape), np.float32)
             if zero is not None:
@@ -148,7 +149,7 @@ class Rig:
         """Copies of everything that a launch may change and padding must not."""
         p = self.model.persistent
         if bucket.stage is Stage.VISION:
-            return [p.arena.cpu()[2:].clone()]
+            return [p.arena.cpu()[2 * self.config.row_parts :].clone()]
         if bucket.stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
             return [t.cpu()[1:].clone() for t in p.state]
         return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
@@ -156,7 +157,9 @@ class Rig:
     def zero_is_zero(self) -> bool:
         """Whether ZERO, which padding reads and nothing may write, is still zero."""
         p = self.model.persistent
-        return not p.arena.cpu()[0].any() and not any(cache.cpu()[0].any() for cache in self._caches())
+        return not p.arena.cpu()[: self.config.row_parts].any() and not any(
+            cache.cpu()[0].any() for cache in self._caches()
+        )
 
     def _caches(self) -> list[torch.Tensor]:
         """Keys and values of every layer, by block."""
@@ -226,6 +229,9 @@ def _packed(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionInput
         count=np.full(count, WINDOW_SLOTS, np.int32),
         rows=np.full(slots // slot.cell, SINK_ROW, np.int32),
     )
+    if slot.near:
+        made.near = np.zeros((slots, slot.near), np.int32)
+        made.share = np.zeros((slots, slot.near), np.float32)
     made.segment[used:] = made.segment[used - 1] + 1 + np.arange(count - used)
     cells = WINDOW_SLOTS // slot.cell
     for window in range(used):
@@ -235,6 +241,9 @@ def _packed(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionInput
         here = slice(start, start + real * slot.cell)
         made.pixels[here] = rng.integers(0, 256, (real * slot.cell, slot.values))
         made.position[here] = rng.integers(0, 30, (real * slot.cell, 2))
+        if made.near is not None and made.share is not None:
+            made.near[here] = rng.integers(0, 4, (real * slot.cell, slot.near))
+            made.share[here] = rng.random((real * slot.cell, slot.near))
         made.count[window] = real * slot.cell
         made.rows[start // slot.cell : start // slot.cell + real] = np.arange(row, row + real)
         row += real
@@ -328,6 +337,10 @@ def _junk_vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> Non
     pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
     edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), x.pixels.shape[1]))))
     edit(x.position, lambda v: _put(v, pad, rng.integers(0, 30, (int(pad.sum()), 2))))
+    if x.near is not None:
+        shape = int(pad.sum()), x.near.shape[1]
+        edit(x.near, lambda v: _put(v, pad, rng.integers(0, 4, shape)))
+        edit(x.share, lambda v: _put(v, pad, rng.random(shape)))
     edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
 
 

@@ -46,6 +46,7 @@ CHECKS: dict[str, Check] = {
     "op.rope_vision": ops_vision.rope_vision,
     "op.attend_windows": ops_vision.attend_windows,
     "op.attend_images": ops_vision.attend_images,
+    "op.interpolate": ops_vision.interpolate,
     "op.embed": ops.embed,
     "op.gather_rows": ops.gather_rows,
     "op.scatter_rows": ops.scatter_rows,

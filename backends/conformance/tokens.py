@@ -21,10 +21,10 @@ from trencadis.backends.conformance.rig import SEQS, plan_of
 from trencadis.backends.conformance.subject import Subject
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
-from trencadis.core.request import MediaSpan
 from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
@@ -87,6 +87,8 @@ def picture(config: ModelConfig) -> Any:
     if config.vision is None:
         return None
     made = registry.image_sizes(config, {})(HEIGHT, WIDTH)
+    if made.layout:
+        made = made.item  # one tile, its rows in order
     return made if made.tokens <= MOST_TOKENS else None
 
 

@@ -61,6 +61,14 @@ def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
     return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
 
 
+def mixed(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:
+    """Rows of the table of positions int32 [slots, near], and their shares float32; padding has shares of 0."""
+    if x.near is None or x.share is None:
+        return None, None
+    shape = (slots, x.near.shape[1])
+    return pad(x.near, shape, np.int32), pad(x.share, shape)
+
+
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
     """``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
     shape = (rows,)
@@ -105,7 +113,10 @@ def nothing(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
         return np.zeros((0, *tail), dtype)
 
     if stage is Stage.VISION:
-        return VisionInputs(none(slot.values, dtype=np.uint8), none(2), none(), none(), none())
+        made = VisionInputs(none(slot.values, dtype=np.uint8), none(2), none(), none(), none())
+        if slot.near:
+            made.near, made.share = none(slot.near), none(slot.near, dtype=np.float32)
+        return made
     if stage is Stage.SAMPLE:
         real, ids = none(dtype=np.float32), none()
         masks = np.full((1, bits), 255, np.uint8)

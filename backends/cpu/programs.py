@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import cells, head, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, mixed, pad, pool, reset, slot_map, upto_of, windows
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
     Body,
@@ -116,12 +116,14 @@ def _blocks(x: StepInputs, rows: int) -> Tensor:
 
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
     """Padding windows write to the SINK row."""
-    segment, real = windows(x, slots)
+    (segment, real), (near, share) = windows(x, slots), mixed(x, slots)
     return VisionTensors(
         pixels=_pad(x.pixels, slots),
         position=_pad(x.position, slots),
         rows=_pad(x.rows, cells(x, slots, NO_SLOT), SINK_ROW, dtype=np.int64),
         segments=Segments(torch.from_numpy(segment), torch.from_numpy(real)),
+        near=None if near is None else torch.from_numpy(near),
+        share=None if share is None else torch.from_numpy(share),
     )
 
 

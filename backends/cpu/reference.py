@@ -191,6 +191,13 @@ class ReferenceOps:
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         return source.index_select(0, rows)
 
+    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
+        """A row of the table at a time, so that no tensor holds all of them."""
+        out = table.index_select(0, near[:, 0]).float() * share[:, :1]
+        for i in range(1, near.shape[1]):
+            out = out + table.index_select(0, near[:, i]).float() * share[:, i : i + 1]
+        return out.to(table.dtype)
+
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         target.index_copy_(0, rows, values)
 

@@ -154,6 +154,11 @@ class CudaOps(HostLayerOps, ReferenceOps):
         rows.gather(source, index, out)
         return out
 
+    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
+        out = table.new_empty(near.shape[0], table.shape[1])
+        rows.mix(table, near, share, out)
+        return out
+
     def scatter_rows(self, target: Tensor, index: Tensor, values: Tensor) -> None:
         rows.scatter(target, index, values)
 

@@ -193,6 +193,9 @@ class HpuOps(ReferenceOps):
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         return source.index_select(0, rows.long())
 
+    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
+        return super().interpolate(table, near.int(), share)
+
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         target.index_copy_(0, rows.long(), values)
 

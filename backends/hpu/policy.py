@@ -86,7 +86,8 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
         case Stage.DECODE:
             return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1]
         case Stage.VISION:
-            return dims[0] * (sizes.slot.values + 8) + 4 * dims[0] // sizes.slot.cell + dims[0] // 8
+            each = sizes.slot.values + 8 + 8 * sizes.slot.near
+            return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + dims[0] // 8
         case Stage.SAMPLE:
             return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:

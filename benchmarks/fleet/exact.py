@@ -15,8 +15,9 @@ from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.report import EngineInfo
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler

@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.harness.sides import Setup
 from trencadis.core.engine import Engine
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.report import GraphPlan
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.grids import slots_of
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 

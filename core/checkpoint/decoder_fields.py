@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.model_config import ExpertsConfig, TextConfig
-from trencadis.core.checkpoint.rope_config import partial_rope_of, rope_of
+from trencadis.core.checkpoint.rope_config import HALVES, Sections, partial_rope_of, rope_of
 
 MOST_LAYERS = 1024
 WIDEST = 2**22
@@ -136,6 +136,7 @@ def _causal(c: Fields) -> None:
 
 def gated_decoder(
     c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, trained: int = 0,
+    sections: Sections = HALVES,
     act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
     """A decoder of RMS norms, rotary heads and gated MLPs, with the keys that most decoders share.
@@ -144,6 +145,7 @@ def gated_decoder(
         positions: default of ``max_position_embeddings``.
         theta: default of ``rope_theta``.
         axes: whether positions have three axes.
+        sections: default of ``mrope_section``.
         act: key of the activation, and its default.
         trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
         parts: further fields of TextConfig.
@@ -152,7 +154,7 @@ def gated_decoder(
     if trained:
         rope = partial_rope_of(c, most, heads.head_dim, theta, trained)
     else:
-        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta)
+        rope = rope_of(c, most, heads.head_dim, axes=axes, base=theta, sections=sections)
     # Scores are products of queries and keys, each of which the rotary table multiplies.
     scale = heads.head_dim**-0.5 * rope.magnitude**2 if rope.magnitude != 1 else 0.0
     return TextConfig(

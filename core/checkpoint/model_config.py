@@ -11,6 +11,7 @@ from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
 from trencadis.core.checkpoint.share import StageShare
 from trencadis.core.checkpoint.vision_config import VisionConfig
+from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.quant.kv import KVForm
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
@@ -53,6 +54,8 @@ class TextConfig:
     Args:
         eps: of every norm.
         tied: whether the head is the embedding's table.
+        mrope_section: frequencies of each of three axes of positions; None: there is one axis.
+        interleaved: whether frequencies of the axes take turns, those of the first filling what is left.
         rotary: whether heads turn by their positions.
         turned: values of a head that do; 0: all. Half of them lie at the start of each half of a head.
         scale: of the scores; 0: head_dim ** -0.5.
@@ -68,6 +71,7 @@ class TextConfig:
         window: keys that a token sees, itself included; 0: all.
         full_layers: layers that see all keys in spite of ``window``.
         local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
+        joined: whether tokens of a picture see each other, besides those before them.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
         experts: None: every layer has one MLP.
     """
@@ -85,6 +89,7 @@ class TextConfig:
     tied: bool
     qkv_bias: bool
     mrope_section: tuple[int, int, int] | None = None
+    interleaved: bool = False
     rope_scaling: Scaling | None = None
     out_bias: bool = False
     mlp_bias: bool = False
@@ -109,6 +114,7 @@ class TextConfig:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
+    joined: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
 
@@ -134,7 +140,7 @@ class TextConfig:
     @property
     def upto(self) -> bool:
         """Whether a token may see keys behind its own place (``Attn.upto``)."""
-        return not self.causal
+        return not self.causal or self.joined
 
     @property
     def width(self) -> int:
@@ -152,7 +158,8 @@ class ModelConfig:
     """What the engine needs of a checkpoint.
 
     ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
-    config.json that nothing here knows. ``part``: what a pipeline stage holds; None: everything.
+    config.json that nothing here knows. ``placed_token``: what a template puts for a picture, where that is no
+    ``image_token``. ``part``: what a pipeline stage holds; None: everything.
     ``own_towers``: each rank has the whole tower, and pictures are dealt to ranks.
     """
 
@@ -163,6 +170,7 @@ class ModelConfig:
     dtype: str
     eos: tuple[int, ...]
     image_token: int = -1
+    placed_token: int = -1
     video_token: int = -1
     vision_start: int = -1
     vision_end: int = -1
@@ -187,6 +195,16 @@ class ModelConfig:
         """The folder's name, for messages."""
         return self.path.name
 
+    @property
+    def placed(self) -> int:
+        """The id that stands for a picture in a rendered template; -1: there is none."""
+        return self.placed_token if self.placed_token >= 0 else self.image_token
+
+    @property
+    def row_parts(self) -> int:
+        """Rows of the arena's tensor, each as wide as an embedding, that one row of the arena has."""
+        return 1 if self.vision is None else 1 + self.vision.deep
+
     def aligned(self, unit: int) -> int:
         """The unit of products' widths on a device that wants ``unit``; 1 where columns are quantised in groups, which
         zeros behind them would end."""
@@ -199,6 +217,11 @@ class Square(NamedTuple):
     side: int
     patches: int
     slots: int
+
+
+def reserved_rows(config: ModelConfig) -> int:
+    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every picture."""
+    return RESERVED_ROWS + (0 if config.vision is None else config.vision.constants)
 
 
 @dataclass(frozen=True)

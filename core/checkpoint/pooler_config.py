@@ -174,7 +174,7 @@ def _stored(path: Path) -> StoredPooling | None:
             kind = _mode(path / str(module.get("path", "")) / "config.json")
         elif name == "Normalize":
             normalize = True
-        elif name != "Transformer":
+        elif not name.endswith("Transformer"):  # also a repository's own, of which the chat template does the rest
             raise StartupError(f"{path / 'modules.json'} has the module {name}; implemented: Pooling and Normalize")
     return StoredPooling(kind, normalize) if kind else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,9 @@ ONLINE = ("fp8", "int8", "int4")
 
 ONLINE_GROUP = 32
 """Columns that share a scale in 4 bits; measured on the demo model: groups of 128 lose several points more."""
+
+TOWER = "visual."
+"""What the canonical names of a vision tower begin with, its projector's among them."""
 
 GROUPS = 65536
 LONGEST_PATTERN = 512
@@ -42,7 +45,8 @@ class Quantisation:
         rules: the first that matches a module's name counts.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
         given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
-        inner: (stored, canonical) parts of the family's names, with dots at both ends: files name modules as stored.
+        prefixes, inner: (stored, canonical) parts of names (``StoredNames``), by which files call the modules of a tower;
+            the inner ones, with dots at both ends, also those of the decoder.
     """
 
     method: str
@@ -51,6 +55,7 @@ class Quantisation:
     ignore: tuple[str, ...] = ()
     within: bool = False
     given: tuple[tuple[str, GivenScale], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
     inner: tuple[tuple[str, str], ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
@@ -69,7 +74,7 @@ class Quantisation:
             return self.rules[0].scheme if self.given_scale(module) is not None else None
         if self.method == "online":
             return self.rules[0].scheme if module.startswith(("layers.", "lm_head")) else None
-        names = aliases(module, self.inner)
+        names = (*aliases(module, self.inner), *tower_names(module, self.prefixes, self.inner))
         if any(_matches(pattern, names, self.within) for pattern in self.ignore):
             return None
         for rule in self.rules:
@@ -98,17 +103,48 @@ class Quantisation:
 
 def aliases(module: str, inner: tuple[tuple[str, str], ...] = ()) -> tuple[str, ...]:
     """The names that a module has had in transformers' models; ``inner``: as in ``Quantisation``."""
+    if module.startswith(TOWER):
+        return module, f"model.{module}"
     stored = f"{module}."
     for theirs, ours in inner:
         stored = stored.replace(ours, theirs)
     if stored[:-1] != module:
         return (*aliases(module), *aliases(stored[:-1]))
-    if module.startswith("visual."):
         return module, f"model.{module}"
     if module.startswith("lm_head"):
         return module, f"model.{module}", f"language_model.{module}"
     own = f"model.{module}", f"model.language_model.{module}", f"language_model.model.{module}"
     return module, *own, f"language_model.{module}"
+
+
+Renames = Sequence[tuple[str, str]]
+"""(stored, canonical) prefixes or inner parts of names."""
+
+
+def renamed(stored: str, prefixes: Iterable[tuple[str, str]], inner: Renames) -> str | None:
+    """The canonical name of a stored one; None if no prefix matches."""
+    for prefix, ours in prefixes:
+        if stored.startswith(prefix):
+            name = ours + stored[len(prefix) :]
+            for theirs, mine in inner:
+                name = name.replace(theirs, mine)
+            return name
+    return None
+
+
+def tower_names(module: str, prefixes: Renames, inner: Renames) -> tuple[str, ...]:
+    """The stored names of a tower's module, whose canonical one begins with ``visual``; none for others.
+
+    Several stored parts may have one canonical form: all that lead back to ``module`` count.
+    """
+    if not module.startswith(TOWER):
+        return ()
+    names = {f"{module}."}
+    for theirs, ours in reversed(inner):
+        names |= {name.replace(ours, theirs) for name in names}
+    starts = [(stored, ours) for stored, ours in prefixes if ours.startswith(TOWER)]
+    found = (stored + name[len(ours) :] for stored, ours in starts for name in names if name.startswith(ours))
+    return tuple(name[:-1] for name in dict.fromkeys(found) if renamed(name, prefixes, inner) == f"{module}.")
 
 
 def _matches(pattern: str, names: Iterable[str], within: bool = False) -> bool:

@@ -155,6 +155,8 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
     text = root.within("text_config") if nested else root
     places = (root, text) if nested else (root,)
     quant = next((read_quantisation(p) for p in places if p.values.get("quantization_config")), None)
+    if quant is not None and family.vision is not None:
+        quant = replace(quant, prefixes=tuple(family.names.prefixes.items()), inner=family.names.inner)
     if root.given("model_type") and root.values["model_type"] != family.model_type:
         root.refuse("model_type", f"it must be {family.model_type}, as architectures names {architecture}")
     return _described(path, architecture, family, root, text, _asked(path, quant, quantization))
@@ -200,6 +202,7 @@ def _described(
         dtype=_dtype(root, text),
         eos=_eos(path, root, text, made.text.vocab),
         image_token=media.get("image_token_id", -1),
+        placed_token=media.get("placed_token_id", -1),
         video_token=media.get("video_token_id", -1),
         vision_start=media.get("vision_start_token_id", -1),
         vision_end=media.get("vision_end_token_id", -1),

@@ -11,6 +11,10 @@ TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LONG = ("longrope", "su", "yarn")
 """What Phi-3's files have called LongRoPE."""
 
+Sections = tuple[int, int, int]
+HALVES: Sections = (16, 24, 24)
+"""Frequencies of each axis of positions, where a file does not say."""
+
 LARGEST_BASE = 1e12
 LARGEST_FACTOR = 1e6
 
@@ -85,7 +89,9 @@ class RopeConfig:
     turned: int = 0
 
 
-def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: float) -> RopeConfig:
+def rope_of(
+    text: Fields, max_positions: int, head_dim: int, axes: bool, base: float, sections: Sections = HALVES
+) -> RopeConfig:
     """The rotary settings of a text model, from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
 
     If both are given, the first counts, as in transformers.
@@ -93,6 +99,7 @@ def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: f
     Args:
         axes: whether the model has positions on three axes.
         base: the default of ``rope_theta``.
+        sections: the default of ``mrope_section``.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
     _refuse_partial(text)
@@ -116,7 +123,7 @@ def rope_of(text: Fields, max_positions: int, head_dim: int, axes: bool, base: f
     elif kind == "yarn":
         scaling = _yarn(text, rope, max_positions)
         reach, magnitude = max(max_positions, int(scaling.original_max_position * scaling.factor)), scaling.magnitude
-    return RopeConfig(theta, scaling, _section(rope, head_dim) if axes else None, reach, magnitude)
+    return RopeConfig(theta, scaling, _section(rope, head_dim, sections) if axes else None, reach, magnitude)
 
 
 def partial_rope_of(text: Fields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
@@ -192,10 +199,10 @@ def _llama3(text: Fields, rope: Fields, max_positions: int) -> RopeScaling:
     return RopeScaling(rope.number("factor", 0, LARGEST_FACTOR, above=True), low, high, original)
 
 
-def _section(rope: Fields, head_dim: int) -> tuple[int, int, int]:
+def _section(rope: Fields, head_dim: int, default: Sections) -> Sections:
     """Number of frequencies of each axis; by default those of the published models, whose head size is 128."""
     key = "mrope_section"
-    time, height, width = rope.integers(key, length=3) if key in rope.values else (16, 24, 24)
+    time, height, width = rope.integers(key, length=3) if key in rope.values else default
     if time + height + width != head_dim // 2:
         rope.refuse(key, f"it must sum to {head_dim // 2}, half of hidden_size / num_attention_heads")
     return time, height, width

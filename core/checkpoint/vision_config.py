@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class SlotForm(NamedTuple):
-    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena."""
+    """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
+
+    ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
+    """
 
     values: int = 0
     cell: int = 1
+    near: int = 0
 
 
 NO_SLOT = SlotForm()
@@ -34,8 +38,11 @@ class VisionConfig(ABC):
     """A tower: ``depth`` layers over slots, and what makes rows of the decoder's width of their output.
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
-    those of one layer. ``ranks`` devices share heads and columns.
+    those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
+    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound.
     """
+
+    constants: ClassVar[int] = 0
 
     depth: int
     hidden: int
@@ -52,6 +59,11 @@ class VisionConfig(ABC):
     @abstractmethod
     def whole(self) -> int:
         """Layers whose attention spans a whole item; the others attend inside windows."""
+
+    @property
+    def deep(self) -> int:
+        """Parts of an arena row behind the first; part i is added to the decoder's stream behind layer i - 1."""
+        return 0
 
     @property
     def head_dim(self) -> int:

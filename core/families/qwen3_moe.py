@@ -30,12 +30,12 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
         8,
         inner=c.integer("moe_intermediate_size", most=WIDEST, default=768),
         normalise=c.boolean("norm_topk_prob", False),
-        dense=_dense(c, text.layers),
+        dense=dense_layers(c, text.layers),
     )
     return Described(replace(text, experts=experts if len(experts.dense) < text.layers else None))
 
 
-def _dense(c: Fields, layers: int) -> tuple[int, ...]:
+def dense_layers(c: Fields, layers: int) -> tuple[int, ...]:
     """Layers without experts: those that are named, and all but every ``decoder_sparse_step``-th."""
     step = c.integer("decoder_sparse_step", most=MOST_LAYERS, default=1)
     named = c.integers("mlp_only_layers", most=MOST_LAYERS) if c.given("mlp_only_layers") else ()

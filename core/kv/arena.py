@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trencadis.core.kv.evictions import EvictionLog
+from trencadis.core.kv.spans import TokenRun
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.step import Int32
+
+
+def rows_of_run(run: TokenRun, rows: Int32) -> Int32:
+    """Arena rows int32 [run.length] that a run's tokens take; ``rows`` are those of its item."""
+    constant = RESERVED_ROWS + run.constant
+    return np.full(run.length, constant, np.int32) if run.constant >= 0 else rows[run.first : run.first + run.length]
 
 
 @dataclass(slots=True)
@@ -26,11 +33,12 @@ class ArenaEntry:
 
 
 class Arena:
-    """Rows [2, rows) of the arena tensor; rows 0 (ZERO) and 1 (SINK) are never handed out."""
+    """Rows [reserved, rows) of the arena tensor; rows 0 (ZERO) and 1 (SINK) and constant rows are never handed out."""
 
-    def __init__(self, rows: int) -> None:
-        self.capacity = max(rows - RESERVED_ROWS, 0)
-        self._free = list(range(rows - 1, RESERVED_ROWS - 1, -1))
+    def __init__(self, rows: int, reserved: int = RESERVED_ROWS) -> None:
+        self.capacity = max(rows - reserved, 0)
+        self._reserved = reserved
+        self._free = list(range(rows - 1, reserved - 1, -1))
         self._entries: OrderedDict[str, ArenaEntry] = OrderedDict()
         self.evictions = 0
         self.log: EvictionLog | None = None
@@ -100,4 +108,4 @@ class Arena:
         rows = list(self._free)
         for entry in self._entries.values():
             rows.extend(entry.rows.tolist())
-        assert sorted(rows) == list(range(RESERVED_ROWS, self.capacity + RESERVED_ROWS)), "arena rows leaked"
+        assert sorted(rows) == list(range(self._reserved, self.capacity + self._reserved)), "arena rows leaked"

@@ -1,6 +1,7 @@
 """The hash chain over full blocks: equal keys mean equal KV content. Pure Python.
 
 key(i) = sha256(key(i-1), token ids, (digest, offset) of each image in the block, positions if the request has media).
+An item of several runs is named by each of its runs in the block: place, length, first row or constant row.
 The root holds cache_salt, adapter and rotary table, so that nothing is shared across them. Positions are part of the
 key because equal frames at another fps have other positions.
 """
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 from copy import copy
 from hashlib import sha256
 
-from trencadis.core.request import MediaSpan, Request
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.request import Request
 
 ROOT = b"trencadis-kv-1"
 
@@ -56,7 +58,7 @@ class Chain:
     def _media(self, start: int) -> bytes:
         """What a block's KV depends on beside its tokens; empty for plain text."""
         end = start + self._size
-        parts = [_span_key(s, start) for s in self._spans if s.offset < end and s.offset + s.length > start]
+        parts = [_span_key(s, start, end) for s in self._spans if s.offset < end and s.end > start]
         positions = self._block_positions(start)
         return b"".join(parts) + b"|" + positions if parts or positions else b""
 
@@ -74,5 +76,9 @@ class Chain:
         return b"" if rows == [array("i", range(start, end)).tobytes()] * 3 else b"".join(rows)
 
 
-def _span_key(span: MediaSpan, start: int) -> bytes:
-    return f"{span.digest}@{span.offset - start};".encode()
+def _span_key(span: MediaSpan, start: int, end: int) -> bytes:
+    if not span.runs:
+        return f"{span.digest}@{span.offset - start};".encode()
+    within = (r for r in span.runs if r.offset < end and r.offset + r.length > start)
+    runs = ",".join(f"{r.offset - start}+{r.length}:{r.first}:{r.constant}" for r in within)
+    return f"{span.digest}@{runs};".encode()

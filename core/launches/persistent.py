@@ -49,8 +49,11 @@ def stream_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tens
 
 
 def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
-    """[rows, width] of the backend's dtype; ``rows`` are the first stage's."""
-    return backend.zeros((held_rows(model, rows), model.text.width), backend.dtype)
+    """[rows x parts of a row, width] of the backend's dtype; the parts of a row follow each other.
+
+    ``rows`` are the first stage's.
+    """
+    return backend.zeros((held_rows(model, rows) * model.row_parts, model.text.width), backend.dtype)
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:

@@ -23,6 +23,7 @@ from trencadis.core.launches.host_blocks import BlockCopies
 from trencadis.core.launches.late_masks import launch_head
 from trencadis.core.launches.pipe import Passage, runs
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
+from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.masks.desk import Desk, FollowedDraws
 from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
@@ -215,10 +216,9 @@ class Runner:
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
         inputs = self.model.pack(images, bucket.dims[0])
-        real = int(inputs.count[inputs.rows.reshape(len(inputs.count), -1)[:, 0] > 1].sum())
-        self._run(bucket, inputs, real, pending)
-        stats = pending.stats[-1]
-        stats.items, stats.needed = len(images), sum(image.slots for image in images)
+        needed = sum(image.slots for image in images)  # padding stands behind them
+        self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
+        pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
 
     def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: StepPending) -> None:
         """VISION where each rank has a tower: this rank's pictures, then the rows of all."""

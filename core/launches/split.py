@@ -98,7 +98,8 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
     """Rectangular launches: the rows of each group may run in any order, so each group is cut by cost alone."""
     found = []
     for group in _groups(step, plan.block_size):
-        for cut in cut_rows([Need(i, step.rows[i].context, len(step.rows[i].tokens)) for i in group], plan):
+        rows = ((i, step.rows[i]) for i in group)
+        for cut in cut_rows([Need(i, row.context, len(row.tokens), row.spans) for i, row in rows], plan):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
             found.append(

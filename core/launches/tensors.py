@@ -67,6 +67,8 @@ class VisionTensors(NamedTuple):
     position: Tensor  # int32 [slots, 2]
     rows: Tensor  # int64 [slots / cell]
     segments: Segments
+    near: Tensor | None = None  # int32 [slots, near] rows of the table of positions; None: the model mixes none
+    share: Tensor | None = None  # float32 [slots, near]
 
 
 class HeadTensors(NamedTuple):

@@ -79,7 +79,10 @@ def text_frequencies(c: TextConfig, long: bool = False) -> tuple[Tensor, Tensor]
     if not c.rotary:
         inv_freq = torch.zeros(c.head_dim // 2)
     axis = torch.zeros(c.head_dim // 2, dtype=torch.int64)
-    if c.mrope_section is not None:
+    if c.mrope_section is not None and c.interleaved:
+        for number, count in enumerate(c.mrope_section[1:], 1):
+            axis[number : 3 * count : 3] = number
+    elif c.mrope_section is not None:
         axis = torch.repeat_interleave(torch.arange(3), torch.tensor(c.mrope_section))
     return inv_freq, axis
 

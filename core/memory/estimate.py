@@ -100,7 +100,8 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
-        return dims[0] * (sizes.slot.values + 8) + dims[0] // 8 + 8 * dims[0] // sizes.slot.cell
+        mixed = 8 * sizes.slot.near
+        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
     if stage is Stage.POOL:
@@ -336,7 +337,7 @@ class Sized:
         if bucket.stage is Stage.VISION and v is not None:
             sizes = v.hidden, v.head_dim, v.intermediate, v.heads
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            return self._layers_keep(bucket, *sizes, 8 // v.slot.cell) + leaving
+            return self._layers_keep(bucket, *sizes, -(-8 // v.slot.cell)) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
@@ -366,7 +367,7 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=held_rows(model, arena_rows) * t.width * sized.itemsize,
+        arena=held_rows(model, arena_rows) * model.row_parts * t.width * sized.itemsize,
         state=state,
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * sized.itemsize,
         inputs=sized.all_inputs(plan),

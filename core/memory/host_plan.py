@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory.units import gib
 from trencadis.core.memory.weights import grown
 from trencadis.core.quant.kv import head_bytes
@@ -148,7 +148,7 @@ def plan_cpu(
         max_model_len=wanted,
         arena_rows=rows,
         kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
-        arena_bytes=rows * text.width * itemsize,
+        arena_bytes=rows * config.row_parts * text.width * itemsize,
         weights_bytes=weights,
         notes=tuple(notes),
     )
@@ -157,9 +157,9 @@ def plan_cpu(
 def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int) -> int:
     """Arena rows for the largest images, the reserved ones included."""
     if config.vision is None:
-        return RESERVED_ROWS
+        return reserved_rows(config)
     if asked.arena_images is not None:
         if asked.arena_images < 2:
             raise StartupError("--encoder-cache-images must be at least 2")
-        return asked.arena_images * image_tokens + RESERVED_ROWS
-    return max(4 * image_tokens, ARENA_ROWS) + RESERVED_ROWS
+        return asked.arena_images * image_tokens + reserved_rows(config)
+    return max(4 * image_tokens, ARENA_ROWS) + reserved_rows(config)

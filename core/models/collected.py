@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
+from trencadis.core.checkpoint.quant_config import renamed
 from trencadis.core.errors import StartupError
 from trencadis.core.models.family import StoredNames
 from trencadis.core.models.loader import FLOATS, Dummy
@@ -57,6 +58,8 @@ class Collected:
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):
                 tensor = tensor.t()
+            if tensor.ndim == 3 and name.endswith(names.transposed or "\0"):
+                tensor = expert_rows(config.text, name, tensor)
             for one, held in one_by_one(name, tensor):
                 parts = fused_parts(config.text, one)
                 for part, piece in self._cut(stored, one, held, parts) if parts else ((one, held),):
@@ -218,6 +221,15 @@ def fused_parts(c: TextConfig, name: str) -> dict[str, int] | None:
     return {"gate_proj": inner, "up_proj": inner}
 
 
+def expert_rows(c: TextConfig, name: str, tensor: Tensor) -> Tensor:
+    """[experts, out, in] of a layer's experts, whose stored tensor is [experts, in, out] or that already."""
+    if c.experts is None:
+        return tensor
+    outputs = 2 * c.experts.inner if name.endswith("gate_up_proj") else c.hidden
+    inputs = c.hidden if name.endswith("gate_up_proj") else c.experts.inner
+    return tensor if tuple(tensor.shape[1:]) == (outputs, inputs) else tensor.transpose(1, 2)
+
+
 def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """The experts of a layer that some checkpoints store as one tensor [experts, out, in]; others as they are."""
     outer, mark, last = name.rpartition(EXPERTS)
@@ -228,12 +240,9 @@ def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 def canonical(stored: str, names: StoredNames) -> str | None:
     """The canonical name of a stored one; None if no prefix matches."""
-    for prefix, replacement in names.prefixes.items():
-        if stored.startswith(prefix):
-            name = replacement + stored[len(prefix) :]
-            for theirs, ours in names.inner:
-                name = name.replace(theirs, ours)
-            for old, new in OLD_KINDS:
-                name = name[: -len(old)] + new if name.endswith(old) else name
-            return name
-    return None
+    name = renamed(stored, names.prefixes.items(), names.inner)
+    if name is None:
+        return None
+    for old, new in OLD_KINDS:
+        name = name[: -len(old)] + new if name.endswith(old) else name
+    return name

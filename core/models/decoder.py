@@ -25,6 +25,7 @@ from trencadis.core.backend import (
 )
 from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.errors import StartupError
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
 from trencadis.core.layers.experts import ExpertMLP
@@ -96,8 +97,9 @@ class Layer:
 class Entry:
     """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
 
-    def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding) -> None:
-        self.ops, self.embedding, self.config = backend.ops, embedding, c
+    def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 0) -> None:
+        self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, max(parts, 1)
+        self.sees = parts > 0
         self.rotary = TextRotary(c, backend.device)
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
@@ -118,13 +120,16 @@ class Entry:
 
     def __call__(
         self, tokens: Tensor, from_slot: Tensor, positions: Tensor, image_row: Tensor, last: Tensor, arena: Tensor
-    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None]:
-        """([n, hidden] embeddings, what they are added to, rotary factors, those of layers with a window or None).
+    ) -> tuple[Tensor, Tensor | None, Rotary, Rotary | None, tuple[Tensor, ...]]:
+        """([n, hidden] embeddings, what they are added to, rotary factors, those of layers with a window or None, int64
+        [n] rows of ``arena`` for each part of a token's row behind the first).
 
-        The arguments are ``TextTensors``'s.
+        The arguments are ``TextTensors``'s. Tokens without an image have row 0, whose parts are all zeros.
         """
         c, ops = self.config, self.ops
-        x = scaled(self.embedding(tokens, from_slot, last, image_row, arena), self.scale)
+        if self.parts > 1:
+            image_row = image_row * self.parts
+        x = self._scaled(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
         if self.widen is not None:
             x = self.widen(x)
         if self.places is not None:
@@ -132,11 +137,29 @@ class Entry:
         if self.types is not None and self.norm is not None:
             x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
         residual = ops.first_residual(x) if c.place != POST else None
-        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions)
+        deep = tuple(image_row.long() + part for part in range(1, self.parts))
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deep
+
+    def _scaled(self, x: Tensor, image_row: Tensor) -> Tensor:
+        """Embeddings times their scale; rows of pictures, where the model sees any, stay as they are."""
+        if self.scale == 1 or not self.sees:
+            return scaled(x, self.scale)
+        return x * torch.where(image_row > 0, 1.0, self.scale).to(x.dtype)[:, None]
 
     def nbytes(self) -> int:
         tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
         return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
+
+
+class Deepening:
+    """What a row of the arena adds to the stream behind a layer."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def __call__(self, x: Tensor, rows: Tensor, arena: Tensor) -> Tensor:
+        """[n, hidden]: x and rows of ``arena``, int64 [n]."""
+        return x + self.ops.gather_rows(arena, rows)
 
 
 def first_rows(tree: Any, rows: int) -> Any:
@@ -215,8 +238,12 @@ class Decoder:
         share = self.share = config.share
         self.layers = [Layer(backend, c, group, place, aligned) for place in share.layers]
         if share.starts:
+            parts = config.row_parts if config.vision is not None else 0
+            if parts - 1 > len(self.layers):
+                raise StartupError(f"the first pipeline stage needs {parts - 1} layers: they take parts of a picture")
             self.embedding = Embedding(self.ops, c.vocab, c.width)
-            self.enter = Entry(backend, c, self.embedding)
+            self.enter = Entry(backend, c, self.embedding, parts)
+            self.deepen = Deepening(self.ops)
         else:
             self.take_over = PassedEntry(self.ops, c, backend.device)
         if share.ends:
@@ -298,11 +325,14 @@ class Decoder:
         A stage that is not the last stores the residual stream there, which the next one takes.
         """
         p, ops = self.persistent, self.ops
-        x, residual, rotary, local = first_rows(self._start(inputs), len(inputs.out_row))
+        x, residual, rotary, local, *rest = first_rows(self._start(inputs), len(inputs.out_row))
+        deep = rest[0] if rest else ()  # a later stage has none
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
+            if i < len(deep):
+                x = ops.region(self.deepen, x, deep[i], p.arena)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 

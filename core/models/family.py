@@ -33,7 +33,7 @@ class StoredNames:
     Args:
         prefixes: stored prefix -> canonical one; the first that matches counts, names without one are ignored.
         inner: (stored, canonical) parts of what is left, with dots at both ends.
-        transposed: canonical modules whose weights are stored [in, out].
+        transposed: canonical modules whose weights are stored [in, out]; of experts' tensors, those that may be.
     """
 
     prefixes: Mapping[str, str]
@@ -54,6 +54,9 @@ class VisionSide:
         expand: puts placeholders into a prompt.
         positions: (tokens, spans of whole media, the tower, seconds between temporal patches) -> rotary positions on
             three axes, and what to add beyond the prompt; empty: a token's position is its index.
+        times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
+            the marks of a medium of its own; empty: the patches of a video follow each other.
+        around: what stands before and behind a picture's mark in a prompt's text; it is encoded with the text around.
         windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
@@ -63,6 +66,8 @@ class VisionSide:
     tokens: Mapping[str, str]
     expand: str = "trencadis.multimodal.placeholders:expand_placeholders"
     positions: str = ""
+    times: str = ""
+    around: tuple[str, str] = ("", "")
     windows: bool = False
 
 

@@ -30,7 +30,7 @@ class Persistent:
 
     kv: list[LayerKV]
     hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding. What a stage sends starts at row 1
-    arena: Tensor  # [arena rows, hidden]; rows 0 (ZERO) and 1 (SINK) are reserved
+    arena: Tensor  # [arena rows x ModelConfig.row_parts, hidden]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
     stream: Tensor | None = None  # as ``hidden``, from row 1 on what the stage before sent; None on the first stage
 
@@ -87,7 +87,7 @@ class Model(Protocol):
         ...
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes s packed slots and stores [s / cell, width] in ``persistent.arena[rows]``."""
+        """Encodes s packed slots and stores the parts of [s / cell] rows in ``persistent.arena``."""
         ...
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
@@ -119,7 +119,8 @@ class VisionModel(Model, Protocol):
     """A model whose ``config.vision`` states a tower: what a VISION launch is made of, and its body.
 
     ``config.vision`` (core/checkpoint/vision_config.py) has the rest: ``slot``, values of a slot and slots of a cell;
-    ``out_hidden``, the width of a cell's row; weights and costs.
+    ``out_hidden``, the width of each part of a cell's row, and ``deep``, parts behind the first; weights and costs.
+    Part p of row r is row r x (1 + deep) + p of ``persistent.arena``.
     """
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
@@ -130,5 +131,5 @@ class VisionModel(Model, Protocol):
         ...
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes s packed slots and stores [s / cell, width] in ``persistent.arena[rows]``."""
+        """Encodes s packed slots and stores the parts of [s / cell] rows in ``persistent.arena``."""
         ...

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trencadis.core.kv.arena import Arena
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.arena import Arena, rows_of_run
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.step import Encode, ImageRows
+from trencadis.core.step import Encode, ImageRows, SeenSpan
 
 THIS_STEP = -1
 """The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""
@@ -78,11 +79,11 @@ class Encoder:
         free_rows = self.arena.capacity
         for seq, start in order:
             for index, span in enumerate(seq.request.spans):
-                if span.offset + span.length <= start:
+                if span.end <= start:
                     continue
                 key = seq.key_of(span)
                 if key not in vision.early and free_rows >= 0:
-                    free_rows -= span.length
+                    free_rows -= span.held
                     if free_rows >= 0:
                         vision.early.add(key)
                 if key in self.arena:
@@ -106,10 +107,10 @@ class Encoder:
         ahead = owner == THIS_STEP
         wanted = vision.chosen[key]
         span = wanted.span
-        rows = self.arena.put(key, span.length, owner, vision.kept)
+        rows = self.arena.put(key, span.held, owner, vision.kept)
         if rows is None and not ahead:
             # This image is needed now, the kept ones later.
-            rows = self.arena.put(key, span.length, owner)
+            rows = self.arena.put(key, span.held, owner)
         if rows is None:
             return False
         del vision.chosen[key]
@@ -131,7 +132,7 @@ class Encoder:
         for span in seq.request.spans:
             if span.offset > start + WORTH_A_ROW:
                 return False
-            if span.offset + span.length > start:
+            if span.end > start:
                 key = seq.key_of(span)
                 if key not in self.arena and key not in vision.chosen:
                     return True
@@ -142,14 +143,20 @@ class Encoder:
     def rows_of(self, seq: Sequence, start: int, end: int, vision: VisionBuilder) -> tuple[ImageRows, ...]:
         """Arena rows of the chunk; an image whose last token is in it loses its pin after this step."""
         found = []
+        ended, going = set[str](), set[str]()
         for span in seq.request.spans:
-            first, last = max(span.offset, start), min(span.offset + span.length, end)
-            if first < last:
-                rows = self.arena.pin(seq.key_of(span), seq.key)
+            if span.offset < end and span.end > start:
+                key = seq.key_of(span)
+                (ended if span.end <= end else going).add(key)
+                rows = self.arena.pin(key, seq.key)
                 assert rows is not None, "a chunk reached into an image that is not resident"
-                found.append(ImageRows(first - start, rows[first - span.offset : last - span.offset]))
-            if start < span.offset + span.length <= end:
-                vision.unpins.append(Pin(seq.key_of(span), seq.key))
+                for run in span.each():
+                    first, last = max(run.offset, start), min(run.offset + run.length, end)
+                    if first < last:
+                        taken = rows_of_run(run, rows)[first - run.offset : last - run.offset]
+                        found.append(ImageRows(first - start, taken))
+        # Equal tiles of one picture are one item; the first that ends must not end the pin of the others.
+        vision.unpins += (Pin(key, seq.key) for key in ended - going)
         return tuple(found)
 
     def ahead(self, vision: VisionBuilder) -> None:
@@ -172,3 +179,26 @@ class Encoder:
             self.hits += hit
             seq.stats.images += 1
             seq.stats.image_hits += hit
+
+
+def uncut(seq: Sequence, count: int, limits: SchedulerLimits) -> int:
+    """``count`` tokens, or where tokens of a picture see each other as many as end before one that they would cut.
+
+    None where that is the first one: the picture waits for a step with room for all of it. A prefix hit may end inside
+    it, since its keys do not depend on where chunks begin.
+    """
+    if not limits.joined:
+        return count
+    start, end = seq.computed, seq.computed + count
+    cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
+    return max(next(cut, end) - start, 0)
+
+
+def seen_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[SeenSpan, ...]:
+    """Which tokens of the chunk [start, end) see each other."""
+    if limits.whole:
+        return (SeenSpan(0, end - start),)
+    if not limits.joined:
+        return ()
+    inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
+    return tuple(SeenSpan(max(span.offset - start, 0), span.end - start) for span in inside)

@@ -11,6 +11,7 @@ import numpy as np
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import ALL, MEAN
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.spans import rows_at_once
 from trencadis.core.request import Delta, Request, RequestStats
 from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
@@ -56,9 +57,8 @@ class Lifecycle:
             held = len(request.tokens)
             self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
             return
-        arena = self.scheduler.arena
-        if any(s.length > arena.capacity for s in request.spans):
-            self.refuse(request, 413, f"an image needs more than the {arena.capacity} rows of the image arena")
+        if rows_at_once(request.spans) > (rows := self.scheduler.arena.capacity):
+            self.refuse(request, 413, f"an image needs more than the {rows} rows of the image arena")
             return
         now = self.scheduler.clock()
         request.arrival = request.arrival or now

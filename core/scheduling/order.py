@@ -68,7 +68,7 @@ def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int
     first image ends is cached, all media matter.
     """
     size, first = limits.block_size, seq.request.spans[0]
-    at = (first.offset + first.length - 1) // size
+    at = (first.end - 1) // size
     if not limits.caching or at >= (seq.known() - 1) // size:
         return 0
     seq.chain.extend(seq.tokens, (at + 1) * size)

@@ -29,7 +29,7 @@ class PixelQueue:
         first = True
         for seq, start in order:
             for index, span in enumerate(seq.request.spans):
-                if span.offset + span.length <= start or (key := seq.key_of(span)) in self.arena:
+                if span.end <= start or (key := seq.key_of(span)) in self.arena:
                     continue
                 if key not in self._slots:
                     if not first and sum(self._slots.values()) + span.slots > self.bound:

@@ -19,16 +19,16 @@ from itertools import chain
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.scheduling.batch import Lanes, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
-from trencadis.core.scheduling.encoder import Encoder, VisionBuilder
+from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans, uncut
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
+from trencadis.core.step import Draw, Int32, Row, Step
 
 
 class Scheduler:
@@ -176,7 +176,7 @@ class Scheduler:
             return
         count = self._chunk_size(seq, builder)
         if count > 0:
-            count = self._allocate_blocks(seq, count, builder)
+            count = uncut(seq, self._allocate_blocks(seq, count, builder), self.limits)
         if count > 0 and not (self.limits.whole and count < seq.due):
             self._add_row(seq, count, builder)
 
@@ -193,7 +193,7 @@ class Scheduler:
         for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
                 break
-            if span.offset + span.length > start and not self._resident(seq, index, span, builder):
+            if span.end > start and not self._resident(seq, index, span, builder):
                 return max(span.offset - start, 0)
         return count
 
@@ -250,7 +250,7 @@ class Scheduler:
                 self.lanes.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
-        spans = (SeenSpan(0, count),) if self.limits.whole else ()
+        spans = seen_spans(seq, start, end, self.limits)
         row = Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         builder.rows.append(row)
         self.publish(seq)
@@ -337,7 +337,7 @@ class Scheduler:
         key = seq.key_of(span)
         if key not in builder.vision.chosen:
             return False
-        while not self.arena.fits(span.length) and self._yields_rows(seq, builder):
+        while not self.arena.fits(span.held) and self._yields_rows(seq, builder):
             self._preempt(self.running[-1], builder)
         return self.encoder.encode(key, builder.vision, seq.key)
 

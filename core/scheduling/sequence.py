@@ -11,9 +11,10 @@ import numpy as np
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.pooling import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.masks.repetition import repeats
 from trencadis.core.masks.rule import Repetition
-from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, TokenLogprob
+from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 

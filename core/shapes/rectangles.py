@@ -14,6 +14,9 @@ from itertools import accumulate
 
 from trencadis.core.buckets import Bucket, Plan, Stage
 
+Spans = Sequence[tuple[int, int]]
+"""Tokens [start, stop) that stay in one launch, ascending."""
+
 NONE = float("inf")
 ALL_GROUPS = 16
 """All group sizes up to this are tried, above it only those that the plan has."""
@@ -21,11 +24,13 @@ ALL_GROUPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One row: its index in the Step, tokens already in the cache, tokens to compute."""
+    """One row: its index in the Step, tokens already in the cache, tokens to compute, and which of these (start, stop)
+    stay in one launch, ascending."""
 
     row: int
     context: int
     tokens: int
+    spans: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def cut_rows(needs: Sequence[Need], plan: Plan) -> list[Cut]:
         tails += [(tail[0].pieces[0].row, tail)] if tail else []
     for n in needs:
         if n.tokens > 1 and n.context > 0:
-            tails.append((n.row, cutter.context(n.row, n.context, 0, n.tokens)))
+            tails.append((n.row, cutter.context(n, 0)))
     order = {n.row: i for i, n in enumerate(needs)}
     tails.sort(key=lambda t: order[t[0]])
     found = [*fresh, *(c for _, cuts in tails for c in cuts)]
@@ -107,43 +112,45 @@ class Cutter:
             return self.cost(fitting), (Cut(fitting, (Piece(need.row, 0, need.tokens),)), [])
         if whole is not None:
             options.append((self.cost(whole), 0, whole))
-        for size in self._below(self.plan.sizes(Stage.FRESH, 1), need.tokens, 3 if whole else 1):
+        for planned in self._below(self.plan.sizes(Stage.FRESH, 1), need.tokens, 3 if whole else 1):
+            size = uncut(planned, need.spans)
             bucket = self.plan.find(Stage.FRESH, (1, size))
             if bucket is not None and size < need.tokens:
-                rest = self.context_price(size, need.tokens - size)
+                rest = self.context_price(size, need.tokens - size, behind(need.spans, size))
                 options.append((self.cost(bucket) + rest, need.tokens - size, bucket))
         if not options:
             bucket = self.plan.fit(Stage.FRESH, (1, need.tokens))
             options.append((self.cost(bucket), 0, bucket))
         price, rest, bucket = min(options, key=lambda o: o[:2])
         size = need.tokens - rest
-        tail = self.context(need.row, 0, size, need.tokens) if rest else []
+        tail = self.context(need, size) if rest else []
         return price, (Cut(bucket, (Piece(need.row, 0, size),)), tail)
 
     # One row after its context
 
-    def context(self, row: int, context: int, start: int, stop: int) -> list[Cut]:
-        """CONTEXT launches of tokens [start, stop) of a chunk that begins after ``context`` tokens."""
-        found = []
-        for bucket, size in self.context_cuts(context + start, stop - start):
-            found.append(Cut(bucket, (Piece(row, start, start + size),)))
+    def context(self, need: Need, start: int) -> list[Cut]:
+        """CONTEXT launches of the tokens of a row's chunk from ``start`` on."""
+        found, spans = [], behind(need.spans, start)
+        for bucket, size in self.context_cuts(need.context + start, need.tokens - start, spans):
+            found.append(Cut(bucket, (Piece(need.row, start, start + size),)))
             start += size
         return found
 
-    def context_price(self, context: int, tokens: int) -> float:
+    def context_price(self, context: int, tokens: int, spans: Spans = ()) -> float:
         """The cost of ``context_cuts``."""
-        return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens))
+        return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens, spans))
 
-    def context_cuts(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
+    def context_cuts(self, context: int, tokens: int, spans: Spans = ()) -> list[tuple[Bucket, int]]:
         """(bucket, tokens) of each launch: full launches, then one or two for the rest, whichever is cheaper."""
         found: list[tuple[Bucket, int]] = []
         most = self.chunks[-1] if self.chunks else tokens
         while tokens > 0:
             size = self._full(context, tokens, most)
             if size >= tokens:
-                return found + self._end(context, tokens)
+                return found + self._end(context, tokens, spans)
+            size = min(uncut(size, spans), tokens)
             found.append((self._fit(context, size), size))
-            context, tokens = context + size, tokens - size
+            context, tokens, spans = context + size, tokens - size, behind(spans, size)
         return found
 
     def _full(self, context: int, tokens: int, most: int) -> int:
@@ -155,14 +162,15 @@ class Cutter:
                 return size
         return 1 if tokens > 1 else tokens
 
-    def _end(self, context: int, tokens: int) -> list[tuple[Bucket, int]]:
+    def _end(self, context: int, tokens: int, spans: Spans) -> list[tuple[Bucket, int]]:
         """The last launch, or two if a planned size and then the rest cost less."""
         whole = self._fit(context, tokens)
         best, price = [(whole, tokens)], self.cost(whole)
-        for size in self._below(self.chunks, tokens, 2):
+        for planned in self._below(self.chunks, tokens, 2):
+            size = uncut(planned, spans)
             first = self._find(context, size)
-            second = self._find(context + size, tokens - size)
-            if size < tokens and first is not None and second is not None:
+            second = self._find(context + size, tokens - size) if size < tokens else None
+            if first is not None and second is not None:
                 both = self.cost(first) + self.cost(second)
                 if both < price:
                     best, price = [(first, size), (second, tokens - size)], both
@@ -211,6 +219,19 @@ class Cutter:
             pieces = tuple(Piece(n.row, 0, 1) for n in needs[start:stop])
             found.append(Cut(self.plan.fit(Stage.DECODE, (stop - start, totals[stop] - totals[start])), pieces))
         return found
+
+
+def uncut(size: int, spans: Spans) -> int:
+    """At most ``size`` tokens that cut no span; where the first token lies in one, all of that."""
+    for start, stop in spans:
+        if start < size < stop:
+            return start if start > 0 else stop
+    return size
+
+
+def behind(spans: Spans, size: int) -> Spans:
+    """The spans, counted from the token behind ``size`` others."""
+    return tuple((start - size, stop - size) for start, stop in spans if stop > size)
 
 
 def best_groups(

@@ -15,7 +15,7 @@ import torch
 from trencadis.core import backend as seam
 from trencadis.core.backend import Backend, BackendConfig
 from trencadis.core.buckets import Plan, Policy, Stage
-from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig, reserved_rows
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.checkpoint.pooling import MEAN
 from trencadis.core.config import EngineConfig
@@ -34,7 +34,6 @@ from trencadis.core.kv.host import HostBlocks
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
-from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.memory import host_weights
 from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
@@ -98,7 +97,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     scheduler = Scheduler(
         _limits(config, model_config, plan, limits.max_tokens, limits.max_rows),
         BlockPool(plan.num_blocks, HostBlocks(plan.host_blocks) if plan.host_blocks else None),
-        Arena(plan.arena_rows),
+        Arena(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
     )
@@ -156,7 +155,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
-        _check_chunking(config, model_config, plan, limits.max_tokens)
+        _check_chunking(config, model_config, plan, limits)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
         watch = GraphWatch(runner.graphs)
@@ -243,7 +242,7 @@ def _host(
 ) -> tuple[Runner, CachePlan]:
     """Starts a device without graphs: activations are estimated by formula, every size is its own bucket."""
     plan = _cache_plan(config, model_config, backend, limits)
-    _check_chunking(config, model_config, plan, limits.max_tokens)
+    _check_chunking(config, model_config, plan, limits)
     progress("weights", gib(plan.weights_bytes), 0.1)
     model = registry.build(model_config, backend, config)
     progress("caches", f"{plan.kv_tokens} tokens of KV cache", 0.9)
@@ -273,7 +272,15 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
 
 
-def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: int) -> None:
+def _check_chunking(config: EngineConfig, model: ModelConfig, plan: CachePlan, limits: ShapeLimits) -> None:
+    tokens = limits.max_tokens
+    if model.text.joined:
+        picture = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment).tokens
+        if tokens < picture + limits.max_rows:
+            raise StartupError(
+                f"{model.architecture} computes a picture at a time: --max-num-batched-tokens ({tokens}) must be at "
+                f"least {picture + limits.max_rows}, its {picture} tokens and one for each of --max-num-seqs"
+            )
     if not model.text.causal and tokens < plan.max_model_len:
         raise StartupError(
             f"{model.architecture} computes a whole prompt at a time: --max-num-batched-tokens ({tokens}) must be at "
@@ -297,6 +304,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         chunked=config.enable_chunked_prefill and model.text.causal,
         caching=config.enable_prefix_caching and model.text.causal,
         whole=not model.text.causal,
+        joined=model.text.joined,
         fair=config.scheduling_policy == "fair",
         stages=config.pipeline_parallel_size,
         by_priority=config.scheduling_policy == "priority",
@@ -309,6 +317,8 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
+    row_bytes = model.row_parts * model.text.width * backend.dtype.itemsize
+    arena_rows = max(plan.arena_rows - reserved_rows(model), 0)
     return EngineInfo(
         device=backend.label,
         dtype=str(backend.dtype).removeprefix("torch."),
@@ -316,10 +326,10 @@ def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float)
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         vocab_size=model.text.vocab,
-        arena_rows=max(plan.arena_rows - RESERVED_ROWS, 0),
+        arena_rows=arena_rows,
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
-        arena_bytes=max(plan.arena_rows - RESERVED_ROWS, 0) * model.text.width * backend.dtype.itemsize,
+        arena_bytes=arena_rows * row_bytes,
         seconds=seconds,
         notes=list(plan.notes),
         host_blocks=plan.host_blocks,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from trencadis.core.cpus import available_cpus
@@ -62,7 +63,8 @@ class ImageDecoder:
         begun = time.perf_counter()
         answer = await self.pool.run(self.job(header, len(data), processor), data)
         stages.record_prepared(time.perf_counter() - begun, answer.values.get("resize_seconds"))
-        return image_from_answer(answer, header, processor, digest)
+        # In a thread: digests of a dozen tiles take milliseconds.
+        return await self.run(partial(image_from_answer, answer, header, processor, digest))
 
     def job(self, header: Header, size: int, processor: Processor) -> Job:
         """The job for an image of ``size`` bytes, with its limits of time and memory."""
@@ -93,8 +95,7 @@ def image_from_answer(answer: Answer, header: Header, processor: Processor, dige
     if original not in ([header.height, header.width], [header.width, header.height]) or len(answer.buffers) != 1:
         raise BadRequest(DAMAGED)
     made = processor.sizes(*original)
-    patches, pixels = made.grid[1] * made.grid[2], answer.buffers[0]
-    if resized != list(made.resized) or pixels.size != patches * processor.values:
+    pixels = answer.buffers[0]
+    if resized != list(made.resized) or pixels.size != made.patches * processor.values:
         raise BadRequest(DAMAGED)
-    cut = pixels.reshape(patches, -1)
-    return Prepared(digest, cut, made.grid, made.tokens, made.slots, made.resized, (original[0], original[1]))
+    return made.prepared(pixels.reshape(made.patches, -1), digest, (original[0], original[1]))

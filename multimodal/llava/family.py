@@ -5,95 +5,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.families import llama
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.llava.config import CHANNELS, ClipTower
+from trencadis.multimodal.llava.clip import ClipTower
+from trencadis.multimodal.pixtral.config import USUAL, LineTower, tower_fields
+from trencadis.multimodal.pixtral.names import NAMES
+from trencadis.multimodal.texts import PARTS, text_of
+from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
 
-LLAMA: Mapping[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
-}  # fmt: skip
-"""LlamaConfig's values of keys that the hub's text_config leaves out."""
-
-MOST_PIXELS = 4096
 IMAGE_TOKEN = 32000
+CLIP_USUAL = Usual(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
-    """LlavaConfig."""
-    c.only("model_type", ("llama",), "llama")
-    text = llama.describe(root, c.over(LLAMA), tied).text
-    vision = _vision(root, root.within("vision_config"), text.hidden)
-    keys = [key for key in ("image_token_index", "image_token_id") if key in root.values]
-    token = IMAGE_TOKEN
-    for key in keys:
-        token = root.integer(key, 0, text.vocab - 1)
-    if not keys and text.vocab <= IMAGE_TOKEN:
-        root.refuse("image_token_index", "it must be in the vocabulary")
-    if root.integer("image_seq_length", default=vision.tokens) != vision.tokens:
-        root.refuse("image_seq_length", f"it must be {vision.tokens}, the patches of a picture")
-    return Described(text, vision, {"image_token_id": token})
+    """LlavaConfig; its vision_config says whether it is Pixtral-12B."""
+    seen = root.within("vision_config")
+    if seen.values.get("model_type") == "pixtral":
+        text = text_of(root, c, tied, ("mistral",))
+        root.only("vision_feature_select_strategy", ("full",), "default")
+        lines = LineTower(**tower_fields(root, seen, text.hidden, USUAL, biased=True))
+        return Described(text, lines, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
+    text = text_of(root, c, tied, ("llama",))
+    vision = ClipTower(**clip_fields(root, seen, text.hidden))
+    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
 
 
-def _vision(root: Fields, c: Fields, width: int) -> ClipTower:
-    c.only("model_type", ("clip_vision_model",), "clip_vision_model")
-    c.only("num_channels", (CHANNELS,), CHANNELS)
+def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
+    """The fields of a ``ClipTower``, up to the layer that is read; ``width``: of the decoder."""
     root.only("vision_feature_select_strategy", ("default",), "default")
-    hidden = c.integer("hidden_size", most=WIDEST, default=768)
-    heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
-    if hidden % (2 * heads):
-        c.refuse("num_attention_heads", f"implemented: heads of an even size, and hidden_size is {hidden}")
-    layers = c.integer("num_hidden_layers", most=MOST_LAYERS, default=12)
+    fields = tile_fields(c, ("clip_vision_model",), CLIP_USUAL, width)
+    layers = fields["depth"]
     asked = root.integer("vision_feature_layer", -layers - 1, layers, -2)
     depth = asked if asked >= 0 else layers + 1 + asked
     if depth < 1:
         root.refuse("vision_feature_layer", f"implemented: the output of one of the {layers} layers")
-    image, patch = c.integer("image_size", most=MOST_PIXELS, default=224), c.integer("patch_size", default=32)
-    if image % patch or image < patch:
-        c.refuse("patch_size", f"it must divide image_size, which is {image}")
-    return ClipTower(
-        depth=depth,
-        hidden=hidden,
-        heads=heads,
-        intermediate=c.integer("intermediate_size", most=WIDEST, default=3072),
-        out_hidden=width,
-        image=image,
-        patch=patch,
-        eps=c.number("layer_norm_eps", 0, 1, 1e-5, above=True),
-        activation=activation_of(c, "hidden_act", "quick_gelu"),
-        projector=activation_of(root, "projector_hidden_act", "gelu"),
-        projector_bias=root.boolean("multimodal_projector_bias", True),
-    )
+    projector = activation_of(root, "projector_hidden_act", "gelu")
+    biased = root.boolean("multimodal_projector_bias", True)
+    return {**fields, "depth": depth, "projector": projector, "projector_bias": biased}
 
+
+PREFIXES: Mapping[str, str] = {
+    "model.vision_tower.vision_model.": "visual.",
+    "vision_tower.vision_model.": "visual.",
+    "model.vision_tower.": "visual.",
+    "vision_tower.": "visual.",
+    "model.multi_modal_projector.": "visual.projector.",
+    "multi_modal_projector.": "visual.projector.",
+    **PARTS,
+}
+CLIP_NAMES = (
+    (".encoder.layers.", ".blocks."),
+    (".pre_layrnorm.", ".first_norm."),
+    (".layer_norm1.", ".norm1."),
+    (".layer_norm2.", ".norm2."),
+    (".mlp.fc1.", ".mlp.up_proj."),
+    (".mlp.fc2.", ".mlp.down_proj."),
+)
 
 FAMILY = Family(
-    name="LLaVA-1.5",
+    name="LLaVA-1.5 and Pixtral",
     model_type="llava",
     architectures={"LlavaForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(
-        {
-            "model.vision_tower.vision_model.": "visual.",
-            "vision_tower.vision_model.": "visual.",
-            "model.vision_tower.": "visual.",
-            "vision_tower.": "visual.",
-            "model.multi_modal_projector.": "visual.projector.",
-            "multi_modal_projector.": "visual.projector.",
-            "language_model.model.": "",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "",
-            "lm_head.": "lm_head.",
-        },
-        inner=(
-            (".encoder.layers.", ".blocks."),
-            (".layer_norm1.", ".norm1."),
-            (".layer_norm2.", ".norm2."),
-            (".mlp.fc1.", ".mlp.up_proj."),
-            (".mlp.fc2.", ".mlp.down_proj."),
-        ),
-    ),
+    names=StoredNames(PREFIXES, (*CLIP_NAMES, *NAMES)),
     make="trencadis.multimodal.llava.model:make",
     vision=VisionSide(
         needs="trencadis.multimodal.llava.processor:image_needs",

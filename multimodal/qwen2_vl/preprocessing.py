@@ -34,11 +34,12 @@ class Preprocessing:
     colours: Colours = CLIP
 
 
-def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Preprocessing | None:
+def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None, patch: int = PATCH) -> Preprocessing | None:
     """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 
     Args:
         asked: the operator's min_pixels and max_pixels, which win.
+        patch: pixels along a side of the tower's patches.
 
     Returns:
         None if there is neither file.
@@ -46,7 +47,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
     Raises:
         StartupError: a file that cannot be read, or a value that is not implemented.
     """
-    found = _file(path, "image_processor", "preprocessor_config.json")
+    found = processor_file(path, "image_processor", "preprocessor_config.json")
     if found is None:
         return None
     kind = found.values.get("image_processor_type", PROCESSORS[0])
@@ -54,8 +55,8 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
         found.refuse("image_processor_type", f"implemented: {PROCESSORS[0]}")
     found.only("do_resize", (True,), True)
     found.only("resample", (BICUBIC,), BICUBIC)
-    colours = _colours(found, CLIP)
-    _same_for_videos(path, colours)
+    colours = _colours(found, CLIP, patch, PATCH)
+    _same_for_videos(path, colours, patch)
     given = Fields(asked or {}, "--mm-processor-kwargs")
     # min_pixels and max_pixels replace the edges of ``size``; a ``size`` replaces both defaults.
     size = found.within("size", {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS})
@@ -71,7 +72,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None) -> Pr
     return Preprocessing(limit("min_pixels", "shortest_edge"), limit("max_pixels", "longest_edge"), colours)
 
 
-def _file(path: Path, part: str, legacy: str) -> Fields | None:
+def processor_file(path: Path, part: str, legacy: str) -> Fields | None:
     """The settings of one processor, ``part`` of processor_config.json or the whole file ``legacy``; None if absent."""
     where = path / "processor_config.json"
     whole = read_json(where)
@@ -81,17 +82,17 @@ def _file(path: Path, part: str, legacy: str) -> Fields | None:
     return None if values is None else Fields(values, path / legacy)
 
 
-def _colours(c: Fields, base: Colours) -> Colours:
+def _colours(c: Fields, base: Colours, patch: int, default: int) -> Colours:
     """Reads the colours, and checks the patch sizes: a patch's values depend on both."""
-    c.only("patch_size", (PATCH,), PATCH)
+    c.only("patch_size", (patch,), default)
     c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
     c.only("merge_size", (MERGE,), MERGE)
     return read_colours(c, base)
 
 
-def _same_for_videos(path: Path, colours: Colours) -> None:
+def _same_for_videos(path: Path, colours: Colours, patch: int) -> None:
     """Refuses a video processor with other colours than the image processor's: the tower holds one set."""
-    found = _file(path, "video_processor", "video_preprocessor_config.json")
-    if found is not None and _colours(found, colours) != colours:
+    found = processor_file(path, "video_processor", "video_preprocessor_config.json")
+    if found is not None and _colours(found, colours, patch, patch) != colours:
         key = next(k for k in COLOUR_KEYS if k in found.values)
         found.refuse(key, "implemented: videos with the colours of the image processor")

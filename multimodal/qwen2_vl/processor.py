@@ -57,11 +57,13 @@ class ImageProcessor:
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
     windows: bool = True
     """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
+    clip: tuple[int, int] | None = None
+    """``FrameLimits.clip``."""
     kind: str = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True
+        cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True, patch: int = PATCH
     ) -> ImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
@@ -72,13 +74,14 @@ class ImageProcessor:
         asked = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
-        read = read_preprocessing(path, asked.pixels)
+        read = read_preprocessing(path, asked.pixels, patch)
         if read is None:
             raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
         colours = read.colours
         made = cls(
             read.min_pixels,
             read.max_pixels,
+            patch,
             mean=colours.mean,
             std=colours.std,
             rescale=colours.rescale,
@@ -197,6 +200,7 @@ class ImageProcessor:
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
             "slots": self.largest_slots, "tokens": self.largest_tokens, "windows": self.windows,
+            "clip": self.clip,
         }  # fmt: skip
 
     @property

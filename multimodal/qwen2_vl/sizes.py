@@ -78,12 +78,12 @@ def _longest(min_pixels: int, max_pixels: int, factor: int) -> Iterator[tuple[in
         yield short, min(longest, MAX_ASPECT * (short + 1))
 
 
-def squares(most: int, step: int, windows: bool = True) -> Iterator[Square]:
+def squares(most: int, step: int, windows: bool = True, patch: int = PATCH) -> Iterator[Square]:
     """The smallest square of each number of slots, up to the first above ``most``; sides are multiples of ``step``."""
     slots = 0
     for side in range(step, MAX_SIDE, step):
-        patches = (side // PATCH) ** 2
-        now = slots_of((1, side // PATCH, side // PATCH), windows)
+        patches = (side // patch) ** 2
+        now = slots_of((1, side // patch, side // patch), windows)
         if now > slots:
             yield Square(side, patches, now)
         slots = now

@@ -270,9 +270,10 @@ def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: in
     Raises:
         BadRequest: the answer is not one that a video can give.
     """
-    v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, **answer.values}
+    v: dict[str, Any] = {"indices": None, "fps": None, "frames": None, "size": None, "rate": None, **answer.values}
     indices, fps, frames, size = v["indices"], v["fps"], v["frames"], v["size"]
-    if not _is_valid(indices, size, frames, most) or not isinstance(fps, float) or not 0 < fps < math.inf:
+    rates = (fps, v["rate"])
+    if not _is_valid(indices, size, frames, most) or not all(isinstance(r, float) and 0 < r < math.inf for r in rates):
         raise BadRequest(BAD_ANSWER)
     height, width = size
     grid = limits.grid((height, width))
@@ -285,7 +286,7 @@ def video_from_answer(answer: Answer, limits: FrameLimits, digest: str, most: in
     items = tuple(
         replace(first, digest=patch_digest(b, height, width), pixels=b.reshape(patches, -1)) for b in answer.buffers
     )
-    return PreparedVideo(digest, items, tuple(indices), fps, PAIR / fps, frames)
+    return PreparedVideo(digest, items, tuple(indices), fps, PAIR / fps, frames, v["rate"])
 
 
 def _is_valid(indices: Any, size: Any, frames: Any, most: int) -> bool:

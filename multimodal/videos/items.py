@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trencadis.core.request import MediaSpan
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.multimodal.grids import Grid
 from trencadis.multimodal.processor import Prepared
 
@@ -21,6 +21,7 @@ class PreparedVideo:
         fps: rate of the sampled frames; it sets the time axis of their positions.
         seconds: from one temporal patch to the next.
         frames: how many frames the video has in all.
+        rate: of all its frames.
     """
 
     digest: str
@@ -29,6 +30,7 @@ class PreparedVideo:
     fps: float
     seconds: float
     frames: int
+    rate: float = 1.0
 
     @property
     def grid(self) -> Grid:
@@ -56,8 +58,8 @@ Media = Prepared | PreparedVideo
 
 
 def encoder_items(media: Sequence[Media]) -> list[Prepared]:
-    """What the engine encodes one by one: images and temporal patches, in prompt order."""
-    return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else (one,))]
+    """What the engine encodes one by one: images, tiles and temporal patches, in prompt order."""
+    return [item for one in media for item in (one.patches if isinstance(one, PreparedVideo) else one.items or (one,))]
 
 
 def position_spans(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[list[MediaSpan], list[float | None]]:
@@ -80,5 +82,5 @@ def position_spans(spans: Sequence[MediaSpan], media: Sequence[Media]) -> tuple[
         else:
             whole.append(spans[at])
             seconds.append(None)
-            at += 1
+            at += len(one.items) or 1
     return whole, seconds

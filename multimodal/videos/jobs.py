@@ -16,15 +16,14 @@ from trencadis.multimodal.images.decode import decode, load_pil_image
 from trencadis.multimodal.images.header import inspect_header
 from trencadis.multimodal.options import MediaOptions
 from trencadis.multimodal.videos.animation import decode_frames, frame_delays
+from trencadis.multimodal.videos.clips import clip_frames, clip_size
 from trencadis.multimodal.videos.file import open_video
 from trencadis.multimodal.videos.sampling import (
     PAIR,
     FrameLimits,
     FrameSampling,
-    frame_size,
     list_frame_size,
     sample_frame_list,
-    sample_frames,
 )
 
 Values = dict[str, Any]
@@ -60,8 +59,9 @@ def prepare_video(data: bytes | bytearray, options: Mapping[str, Any]) -> tuple[
             [bytes, 0, 0] of an image file.
 
     Returns:
-        ``indices``, ``fps``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and per temporal patch a
-        buffer, uint8 [patches, patch values]; or only ``no_room``, a message, if it needs more than ``room`` tokens.
+        ``indices``, ``fps``, ``rate``, ``frames``, ``size`` (height, width) and ``resize_seconds``, and per temporal
+        patch a buffer, uint8 [patches, patch values]; or only ``no_room``, a message, if it needs more than ``room``
+        tokens.
 
     Raises:
         BadRequest, TooLarge, UnsupportedMedia: the bytes or the options are at fault.
@@ -81,7 +81,7 @@ def _prepare(
         return _from_animation(bytes(data), options, asked, limits)
     with open_video(data, options["max_pixels"]) as file:
         _check_duration(file.frames / file.fps, options)
-        chosen = sample_frames(file.frames, file.fps, asked)
+        chosen = clip_frames(file.frames, file.fps, limits, asked)
         size = _planned_size(file.height, file.width, chosen, options, asked, limits)
         images = (np.ascontiguousarray(f) for f in file.read(chosen.indices))
         return _cut(images, file.frames, chosen, size, options, asked, limits)
@@ -94,7 +94,7 @@ def _from_animation(
     shown = frame_delays(data, header, MOST_ANIMATED)
     seconds = sum(shown) / 1000
     _check_duration(seconds, options)
-    chosen = sample_frames(len(shown), len(shown) / seconds, asked)
+    chosen = clip_frames(len(shown), len(shown) / seconds, limits, asked)
     if header.width * header.height * (chosen.indices[-1] + 1) > MOST_DECODED:
         raise TooLarge("The animation has too many pixels in all.")
     size = _planned_size(header.height, header.width, chosen, options, asked, limits)
@@ -154,7 +154,7 @@ def _planned_size(
     taken = len(chosen.indices)
     if taken > options["max_frames"]:
         raise TooLarge(f"{taken} frames would be sampled from the video; the limit is {options['max_frames']}.")
-    size = frame_size(height, width, taken, limits, asked)
+    size = clip_size(height, width, chosen, limits, asked)
     tokens = chosen.patches * size[0] * size[1] // limits.cell**2
     if tokens >= options["room"]:
         raise ClipTooLarge(
@@ -189,7 +189,10 @@ def _cut(
         spent += time.perf_counter() - begun
     if len(buffers) != chosen.patches:
         raise BadRequest("The video is truncated or damaged.")
-    values = {"indices": chosen.indices, "fps": chosen.fps, "frames": frames, "size": size, "resize_seconds": spent}
+    values = {
+        "indices": chosen.indices, "fps": chosen.fps, "rate": chosen.rate, "frames": frames, "size": size,
+        "resize_seconds": spent,
+    }  # fmt: skip
     return values, buffers
 
 

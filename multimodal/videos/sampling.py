@@ -35,10 +35,12 @@ class FrameSampling:
     Args:
         indices: of the video's frames, ascending, an even number of them (an only frame comes twice).
         fps: rate of the sampled frames.
+        rate: of the video's own frames.
     """
 
     indices: tuple[int, ...]
     fps: float
+    rate: float
 
     @property
     def patches(self) -> int:
@@ -72,6 +74,9 @@ class FrameLimits:
     tokens: int = 1 << 30
     windows: bool = True
     """Whether the tower's slots stand in windows of 8 x 8 patches."""
+    clip: tuple[int, int] | None = None
+    """Least and most pixels of all frames together, where the model's own video processor says so, which then also
+    chooses frames (videos/clips.py); None: qwen-vl-utils' rules."""
 
     @property
     def patch(self) -> int:
@@ -106,11 +111,11 @@ def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -
     if frames < 1 or not 0 < fps < math.inf:
         raise BadRequest("The video has no frames.")
     if frames == 1:
-        return FrameSampling((0, 0), fps)
-    first, last = _range(frames, fps, options)
+        return FrameSampling((0, 0), fps, fps)
+    first, last = time_range(frames, fps, options)
     total = last - first + 1
     count = _count(total, fps, options)
-    return FrameSampling(evenly_spaced(first, last, count), count / total * fps)
+    return FrameSampling(evenly_spaced(first, last, count), count / total * fps, fps)
 
 
 def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
@@ -121,7 +126,8 @@ def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameS
     """
     if frames < 1:
         raise BadRequest("The video has no frames.")
-    return FrameSampling((*range(frames), *[frames - 1] * (frames % PAIR)), options.fps or FPS)
+    rate = options.fps or FPS
+    return FrameSampling((*range(frames), *[frames - 1] * (frames % PAIR)), rate, rate)
 
 
 def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
@@ -137,7 +143,7 @@ def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
     return tuple(int(x) for x in np.rint(line))
 
 
-def _range(frames: int, fps: float, options: MediaOptions) -> tuple[int, int]:
+def time_range(frames: int, fps: float, options: MediaOptions) -> tuple[int, int]:
     """First and last frame between ``video_start`` and ``video_end``."""
     length = frames / fps
     first, last = 0, frames - 1

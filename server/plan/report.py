@@ -67,15 +67,18 @@ def report(planned: Planned, config: EngineConfig, model: ModelConfig, sizes: Si
 def image_lines(planned: Planned, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
-        (rows, columns), grid, tokens, slots, _ = sizes(height, width)
+        made = sizes(height, width)
+        # Tiles of one picture may run in several launches.
+        most = max(planned.plan.sizes(Stage.VISION), default=made.slots)
+        need = made.slots if made.grid[0] == 1 else min(made.slots, most)
         yield {
             "size": f"{width}x{height}",
-            "resized": f"{columns}x{rows}",
-            "patches": grid[1] * grid[2],
-            "slots": slots,
-            "tokens": tokens,
-            "bucket": planned.plan.fit(Stage.VISION, (slots,)).dims[0],
-            "planned": planned.plan.planned(Stage.VISION, (slots,)),
+            "resized": f"{made.resized[1]}x{made.resized[0]}",
+            "patches": made.patches,
+            "slots": made.slots,
+            "tokens": made.tokens,
+            "bucket": planned.plan.fit(Stage.VISION, (need,)).dims[0],
+            "planned": planned.plan.planned(Stage.VISION, (need,)),
         }
 
 

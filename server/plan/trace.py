@@ -53,7 +53,7 @@ def request(record: Mapping[str, Any], sizes: Sizes | None = None) -> Traffic:
     prompt, output = int(record["prompt"]), int(record["output"])
     if prompt < 1 or output < 1:
         raise ValueError("prompt and output must be at least 1")
-    slots = tuple(image.slots for image in images)
+    slots = tuple(image.item.slots for image in images for _ in range(image.grid[0]))
     return Traffic(float(record["arrival"]), prompt + tokens, output, int(record.get("cached", 0)), slots)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.registry import family_of, loaded
-from trencadis.core.request import MediaSpan
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
@@ -107,10 +108,11 @@ def is_video(medium: Medium) -> bool:
 
 
 def items_of(media: Sequence[Medium]) -> list[ImageItem]:
-    """What the engine encodes: images and temporal patches, in prompt order."""
+    """What the engine encodes: images or their tiles, and temporal patches, in prompt order."""
     found: list[ImageItem] = []
     for one in media:
-        found += cast("Sequence[ImageItem]", getattr(one, "patches", (one,)))
+        parts = getattr(one, "patches", ()) or getattr(one, "items", ()) or (one,)
+        found += cast("Sequence[ImageItem]", parts)
     return found
 
 
@@ -133,10 +135,14 @@ class Joiner(Protocol):
 
 
 class PlaceholderJoiner:
-    """Placeholders and rotary positions, as the model's family has them."""
+    """Placeholders and rotary positions, as the model's family has them.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+
+    ``encode``: ids of a text that stands behind a placeholder.
+    """
+
+    def __init__(self, config: ModelConfig, encode: Callable[[str], list[int]] | None = None) -> None:
+        self._config, self._encode = config, encode
 
     def __call__(self, tokens: Sequence[int], media: Sequence[Medium]) -> Expanded:
         """See Joiner.
@@ -150,13 +156,20 @@ class PlaceholderJoiner:
 
         side = family_of(self._config.architecture).vision
         assert side is not None  # the API process makes no media where the model does not see
-        image, video = self._config.image_token, self._config.video_token
+        image, video, placed = self._config.image_token, self._config.video_token, self._config.placed
         prepared = cast("list[PreparedMedia]", media)
-        expanded, spans = loaded(side.expand)(tokens, image, prepared, media_places(tokens, image, video, media), video)
+        places, put = media_places(tokens, placed, video, media), loaded(side.expand)
+        if placed != image:
+            put = partial(put, placed=placed)
+        if side.times and self._encode is not None:
+            texts = [text for one in prepared if is_video(one) for text in loaded(side.times)(one)]
+            marks = self._config.vision_start, self._config.vision_end
+            put = partial(put, times=[self._encode(text) for text in texts], marks=marks)
+        expanded, spans = put(tokens, image, prepared, places, video, self._encode)
         vision = self._config.vision
         if not side.positions or self._config.text.mrope_section is None:
             return Expanded(expanded, spans)
-        whole, seconds = position_spans(spans, prepared)
+        whole, seconds = (spans, []) if side.times else position_spans(spans, prepared)
         positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
 

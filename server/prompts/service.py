@@ -10,6 +10,7 @@ from typing import Any, TypeVar, Unpack
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
+from trencadis.core.models.registry import family_of
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
@@ -76,11 +77,13 @@ class TextService:
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
         self.videos = videos
-        self._join = join or PlaceholderJoiner(config)
+        self._join = join or PlaceholderJoiner(config, self._beside_pictures)
         self.max_model_len = max_model_len or config.text.max_positions
         self.room = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         self.template = template
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
+        side = family_of(config.architecture).vision
+        self._around = ("", "") if side is None else side.around
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -141,6 +144,7 @@ class TextService:
             check()
             text = template.render(talk.messages, **how)
             check()
+            text = self._with_room(text, marked=True)
             cut = None if talk.media or truncation_side == "right" else truncate
             return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
 
@@ -213,7 +217,7 @@ class TextService:
                 raise BadRequest(f"Token id {bad} is out of vocabulary.", param="prompt")
         if not tokens:
             raise BadRequest("The prompt is empty.", param="prompt")
-        media = {t for t in (self.config.image_token, self.config.video_token) if t >= 0}
+        media = {t for t in (self.config.placed, self.config.video_token) if t >= 0}
         if media.intersection(tokens):
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = tokens if truncate is None else self._truncated(tokens, truncate, side)
@@ -250,7 +254,8 @@ class TextService:
         """
         if not isinstance(prompt, str):
             return await self._joined(list(prompt), parts, scope, None)
-        tokens = await _run(lambda check: self._encode(prompt, check, add_special_tokens=True), prompt)
+        text = self._with_room(prompt, marked=False)
+        tokens = await _run(lambda check: self._encode(text, check, add_special_tokens=True), prompt)
         return await self._joined(tokens, parts, scope, prompt)
 
     async def _joined(
@@ -269,7 +274,7 @@ class TextService:
         with record_media_times() as times:
             made = [one for some in await gather_or_cancel((images, videos)) for one in some]
         if clips:
-            made = arranged(tokens, self.config.image_token, self.config.video_token, made)
+            made = arranged(tokens, self.config.placed, self.config.video_token, made)
         expanded = self._join(tokens, made)
         params.too_long(len(expanded.tokens), self.max_model_len, self.room)
         return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
@@ -281,7 +286,7 @@ class TextService:
 
     def _rules(self, template: ChatTemplate) -> MessageRules:
         """How messages are read for ``template``."""
-        kinds = {"image": self.config.image_token, "video": self.config.video_token}
+        kinds = {"image": self.config.placed, "video": self.config.video_token}
         roles = {role: role for role in (*ROLES, *(PAIR_ROLES if self.config.pooling is not None else ()))}
         if not template.mentions("developer"):
             roles["developer"] = "system"
@@ -293,6 +298,20 @@ class TextService:
             text_arguments=template.text_arguments,
             most={"image": self.limits.max_images, "video": self.limits.max_videos},
         )
+
+    def _beside_pictures(self, text: str) -> list[int]:
+        """The ids of a text behind a placeholder token: tokenizers read the start of a prompt differently."""
+        ids = self.tokenizer.encode((self.tokenizer.token(self.config.placed) or "") + text)
+        return ids[ids.index(self.config.placed) + 1 :]
+
+    def _with_room(self, text: str, marked: bool) -> str:
+        """``text`` with what the family puts around a picture's mark."""
+        before, behind = self._around
+        if not before and not behind:
+            return text
+        name = self.tokenizer.token(self.config.placed) or ""
+        mark = self.tokenizer.mark(name) if marked else name
+        return text.replace(mark, f"{before}{mark}{behind}") if mark else text
 
     def _placeholder(self, token: int) -> str:
         """Marked text of a medium, between the vision marks if the checkpoint has them."""

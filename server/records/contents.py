@@ -14,9 +14,12 @@ def shown_prompt(prompt: Prompt, tokenizer: Tokenizer, most: int | None) -> str:
     """
     kept: list[int] = []
     at = 0
-    for span in () if prompt.expanded is None else prompt.expanded.spans:
-        kept += prompt.tokens[at : span.offset + 1]
-        at = span.offset + span.length
+    spans = () if prompt.expanded is None else prompt.expanded.spans
+    for run in sorted(run for span in spans for run in span.each()):
+        # Runs that follow each other are one picture's.
+        beside = 0 < at == run.offset and prompt.tokens[at] == prompt.tokens[at - 1]
+        kept += prompt.tokens[at : run.offset + (not beside)]
+        at = run.offset + run.length
     # A token has a character at least, but for pieces of one: these make the text shorter than it might be.
     kept = (kept + prompt.tokens[at:])[:most]
     return tokenizer.decode(kept, skip_special_tokens=False)[:most]

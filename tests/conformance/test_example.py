@@ -37,7 +37,7 @@ def test_passes_by_entry_point(environment: dict[str, str]) -> None:
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["passed"] and report["label"] == "numpy" and len(report["results"]) > 18
     inherited = {"patches", "gather_rows", "scatter_rows", "sample", "reset", "pool", "layer_norm", "act", "act_mul",
-                 "pack_experts", "experts"}  # fmt: skip
+                 "pack_experts", "experts", "interpolate"}  # fmt: skip
     assert set(report["inherited"]) == inherited
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as rotary
 
 

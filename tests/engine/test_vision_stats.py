@@ -12,7 +12,8 @@ import pytest
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
 from trencadis.core.startup.build import create_engine
 from trencadis.multimodal.grids import slots_of
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES

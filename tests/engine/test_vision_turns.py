@@ -11,8 +11,9 @@ import pytest
 from benchmarks.packing import Idle, default_plan, engine_of
 from trencadis.core.buckets import Stage
 from trencadis.core.engine import Engine
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.launches.split import split
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Step
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 

@@ -34,7 +34,7 @@ class HandDrivenModel:
         self.config = change(load_config(path))
         c = self.config.text
         options = {"policy": policy, "ops": ops, "threads": "1"}
-        self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options))
+        self.backend = make_backend(BackendConfig(block_size=BLOCK, vocab_size=c.vocab, options=options, upto=c.upto))
         self.model: Any = build(self.config, self.backend)
         bits = -(-c.vocab // 8)
         self.state = SamplerState(
@@ -44,7 +44,7 @@ class HandDrivenModel:
         shape = (BLOCKS, BLOCK, c.kv_heads, c.head_dim)
         kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.layers)]
         self.kv = kv
-        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA, c.width)
+        self.hidden, self.arena = torch.zeros(256, c.width), torch.zeros(ARENA * self.config.row_parts, c.width)
         self.model.bind(Persistent(kv, self.hidden, self.arena, self.state))
         order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
         self.blocks = order[None]
@@ -56,8 +56,10 @@ class HandDrivenModel:
         self.backend.fill(program, inputs)
         return program.run()
 
-    def prefill(self, ids: list[int], chunk: int, positions: Any = None, rows: Any = None) -> torch.Tensor:
-        """Logits [n, V] of a prompt in chunks; ``rows``: arena row of each token or 0."""
+    def prefill(
+        self, ids: list[int], chunk: int, positions: Any = None, rows: Any = None, upto: Any = None
+    ) -> torch.Tensor:
+        """Logits [n, V] of a prompt in chunks; ``rows``: arena row of each token or 0; ``upto``: see ``StepInputs``."""
         n = len(ids)
         if positions is None:
             positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
@@ -72,7 +74,7 @@ class HandDrivenModel:
                 positions=np.ascontiguousarray(positions[:, start:stop]), image_row=rows[start:stop],
                 out_row=np.arange(1, size + 1, dtype=np.int32), row_start=np.array([0, size], np.int32),
                 context=np.array([start], np.int32), blocks=self.blocks, slot=np.ones(1, np.int32),
-                adapter=np.zeros(1, np.int32),
+                adapter=np.zeros(1, np.int32), upto=None if upto is None else upto[start:stop],
             )  # fmt: skip
             if size == 1:
                 self.run(Stage.DECODE, self.model.text, inputs, 1)

@@ -17,8 +17,9 @@ from fastapi import FastAPI
 from tests.oracles.declared import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
-from trencadis.core.request import Delta, MediaSpan, Request, RequestStats, SamplingParams, TokenLogprob
+from trencadis.core.request import Delta, Request, RequestStats, SamplingParams, TokenLogprob
 from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.options import MediaPart, MediaScope
 from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig

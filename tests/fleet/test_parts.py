@@ -11,9 +11,10 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.evictions import EvictionLog
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.process.wire import EngineInfo, EngineStats
 from trencadis.core.report import GraphCounters
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.server.fleet.deal import deal
 from trencadis.server.fleet.keys import demand_of, keys_of
 from trencadis.server.fleet.sums import together, total

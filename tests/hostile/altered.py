@@ -20,13 +20,13 @@ from trencadis.core.errors import StartupError
 from trencadis.core.models.registry import family_of, image_processor, loaded
 from trencadis.core.step import Encode
 from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 from trencadis.server.prompts.service import TextService
 
 GONE = object()
 """The value of a key that is taken out."""
 
-GRIDS = ((1, 10, 18), (2, 4, 6))
+Grid = tuple[int, int, int]
+GRIDS: tuple[Grid, Grid] = ((1, 10, 18), (2, 4, 6))
 """A picture that windows cut, and a video of two temporal patches."""
 
 SECONDS = 1.5
@@ -76,21 +76,24 @@ def verdict(ours: Any, theirs: Any, key: str) -> str:
 
 
 class Case:
-    """One prompt for a checkpoint: words, and where the model takes them a picture and a video."""
+    """One prompt for a checkpoint: words, and where the model takes them a picture and a video.
 
-    def __init__(self, path: Path, source: Path | None = None) -> None:
-        self.path, self.source = path, source or path
+    ``grids``: of both, (t, h, w) patches.
+    """
+
+    def __init__(self, path: Path, source: Path | None = None, grids: tuple[Grid, Grid] = GRIDS) -> None:
+        self.path, self.source, self.grids = path, source or path, grids
         raw = json.loads((self.source / "config.json").read_text())
         self.vision = "vision_config" in raw
+        values = 6 * raw["vision_config"]["patch_size"] ** 2 if self.vision else 0
         rng = np.random.default_rng(5)
         words = rng.integers(0, 300, 24).tolist()
         self.media = [
-            rng.integers(0, 256, (t * h * w, PATCH_VALUES), dtype=np.uint8)
-            for t, h, w in (GRIDS if self.vision else ())
+            rng.integers(0, 256, (t * h * w, values), dtype=np.uint8) for t, h, w in (grids if self.vision else ())
         ]
         self.ids = words[:9]
         self.kinds = [0] * 9
-        for kind, (grid, name) in enumerate(zip(GRIDS, ("image", "video"), strict=True), 1):
+        for kind, (grid, name) in enumerate(zip(grids, ("image", "video"), strict=True), 1):
             if self.vision:
                 count = grid[0] * grid[1] * grid[2] // 4
                 self.ids += [raw[f"{name}_token_id"]] * count + words[8 + kind : 9 + kind]
@@ -108,7 +111,7 @@ class Case:
         if not self.vision:
             return rig.prefill(self.ids, 13)
         spans, rows, arena = [], np.zeros(len(self.ids), np.int32), 2
-        for kind, (grid, pixels) in enumerate(zip(GRIDS, self.media, strict=True), 1):
+        for kind, (grid, pixels) in enumerate(zip(self.grids, self.media, strict=True), 1):
             offset, count = self.kinds.index(kind), len(pixels) // 4
             spans.append(SimpleNamespace(offset=offset, length=count, grid=grid))
             mine = np.arange(arena, arena + count, dtype=np.int32)
@@ -136,12 +139,14 @@ class Case:
     def _media(self) -> dict[str, torch.Tensor]:
         from tests.oracles.towers import normalised
 
-        picture, clip = (normalised(pixels) for pixels in self.media)
+        raw = json.loads((self.source / "preprocessor_config.json").read_text())
+        colours = raw["image_mean"], raw["image_std"]
+        picture, clip = (normalised(pixels, colours) for pixels in self.media)
         return {
             "pixel_values": picture,
-            "image_grid_thw": torch.tensor(GRIDS[:1]),
+            "image_grid_thw": torch.tensor(self.grids[:1]),
             "pixel_values_videos": clip,
-            "video_grid_thw": torch.tensor(GRIDS[1:]),
+            "video_grid_thw": torch.tensor(self.grids[1:]),
             "second_per_grid_ts": torch.tensor([SECONDS]),
             "mm_token_type_ids": torch.tensor([self.kinds]),
         }

@@ -158,7 +158,15 @@ IMAGES_OF = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype", "d"), [("one", BF16, 80), ("several", FP32, 96), ("several", FP16, 16)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "d"),
+    [
+        ("one", BF16, 80),
+        ("several", BF16, 72),
+        ("several", FP32, 96),
+        ("several", FP16, 16),
+    ],
+)
 def test_vision(name: str, dtype: torch.dtype, d: int, device: torch.device) -> None:
     launch, windows, images = packed(IMAGES_OF[name], 1, d, dtype, device)
     for kernel, want in ((WINDOWS, windows), (IMAGES, images)):
@@ -168,14 +176,15 @@ def test_vision(name: str, dtype: torch.dtype, d: int, device: torch.device) -> 
 
 
 def test_heads_in_two_parts() -> None:
-    found = {d: attend_vision.halves(d) for d in range(16, 129, 16)}
+    found = {d: attend_vision.halves(d) for d in (*range(16, 129, 16), 24, 40, 72, 88, 104)}
     assert found == {
         16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 128: (128, 0),
+        24: (32, 0), 40: (32, 16), 72: (64, 16), 88: (64, 32), 104: (128, 0),
     }  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("d", range(16, 129, 16))
+@pytest.mark.parametrize("d", range(16, 129, 8))
 def test_vision_matrix(d: int, device: torch.device) -> None:
     """Random packings at every head size and dtype; the larger ones take the tables' long class."""
     generator = torch.Generator().manual_seed(d)

@@ -157,7 +157,7 @@ def test_limits_are_named() -> None:
     checks.supported(80, 7, 16, torch.bfloat16)
     wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
-        "72 values": (72, 1, 16, torch.float32, checks.VISION_HEADS),
+        "76 values": (76, 1, 16, torch.float32, checks.VISION_HEADS),
         "264 values": (264, 1, 16, torch.float32),
         "17 query heads": (64, 17, 16, torch.float32),
         "--block-size 8": (64, 1, 8, torch.float32),

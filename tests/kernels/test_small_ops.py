@@ -140,6 +140,23 @@ def test_gather_and_scatter(dtype: torch.dtype, device: torch.device, n: int, wi
     assert torch.equal(target, want)
 
 
+@dtypes
+@given(n=st.integers(1, 20), width=st.sampled_from([8, 1030]))
+@slow
+def test_interpolate(dtype: torch.dtype, device: torch.device, n: int, width: int) -> None:
+    """The sum is float32's, rounded once."""
+    generator = torch.Generator().manual_seed(n)
+    table = normal(33, width, dtype=dtype, device=device)
+    near = torch.randint(0, 33, (n, 4), dtype=torch.int32, generator=generator).to(device)
+    share = torch.rand(n, 4, generator=generator).to(device)
+    got, want = (ops.interpolate(table, near, share) for ops in (CudaOps(), ReferenceOps()))
+    exact = (table[near.long()].double() * share[..., None].double()).sum(1)
+    assert got.dtype == want.dtype == dtype
+    for found in (got, want):
+        off = (found.double() - exact).abs() / exact.abs().max()
+        assert float(off.max()) <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+
+
 def reset_case(device: torch.device, vocab: int) -> tuple[ResetTensors, SamplerState]:
     """Three slots written, a fourth row for the sink; the state is full of other values."""
     generator = torch.Generator().manual_seed(vocab)

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from tests.engine.test_fairness import EOS, Driven
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.request import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 

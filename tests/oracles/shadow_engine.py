@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tests.oracles.shadow_model import ShadowRank, beam_oracle, oracle
+from tests.oracles.shadow_model import SHADOW_RESERVED, ShadowRank, beam_oracle, oracle
 from trencadis.core.engine import Engine
 from trencadis.core.executor.uniproc import Uniproc
 from trencadis.core.kv.arena import Arena
@@ -57,10 +57,10 @@ def shadow_engine(
     )  # fmt: skip
     slots = seqs + 8
     rank = ShadowRank(
-        blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host, stages=limits.stages
+        blocks, size, rows + 1, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host, stages=limits.stages
     )  # fmt: skip
     pool = BlockPool(blocks, HostBlocks(host) if host else None)
-    scheduler = Scheduler(limits, pool, Arena(rows), slots, Clock())
+    scheduler = Scheduler(limits, pool, Arena(rows + 1, SHADOW_RESERVED), slots, Clock())
     _compare_batches(scheduler, rank)
     executor = Uniproc(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank

@@ -18,7 +18,7 @@ from tests.traffic.rule_oracle import SIXTY
 from trencadis.core.launches.batch import RankBatch
 from trencadis.core.launches.inputs import SampleRow
 from trencadis.core.launches.late_masks import LaunchedHead, launch_head
-from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.masks.desk import Desk
 from trencadis.core.masks.rule import Rule
 from trencadis.core.request import Request
@@ -37,6 +37,9 @@ from trencadis.core.step import (
 )
 
 MASK = (1 << 63) - 1
+CONSTANT = 4711
+"""Content of the one constant row of the arena."""
+SHADOW_RESERVED = RESERVED_ROWS + 1
 
 
 def mix(*values: int) -> int:
@@ -95,7 +98,7 @@ class ShadowRank:
     steps: int = 0
     largest_images: int = 0
     kv: dict[int, list[int | None]] = field(default_factory=dict)
-    arena: dict[int, int] = field(default_factory=dict)
+    arena: dict[int, int] = field(default_factory=lambda: {SHADOW_RESERVED - 1: CONSTANT})
     last: dict[int, int] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     bias: dict[int, Bias] = field(default_factory=dict)
@@ -137,7 +140,7 @@ class ShadowRank:
             assert not written & set(image.rows.tolist()), "two images of one launch share rows"
             written |= set(image.rows.tolist())
             for i, row in enumerate(image.rows):
-                assert 2 <= row < self.rows
+                assert SHADOW_RESERVED <= row < self.rows
                 self.arena[int(row)] = image_value(image.digest.split("\0")[-1], i)
         out = StepOutput(step.number)
         draws: list[tuple[int, int, Sample]] = []
@@ -275,8 +278,10 @@ class Reader:
             self.positions = np.frombuffer(request.positions, np.int32).reshape(3, len(request.tokens))
         self.prompt = list(request.tokens)
         for span in request.spans:
-            for i in range(span.length):
-                self.prompt[span.offset + i] = image_value(span.digest, i)
+            for run in span.each():
+                for i in range(run.length):
+                    own = image_value(span.digest, run.first + i)
+                    self.prompt[run.offset + i] = own if run.constant < 0 else CONSTANT
 
     def read(self, total: int, at: int, content: int) -> int:
         """``total`` with the token at place ``at``."""

@@ -30,9 +30,11 @@ def shown(grid: Grid, pixels: np.ndarray[Any, np.dtype[np.uint8]], want: torch.T
     return Shown((1, *grid), slots_of((1, *grid)), pixels, want)
 
 
-def normalised(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
-    """float32 [patches, PATCH_VALUES]: pixel values as the processor of transformers delivers them."""
-    mean, std = (torch.tensor(v).repeat_interleave(pixels.shape[1] // 3) for v in (CLIP_MEAN, CLIP_STD))
+def normalised(
+    pixels: np.ndarray[Any, np.dtype[np.uint8]], colours: tuple[Any, Any] = (CLIP_MEAN, CLIP_STD)
+) -> torch.Tensor:
+    """float32 [patches, values]: pixel values as the processor of transformers delivers them."""
+    mean, std = (torch.tensor(v).repeat_interleave(pixels.shape[1] // 3) for v in colours)
     return (torch.from_numpy(pixels).float() / 255 - mean) / std
 
 

@@ -24,9 +24,10 @@ from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.executor import mp
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.masks.rule import Rule
 from trencadis.core.process import children, wire
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 from trencadis.multimodal.workers.process import WorkerProcess
 from trencadis.server.engine import client, supervisor

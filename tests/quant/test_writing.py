@@ -17,6 +17,7 @@ from tests.models.test_shards import GRID, Group, logits
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.registry import build
 from trencadis.core.quant.online import Search, codes_of, quantised, scales_of
 from trencadis.core.quant.scheme import Scheme
@@ -24,7 +25,7 @@ from trencadis.core.quant.writing import convert
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import CLIPS
-from trencadis.core.request import MediaSpan, Request, SamplingParams
+from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.grids import slots_of
 from trencadis.server.cli.main import main
 

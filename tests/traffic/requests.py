@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trencadis.core.engine import Engine
-from trencadis.core.request import BeamRule, Delta, MediaSpan, Request, SamplingParams
+from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.request import BeamRule, Delta, Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
 

@@ -13,6 +13,7 @@ import torch
 
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
+from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models.registry import build
@@ -27,12 +28,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cuda twin": {"device": "cuda", "policy": "twin", "warmup": "skip", "block_size": 16},
 }
 """Devices and schedules of the same chats, as arguments of ``LLM``."""
-FEWEST_ROWS = 2
+Given = tuple[int, tuple[int, int, int], int, np.ndarray[Any, np.dtype[np.uint8]]]
+"""Arena rows of an item, its grid, slots and pixels."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """An item and what transformers makes of it, float32 [tokens, hidden]."""
+    """An item and what transformers makes of it, float32 [tokens, width of an arena row]."""
 
     grid: tuple[int, int, int]
     slots: int
@@ -65,17 +67,19 @@ def backend_of(device: str, vocab: int) -> Any:
 
 
 class FamilyRig:
-    """One model on one device; ``largest``: slots of the largest launch."""
+    """One model on one device; ``largest``: slots of the largest launch, ``places``: bound of padding's positions."""
 
-    def __init__(self, path: Path, device: str, largest: int) -> None:
+    def __init__(self, path: Path, device: str, largest: int, places: int = 64) -> None:
         config = load_config(path)
         assert config.vision is not None
         self.cell, self.rows = config.vision.slot.cell, largest // config.vision.slot.cell
+        self.wide = config.row_parts * config.text.width
+        self.reserved, self.places = reserved_rows(config), places
         self.backend = backend_of(device, config.text.vocab)
         self.model: Any = build(config, self.backend)
         self.model.bind(
             persistent(
-                config, self.backend, blocks=2, block_size=16, arena_rows=self.rows + FEWEST_ROWS, seqs=1, tokens=16
+                config, self.backend, blocks=2, block_size=16, arena_rows=self.rows + self.reserved, seqs=1, tokens=16
             )
         )
         listed = tuple(Bucket(Stage.VISION, (s,)) for s in vision_boundaries(largest)) if device == "hpu" else ()
@@ -91,24 +95,37 @@ class FamilyRig:
         Every slot that holds nothing gets random bytes and small positions; rows of the arena are handed out at random,
         and those that no item owns must keep their content.
         """
-        items, row = [], FEWEST_ROWS + rng.permutation(self.rows)
-        for i, one in enumerate(shown):
-            mine, row = row[: len(one.want)], row[len(one.want) :]
-            items.append(Encode(str(i), one.grid, one.slots, one.pixels, mine.astype(np.int32)))
+        given = [(len(one.want), one.grid, one.slots, one.pixels) for one in shown]
+        items, got = self.encoded(given, rng, spare)
+        pairs = zip(items, shown, strict=True)
+        return max(float((got[i.rows.tolist()] - s.want).abs().max() / s.want.abs().max()) for i, s in pairs)
+
+    def encoded(
+        self, given: Sequence[Given], rng: np.random.Generator, spare: int
+    ) -> tuple[list[Encode], torch.Tensor]:
+        """One launch over items: what was encoded, and the arena behind it."""
+        items, row = [], self.reserved + rng.permutation(self.rows)
+        for i, (count, grid, slots, pixels) in enumerate(given):
+            mine, row = row[:count], row[count:]
+            items.append(Encode(str(i), grid, slots, pixels, mine.astype(np.int32)))
         bucket = self.plan.fit(Stage.VISION, (sum(i.slots for i in items) + spare,))
         inputs = self.model.pack(items, bucket.dims[0])
         unused = np.arange(len(inputs.pixels)) % 64 >= np.repeat(inputs.count, 64)
         unused[sum(i.slots for i in items) :] = True
         inputs.pixels[unused] = rng.integers(0, 256, (int(unused.sum()), inputs.pixels.shape[1]), dtype=np.uint8)
-        inputs.position[unused] = rng.integers(0, 64, (int(unused.sum()), 2))
-        arena = torch.full(tuple(self.model.persistent.arena.shape), 7.0)
+        inputs.position[unused] = rng.integers(0, self.places, (int(unused.sum()), 2))
+        if inputs.near is not None and inputs.share is not None:
+            shape = int(unused.sum()), inputs.near.shape[1]
+            inputs.near[unused], inputs.share[unused] = rng.integers(0, 4, shape), rng.random(shape)
+        held = self.model.persistent.arena
+        arena = torch.full(tuple(held.shape), 7.0).view(-1, self.wide)
         arena[0], arena[1] = 0, float("nan")
-        self.model.persistent.arena.copy_(arena)
+        held.copy_(arena.view(held.shape))
+        self.model.bind(self.model.persistent)  # constant rows
         program = self.program(bucket.dims[0])
         self.backend.fill(program, inputs)
         program.run()
         self.backend.synchronize()
-        got = self.model.persistent.arena.cpu()
+        got = held.cpu().view(-1, self.wide)
         assert (got[row[:500]] == 7).all() and not got[0].any(), "a row that no item owns was written"
-        pairs = zip(items, shown, strict=True)
-        return max(float((got[i.rows.tolist()] - s.want).abs().max() / s.want.abs().max()) for i, s in pairs)
+        return items, got

@@ -239,7 +239,7 @@ def test_a_mistake_shows(name: str, rigs: Any, oracle: Any, path: Path, monkeypa
 
 def test_time_counts_patches_and_not_seconds(path: Path) -> None:
     """Qwen2.5-VL's joiner spreads a clip's patches by its rate, Qwen2-VL's by one."""
-    from trencadis.core.request import MediaSpan
+    from trencadis.core.kv.spans import MediaSpan
     from trencadis.multimodal.qwen2_vl.mrope import counted_positions, timed_positions
 
     tower, spans = load_config(path).vision, [MediaSpan(2, 12, "", (3, 4, 4), 192)]

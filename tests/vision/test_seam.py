@@ -12,9 +12,16 @@ from trencadis.core.models.registry import TABLE, family_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = ("core", "server", "backends", "multimodal")
-FAMILIES = ("core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/llava/")
-NAMES = re.compile(r"1_?176\b|image_pad|video_pad|qwen2(_5|\.5)?[_-]?vl|llava|clipvision", re.IGNORECASE)
-TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.family:FAMILY",$')
+FAMILIES = (
+    "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
+    "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
+    "multimodal/smolvlm/", "multimodal/pixtral/", "multimodal/mistral3/",
+)  # fmt: skip
+NAMES = re.compile(
+    r"1_?176\b|image_pad|video_pad|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",
+    re.IGNORECASE,
+)
+TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.family:[A-Z]+",$')
 
 
 def shared_lines() -> list[tuple[str, str]]:

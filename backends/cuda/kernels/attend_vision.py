@@ -62,11 +62,11 @@ def attend_images(
 
 
 def halves(d: int) -> tuple[int, int]:
-    """Lanes of the two parts of a head that is the sum of two powers of two: 80 is 64 and 16, which spares products
-    of 128 lanes. Any other: (its padded lanes, 0)."""
+    """Lanes of a head's two parts, where that spares products of twice the first: 80 is 64 and 16, 72 is 64 and 16 of
+    which 8 are filled. Any other: (its padded lanes, 0)."""
     whole = tiles.power(d) // 2
-    tail = d - whole
-    return (whole, tail) if 16 <= tail < whole and tail == tiles.power(tail) else (tiles.lanes(d), 0)
+    tail = tiles.lanes(d - whole)
+    return (whole, tail) if tail < whole else (tiles.lanes(d), 0)
 
 
 SHORT = 1024
@@ -95,8 +95,10 @@ def windows_kernel(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if TAIL:
         behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
-        queries_behind = tl.load(q + query * Q_TOKEN + behind)
-        keys_behind = tl.load(k + key * K_TOKEN + behind, mask=keep[:, None], other=0.0)
+        # A constant where every lane is filled, so that masks of such heads stay what they are without it.
+        inside = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
+        queries_behind = tl.load(q + query * Q_TOKEN + behind, mask=inside, other=0.0)
+        keys_behind = tl.load(k + key * K_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
         scores = tl.dot(queries_behind, tl.trans(keys_behind), scores, input_precision="ieee")
     peak = tl.full([M], softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -106,9 +108,9 @@ def windows_kernel(
     mean = softmax.finish(tl.dot(shares, values, input_precision="ieee"), total)
     tl.store(to + column, mean.to(out.dtype.element_ty), mask=filled)
     if TAIL:
-        values_behind = tl.load(v + key * V_TOKEN + behind, mask=keep[:, None], other=0.0)
+        values_behind = tl.load(v + key * V_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
         mean = softmax.finish(tl.dot(shares, values_behind, input_precision="ieee"), total)
-        tl.store(to + behind, mean.to(out.dtype.element_ty))
+        tl.store(to + behind, mean.to(out.dtype.element_ty), mask=inside)
 
 
 class ImageRun(NamedTuple):
@@ -141,7 +143,7 @@ def images_kernel(
     """M queries of one head, which may belong to several images; N keys at a time (N divides a window).
 
     Where all queries are of one image, its windows without padding come first and need no mask. TAIL: lanes of a second
-    part of each head (``halves``), 0 for none.
+    part of each head (``halves``), 0 for none; those at its end may be empty.
     """
     REST: tl.constexpr = TAIL if TAIL else 16
     tile = tl.program_id(0)
@@ -154,9 +156,10 @@ def images_kernel(
     wide = slot.to(tl.int64)[:, None]
     queries = tl.load(q + wide * Q_TOKEN + column, mask=live[:, None] & filled, other=0.0)
     behind = (head * D + LANES + tl.arange(0, REST))[None, :]
+    inside = tl.full([1, REST], 1, tl.int1) if LANES + REST == D else (LANES + tl.arange(0, REST) < D)[None, :]
     queries_behind = queries
     if TAIL:
-        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None], other=0.0)
+        queries_behind = tl.load(q + wide * Q_TOKEN + behind, mask=live[:, None] & inside, other=0.0)
     image = tl.load(segment + slot // WINDOW, mask=live, other=-1)
     own = tile * M // WINDOW
     begin = tl.load(first + own)
@@ -180,7 +183,7 @@ def images_kernel(
     tl.store(to + column, mean, mask=live[:, None] & filled)
     if TAIL:
         mean = softmax.finish(run.behind, run.total).to(out.dtype.element_ty)
-        tl.store(to + behind, mean, mask=live[:, None])
+        tl.store(to + behind, mean, mask=live[:, None] & inside)
 
 
 @triton.jit
@@ -193,7 +196,9 @@ def attend_packed(
     padding, or of another image than some queries."""
     acc, acc_behind, peak, total, window = run
     dim = tl.arange(0, LANES)[None, :]
-    rest = LANES + tl.arange(0, TAIL if TAIL else 16)[None, :]
+    REST: tl.constexpr = TAIL if TAIL else 16
+    rest = LANES + tl.arange(0, REST)[None, :]
+    inside = tl.full([1, REST], 1, tl.int1) if LANES + REST == D else rest < D
     for at in range(start, stop, N):
         key = (window * WINDOW + at % WINDOW + tl.arange(0, N)).to(tl.int64)[:, None]
         stored = dim < D
@@ -210,8 +215,8 @@ def attend_packed(
         v = tl.load(keys.v + key * V_TOKEN + dim, mask=stored, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if TAIL:
-            k_behind = tl.load(keys.k + key * K_TOKEN + rest, mask=there, other=0.0)
-            v_behind = tl.load(keys.v + key * V_TOKEN + rest, mask=there, other=0.0)
+            k_behind = tl.load(keys.k + key * K_TOKEN + rest, mask=there & inside, other=0.0)
+            v_behind = tl.load(keys.v + key * V_TOKEN + rest, mask=there & inside, other=0.0)
             scores = tl.dot(queries_behind, tl.trans(k_behind), scores, input_precision="ieee")
         weights, fade, peak, total = softmax.tile_weights(peak, total, scores, keep, scale, MASKED)
         shares = weights.to(v.dtype)

@@ -12,7 +12,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK_SIZES = (16, 32, 64, 128)
 GROUPS = range(1, 17)
 HEADS = range(8, 257, 8)
-VISION_HEADS = range(16, 129, 16)
+VISION_HEADS = range(16, 129, 8)
 
 
 def supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype, heads: range = HEADS) -> None:

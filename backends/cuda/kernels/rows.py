@@ -1,4 +1,4 @@
-"""Rows copied by number: gather (out[i] = source[rows[i]]) and scatter (target[rows[i]] = values[i])."""
+"""Rows by number: gather (out[i] = source[rows[i]]), scatter (target[rows[i]] = values[i]), and sums of a few."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def _scatter(target, rows, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(target + row * WIDTH + at, tl.load(values + of * WIDTH + at, mask=inside), mask=inside)
 
 
+@triton.jit
+def _mix(table, near, share, out, WIDTH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(COUNT):
+        row = tl.load(near + slot * COUNT + i).to(tl.int64)
+        value = tl.load(table + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(share + slot * COUNT + i)
+    tl.store(out + slot * WIDTH + at, total.to(out.dtype.element_ty), mask=inside)
+
+
 def check(table: Tensor, rows: Tensor, part: Tensor) -> None:
     """table [m, width], rows int64 [n], part [n, width]; contiguous, of one dtype."""
     assert table.ndim == 2 and table.is_contiguous() and rows.dtype == torch.int64 and rows.is_contiguous()
@@ -54,3 +67,22 @@ def scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
     if n:
         block = min(triton.next_power_of_2(width), BLOCK)
         _scatter[(n, triton.cdiv(width, block))](target, rows, values, WIDTH=width, BLOCK=block, num_warps=4)
+
+
+def check_mix(table: Tensor, near: Tensor, share: Tensor, out: Tensor) -> None:
+    """table [rows, width], near int32 [slots, count], share float32 of that shape, out [slots, width]; contiguous."""
+    assert table.ndim == 2 and table.is_contiguous() and out.is_contiguous() and out.dtype == table.dtype
+    assert near.dtype == torch.int32 and share.dtype == torch.float32 and near.ndim == 2 and near.shape == share.shape
+    assert near.is_contiguous() and share.is_contiguous()
+    assert out.shape == (near.shape[0], table.shape[1]), (out.shape, near.shape, table.shape)
+
+
+def mix(table: Tensor, near: Tensor, share: Tensor, out: Tensor) -> None:
+    """Writes out [slots, width] from table [rows, width], near int32 and share float32 [slots, count]."""
+    check_mix(table, near, share, out)
+    slots, width = out.shape
+    if slots:
+        block = min(triton.next_power_of_2(width), BLOCK)
+        _mix[(slots, triton.cdiv(width, block))](
+            table, near, share, out, WIDTH=width, COUNT=near.shape[1], BLOCK=block, num_warps=4
+        )

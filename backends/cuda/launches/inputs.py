@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import cells, head, nothing, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, mixed, nothing, pad, pool, reset, slot_map, upto_of, windows
 from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
 from trencadis.backends.cuda.launches.items import ItemPlans
 from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_room
@@ -141,11 +141,14 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array,
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     """Padding windows write to the SINK row."""
+    near, share = mixed(x, slots)
     return VisionTensors(
         pixels=_any(x.pixels)[0],
         position=pad(x.position, (slots, 2), np.int32),
         rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
         segments=_any(CudaSegments(*_any(*segments(*windows(x, slots)))))[0],
+        near=_any(near)[0],
+        share=_any(share)[0],
     )
 
 

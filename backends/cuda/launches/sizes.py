@@ -81,6 +81,7 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
         case Stage.VISION:
             windows = count // 64
             yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
+            yield from (4 * sizes.slot.near * count,) * 2
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
             yield bits * (1 if bucket.variant == "greedy" else count + 1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import cells, head, nothing, pad, pool, reset, upto_of, windows
+from trencadis.backends.cpu.padding import cells, head, mixed, nothing, pad, pool, reset, upto_of, windows
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
@@ -140,12 +140,14 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
     """Padding windows write to the SINK row."""
-    segment, real = windows(x, slots)
+    (segment, real), (near, share) = windows(x, slots), mixed(x, slots)
     return VisionTensors(
         pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
         position=pad(x.position, (slots, 2), np.int32),
         rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
         segments=Segments(_any(segment), _any(real)),
+        near=_any(near),
+        share=_any(share),
     )
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from trencadis.core import backend as devices
 from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.kv.arena import rows_of_run
 from trencadis.core.launches import persistent
 from trencadis.core.layers.source import Source
-from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.decoder import Decoder, Layer, first_rows
 from trencadis.core.models.registry import family_of, make
@@ -123,8 +124,9 @@ class Calibration:
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
-        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t.long_from) for p in prompts]
+        self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t, reserved_rows(config)) for p in prompts]
         self._states: list[tuple[Tensor, Tensor | None]] = []
+        self._parts: list[tuple[Tensor, ...]] = []  # of each prompt, what is added behind its first layers
         self._embed()
 
     def _blocks(self, tokens: int) -> int:
@@ -139,20 +141,21 @@ class Calibration:
         self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
-        rows = max(sum(s.length for s in p.request.spans) for p in self.prompts) + RESERVED_ROWS
+        rows = max(sum(s.held for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
         held = persistent.persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
         )
         model.bind(held)
         for prompt, inputs in zip(self.prompts, self._inputs, strict=True):
-            for image in _images(prompt):
+            for image in _images(prompt, reserved_rows(config)):
                 self._run(Bucket(Stage.VISION, (image.slots,)), model.vision, model.pack([image], image.slots))
 
             def enter(t: Any) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
-                x, residual, *_ = first_rows(found, count)
+                x, residual, _, _, deep = first_rows(found, count)
                 self._states.append((x.clone(), residual))
+                self._parts.append(tuple(held.arena[rows] for rows in deep))
 
             self._run(self._bucket(inputs), enter, inputs)
 
@@ -193,7 +196,8 @@ class Calibration:
                 rotary = first_rows(rotary, len(x))
                 found = layer(x.clone(), None if residual is None else residual.clone(), rotary, attn)
                 if keep:
-                    self._states[at] = found
+                    parts = self._parts[at]
+                    self._states[at] = (found[0] + parts[number], found[1]) if number < len(parts) else found
 
             self._run(self._bucket(inputs), body, inputs)
 
@@ -202,25 +206,27 @@ class Calibration:
         return persistent.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
 
 
-def _images(prompt: Calibrant) -> list[Encode]:
-    """What is encoded for a prompt; rows follow each other in its order."""
-    found, row = [], RESERVED_ROWS
+def _images(prompt: Calibrant, row: int) -> list[Encode]:
+    """What is encoded for a prompt; rows follow each other in its order, from ``row`` on."""
+    found = []
     for span, pixels in zip(prompt.request.spans, prompt.pixels, strict=True):
-        rows = np.arange(row, row + span.length, dtype=np.int32)
+        rows = np.arange(row, row + span.held, dtype=np.int32)
         found.append(Encode(span.digest, span.grid, span.slots, pixels, rows))
-        row += span.length
+        row += span.held
     return found
 
 
-def _step(prompt: Calibrant, blocks: int, long_from: int) -> StepInputs:
-    """A launch that computes the whole prompt; ``long_from``: as in ``TextConfig``."""
-    request = prompt.request
+def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInputs:
+    """A launch that computes the whole prompt; ``row``: of its first item."""
+    request, long_from = prompt.request, text.long_from
     n = len(request.tokens)
-    image_row = np.zeros(n, np.int32)
-    row = RESERVED_ROWS
+    image_row, upto = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
     for span in request.spans:
-        image_row[span.offset : span.offset + span.length] = np.arange(row, row + span.length)
-        row += span.length
+        upto[span.offset : span.end] = span.end - 1
+        for run in span.each():
+            rows = rows_of_run(run, np.arange(row, row + span.held, dtype=np.int32))
+            image_row[run.offset : run.offset + run.length] = rows
+        row += span.held
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
     positions[0] *= not 0 < long_from < n  # core/layers/rope.py
     if request.positions is not None:
@@ -231,4 +237,5 @@ def _step(prompt: Calibrant, blocks: int, long_from: int) -> StepInputs:
         context=np.zeros(1, np.int32),
         blocks=np.arange(RESERVED_BLOCKS, RESERVED_BLOCKS + blocks, dtype=np.int32)[None],
         slot=np.ones(1, np.int32), adapter=np.zeros(1, np.int32),
+        upto=upto if text.joined else None,
     )  # fmt: skip

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.quant_config import TOWER
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
+from trencadis.core.models.collected import canonical
 from trencadis.core.models.loader import FLOATS, files_of, read_file
 from trencadis.core.models.registry import family_of
 from trencadis.core.quant.online import quantised
@@ -27,8 +29,8 @@ from trencadis.core.quant.writing.files import INDEX, Folder, Slot
 from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import GROUPS, Recipe
 
-LINEAR = re.compile(r"(?:.*\.)?(layers\.(\d+)\.(?:self_attn|mlp)\.\w+_proj)\.weight")
-"""A linear layer of the decoder, however its checkpoint begins the name; the tower's are not called layers."""
+LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp)\.\w+_proj)\.weight")
+"""A linear layer of the decoder, by its canonical name."""
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 """Files that hold weights in some form, which are not carried over."""
 ROOM = 64 << 20
@@ -96,19 +98,19 @@ def opened(path: Path) -> Checkpoint:
     config = load_config(path)
     if config.quant is not None:
         raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
-    if family_of(config.architecture).names.inner:
-        raise StartupError(
-            f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those whose "
-            "matrices are called q_proj to down_proj"
-        )
-    made = Checkpoint(config)
+    names, made = family_of(config.architecture).names, Checkpoint(config)
     for file in files_of(path):
         for stored, tensor in read_file(file, made.maps):
             made.tensors[stored] = tensor
             made.files.setdefault(file.name, []).append(stored)
-            found = LINEAR.fullmatch(stored)
-            if found is None or "visual." in stored:
+            found = LINEAR.fullmatch(canonical(stored, names) or "")
+            if found is None:
                 continue
+            if not stored.endswith(f"{found[1].removeprefix(f'layers.{found[2]}.')}.weight"):
+                raise StartupError(
+                    f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those "
+                    "whose matrices are called q_proj to down_proj"
+                )
             if tensor.ndim != 2 or tensor.dtype not in FLOATS:
                 raise StartupError(f"{path}: {stored} holds {tensor.dtype}{list(tensor.shape)}, no matrix of 16 bits")
             made.layers.setdefault(int(found[2]), []).append(StoredWeight(stored, found[1]))
@@ -284,4 +286,10 @@ def _holds_weights(entry: Path) -> bool:
 def _kept(checkpoint: Checkpoint) -> list[str]:
     """Linear modules that stay as they are, as the format's ``ignore`` names them."""
     kept = ["lm_head", *(["score"] if "score.weight" in checkpoint.tensors else [])]
-    return [*kept, "re:.*visual\\..*"] if checkpoint.config.vision is not None else kept
+    if checkpoint.config.vision is None:
+        return kept
+    prefixes = family_of(checkpoint.config.architecture).names.prefixes
+    towers = {p.removeprefix("model.") for p, ours in prefixes.items() if ours.startswith(TOWER)}
+    held = sorted(p for p in towers if any(name.removeprefix("model.").startswith(p) for name in checkpoint.tensors))
+    shortest = [p for p in held if not any(p != other and p.startswith(other) for other in held)]
+    return [*kept, *(f"re:.*{re.escape(p)}.*" for p in shortest)]

@@ -1,0 +1,42 @@
+"""SigLIP's tower and the means of its patches as the engine's plans see them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trencadis.core.checkpoint.vision_config import SharedMatrix
+from trencadis.multimodal.tiles.config import TileTower
+
+
+@dataclass(frozen=True)
+class MeanTower(TileTower):
+    """A picture is one tile without a class token; a row is the mean of a cell's patches, normed and projected."""
+
+    class_token: ClassVar[bool] = False
+    last_norm: ClassVar[bool] = True
+
+    @property
+    def projection(self) -> int:
+        """Weights of the projector, which no checkpoint quantises."""
+        return self.hidden * self.out_hidden
+
+    def exit_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+        yield from ()
+
+    def _exit(self) -> int:
+        return self.projection
+
+    def beside(self, ranks: int) -> int:
+        """The table of places, the last norm and the projector, whole on every rank."""
+        return (self.side**2 + 1) * self.hidden + self.norm + self.projection
+
+    def tables(self, unit: int = 1) -> int:
+        """Besides, the projector's norm: weights of 1 and a fraction are float32."""
+        return super().tables(unit) + 4 * self.hidden
+
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
+        """Means are made in float32."""
+        leaving = slots * self.hidden * (4 * itemsize + 4)
+        return max(super().activations(slots, itemsize, ranks, unit), leaving)

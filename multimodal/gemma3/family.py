@@ -1,0 +1,112 @@
+"""Gemma-3 with pictures as a family: the text models' decoder, SigLIP's tower, means of its patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.families import gemma3
+from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.gemma3.config import MeanTower
+from trencadis.multimodal.texts import PARTS
+from trencadis.multimodal.tiles.config import CHANNELS
+
+TEXT: Mapping[str, Any] = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+"""Gemma3TextConfig's values of keys that the hub's text_config leaves out."""
+
+TOKENS = {"placed_token_id": ("boi_token", 255_999), "image_token_id": ("image_token", 262_144)}
+MOST_PIXELS = 4096
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """Gemma3Config."""
+    if c is root:
+        root.refuse("text_config", "it must be an object")
+    c.only("model_type", ("gemma3_text",), "gemma3_text")
+    text = replace(gemma3.describe(root, c.over(TEXT), tied).text, joined=True)
+    media = {key: _token(root, name, default, text.vocab) for key, (name, default) in TOKENS.items()}
+    return Described(text, _vision(root, root.within("vision_config"), text.hidden), media)
+
+
+def _token(root: Fields, name: str, default: int, vocab: int) -> int:
+    """An id, under the hub's name or the one that transformers may write."""
+    found = default
+    for key in (f"{name}_index", f"{name}_id"):
+        if root.given(key):
+            found = root.integer(key, 0, vocab - 1)
+    if found >= vocab:
+        root.refuse(f"{name}_index", "it must be in the vocabulary")
+    return found
+
+
+def _vision(root: Fields, c: Fields, width: int) -> MeanTower:
+    c.only("model_type", ("siglip_vision_model",), "siglip_vision_model")
+    c.only("num_channels", (CHANNELS,), CHANNELS)
+    hidden = c.integer("hidden_size", most=WIDEST, default=768)
+    heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
+    if hidden % (2 * heads):
+        c.refuse("num_attention_heads", f"implemented: heads of an even size, and hidden_size is {hidden}")
+    image, patch = c.integer("image_size", most=MOST_PIXELS, default=224), c.integer("patch_size", default=16)
+    tokens = root.integer("mm_tokens_per_image", default=256)
+    side, across = image // patch, math.isqrt(tokens)
+    if image % patch or across**2 != tokens or side % across or WINDOW_SLOTS % (side // across) ** 2:
+        root.refuse("mm_tokens_per_image", f"implemented: squares of 1, 2, 4 or 8 patches a side, and there are {side}")
+    return MeanTower(
+        depth=c.integer("num_hidden_layers", most=MOST_LAYERS, default=12),
+        hidden=hidden,
+        heads=heads,
+        intermediate=c.integer("intermediate_size", most=WIDEST, default=3072),
+        out_hidden=width,
+        image=image,
+        patch=patch,
+        eps=c.number("layer_norm_eps", 0, 1, 1e-6, above=True),
+        activation=activation_of(c, "hidden_act", "gelu_pytorch_tanh"),
+        merge=side // across,
+        projector="",
+    )
+
+
+FAMILY = Family(
+    name="Gemma-3",
+    model_type="gemma3",
+    architectures={"Gemma3ForConditionalGeneration": GENERATE},
+    config=describe,
+    names=StoredNames(
+        {
+            "model.vision_tower.vision_model.": "visual.",
+            "vision_tower.vision_model.": "visual.",
+            "model.vision_tower.": "visual.",
+            "vision_tower.": "visual.",
+            "model.multi_modal_projector.": "visual.projector.",
+            "multi_modal_projector.": "visual.projector.",
+            **PARTS,
+        },
+        (
+            (".encoder.layers.", ".blocks."),
+            (".layer_norm1.", ".norm1."),
+            (".layer_norm2.", ".norm2."),
+            (".mlp.fc1.", ".mlp.up_proj."),
+            (".mlp.fc2.", ".mlp.down_proj."),
+            ("visual.post_layernorm.", "visual.last_norm."),
+            *gemma3.FAMILY.names.inner,
+        ),
+    ),
+    make="trencadis.multimodal.gemma3.model:make",
+    vision=VisionSide(
+        needs="trencadis.multimodal.tiles.processor:image_needs",
+        sizes="trencadis.multimodal.gemma3.processor:image_sizes",
+        processor="trencadis.multimodal.gemma3.processor:from_checkpoint",
+        tokens={"image_token_index": "<image_soft_token>"},
+        around=("\n\n", "\n\n"),
+    ),
+    tied=True,
+    ignored=gemma3.FAMILY.ignored | {"eoi_token_index", "eoi_token_id"},
+)

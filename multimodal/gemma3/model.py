@@ -1,0 +1,66 @@
+"""Gemma-3 with pictures: its decoder, SigLIP's tower on packed slots, and the means of cells of patches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import Backend
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layers.linear import Linear
+from trencadis.core.layers.norm import LayerNorm, RMSNorm
+from trencadis.core.layers.source import Source
+from trencadis.multimodal.colours import Colours
+from trencadis.multimodal.gemma3.config import MeanTower
+from trencadis.multimodal.gemma3.processor import HALF, read_settings
+from trencadis.multimodal.tiles.model import TileModel
+from trencadis.multimodal.tiles.processor import has_settings
+
+
+class MeanExit:
+    """The end of a VISION launch: the last norm, the mean of each cell, its norm and the projector."""
+
+    def __init__(self, backend: Backend, c: MeanTower) -> None:
+        self.ops, self.hidden, self.width = backend.ops, c.hidden, c.out_hidden
+        self.norm = LayerNorm(self.ops, c.hidden, c.eps)
+        self.cell_norm = RMSNorm(self.ops, c.hidden, c.eps, above_one=True)
+        self.project = Linear(self.ops, backend.comm)
+
+    def load(self, source: Source) -> None:
+        at = "visual.projector"
+        self.norm.load(source, "visual.last_norm")
+        self.cell_norm.load(source, f"{at}.mm_soft_emb_norm")
+        stored = source.take(f"{at}.mm_input_projection_weight", (self.hidden, self.width))
+        self.project.pack(stored.t().contiguous(), None)
+
+    def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
+        """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell]."""
+        slots = self.norm(x.reshape(-1, self.hidden), residual.reshape(-1, self.hidden))[0]
+        mean = slots.view(len(rows), -1, self.hidden).float().mean(1).to(slots.dtype)
+        self.ops.scatter_rows(arena, rows, self.project(self.cell_norm(mean)[0]))
+
+    def nbytes(self) -> int:
+        """Without the cells' norm, which ``MeanTower.tables`` counts: it is float32 on every device."""
+        return self.norm.nbytes() + self.project.bytes
+
+
+class Gemma3Seeing(TileModel):
+    """``core.models.interface.VisionModel``."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
+        super().__init__(config, backend, colours)
+        assert isinstance(config.vision, MeanTower)
+        self.tell = MeanExit(backend, config.vision)  # type: ignore[assignment]
+
+    def places(self, source: Source, at: str) -> Tensor:
+        c = self.tower
+        table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
+        table = table + source.take(f"{at}.patch_embedding.bias", (c.hidden,))
+        return torch.cat([torch.zeros_like(table[:1]), table])
+
+
+def make(config: ModelConfig, backend: Backend) -> Gemma3Seeing:
+    """The factory that the family's record names."""
+    assert isinstance(config.vision, MeanTower)
+    known = has_settings(config.path)
+    return Gemma3Seeing(config, backend, read_settings(config.path, config.vision) if known else Colours(HALF, HALF))

@@ -1,0 +1,1 @@
+"""InternVL3: tiles of a picture and the picture once more, small."""

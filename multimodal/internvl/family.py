@@ -1,0 +1,83 @@
+"""InternVL3 as a family (-hf checkpoints): a decoder of Qwen2, Qwen3 or Llama, InternViT over tiles, cells of 2 x 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trencadis.core.checkpoint.decoder_fields import activation_of
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.texts import PARTS, text_of
+from trencadis.multimodal.tiles.config import TileTower
+from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+
+IMAGE_TOKEN = 151667
+USUAL = Usual(1024, 16, 24, 4096, 448, 14, 1e-6, "gelu")
+RATIOS = {1.0: 1, 0.5: 2, 0.25: 4}
+
+
+@dataclass(frozen=True)
+class InternTower(TileTower):
+    """InternViT with 300M weights: a class token, and what each layer adds is scaled."""
+
+    cell_norm: ClassVar[bool] = True
+    layer_scale: ClassVar[bool] = True
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """InternVLConfig."""
+    text = text_of(root, c, tied, ("qwen2", "qwen3", "llama"))
+    ratio = root.number("downsample_ratio", 0, 1, 0.5, above=True)
+    if ratio not in RATIOS:
+        root.refuse("downsample_ratio", "implemented: 1, 0.5, 0.25")
+    root.only("vision_feature_select_strategy", ("default",), "default")
+    root.only("vision_feature_layer", (-1,), -1)
+    v = root.within("vision_config")
+    for key, only in (
+        ("use_qk_norm", False), ("norm_type", "layer_norm"), ("use_absolute_position_embeddings", True),
+        ("use_mean_pooling", True),
+    ):  # fmt: skip
+        v.only(key, (only,), only)
+    fields = tile_fields(v, ("internvl_vision",), USUAL, text.hidden, RATIOS[ratio])
+    projector = activation_of(root, "projector_hidden_act", "gelu")
+    vision = InternTower(**fields, projector=projector, qkv_bias=v.boolean("attention_bias", False))
+    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
+
+
+FAMILY = Family(
+    name="InternVL3",
+    model_type="internvl",
+    architectures={"InternVLForConditionalGeneration": GENERATE},
+    config=describe,
+    names=StoredNames(
+        {
+            "model.vision_tower.": "visual.",
+            "vision_tower.": "visual.",
+            "model.multi_modal_projector.": "visual.projector.",
+            "multi_modal_projector.": "visual.projector.",
+            **PARTS,
+        },
+        (
+            (".encoder.layer.", ".blocks."),
+            (".patch_embeddings.projection.", ".patch_embedding."),
+            (".layernorm_before.", ".norm1."),
+            (".layernorm_after.", ".norm2."),
+            (".attention.projection_layer.", ".self_attn.out_proj."),
+            (".attention.", ".self_attn."),
+            (".mlp.fc1.", ".mlp.up_proj."),
+            (".mlp.fc2.", ".mlp.down_proj."),
+            (".projector.layer_norm.", ".projector.cell_norm."),
+        ),
+    ),
+    make="trencadis.multimodal.internvl.model:make",
+    vision=VisionSide(
+        needs="trencadis.multimodal.internvl.processor:image_needs",
+        sizes="trencadis.multimodal.internvl.processor:image_sizes",
+        processor="trencadis.multimodal.internvl.processor:from_checkpoint",
+        tokens={"image_token_id": "<IMG_CONTEXT>"},
+    ),
+    pooling=None,
+    tied=True,
+    ignored=frozenset({"vocab_size"}),
+)

@@ -1,0 +1,1 @@
+"""SmolVLM2: Idefics3 under another name."""

@@ -1,0 +1,45 @@
+"""The decoders beside towers: a text_config by its model_type, with transformers' values of keys that it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.models.family import Described
+
+LLAMA: Mapping[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+}  # fmt: skip
+MISTRAL: Mapping[str, Any] = {
+    **LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+}  # fmt: skip
+QWEN2: Mapping[str, Any] = {
+    **LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+DECODERS: Mapping[str, tuple[Callable[[Fields, Fields, bool], Described], Mapping[str, Any]]] = {
+    "llama": (llama.describe, LLAMA),
+    "mistral": (mistral.describe, MISTRAL),
+    "qwen2": (qwen2.describe, QWEN2),
+    "qwen3": (qwen3.describe, QWEN2),
+}
+"""By model_type: the parser of a decoder, and its configuration's defaults."""
+
+PARTS: Mapping[str, str] = {
+    "language_model.model.": "",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "",
+    "lm_head.": "lm_head.",
+}
+"""Stored prefixes of a decoder's weights beside a tower."""
+
+
+def text_of(root: Fields, c: Fields, tied: bool, kinds: tuple[str, ...], **defaults: Any) -> TextConfig:
+    """The decoder of a text_config; a model_type that is left out is the first of ``kinds``."""
+    c.only("model_type", kinds, kinds[0])
+    describe, left_out = DECODERS[c.values.get("model_type", kinds[0])]
+    return describe(root, c.over({**left_out, **defaults}), tied).text
