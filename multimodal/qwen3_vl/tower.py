@@ -111,6 +111,7 @@ class MixedTower:
                 part = 1 + self.config.deep_layers.index(number)
                 ops.by_rows(self.mergers[part], (x.view(cells), residual.view(cells), rows[part]), arena)
             ops.cut("layer")
+        assert residual is not None  # a tower has layers
         ops.by_rows(self.mergers[0], (x.view(cells), residual.view(cells), rows[0]), arena)
 
     def nbytes(self) -> int:
