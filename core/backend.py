@@ -15,6 +15,7 @@ from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.between import Pipe as Pipe
 from trencadis.core.launches.tensors import Attn as Attn
 from trencadis.core.launches.tensors import HeadTensors as HeadTensors
 from trencadis.core.launches.tensors import HeadTensorsOut as HeadTensorsOut
@@ -266,7 +267,7 @@ class Memory(Protocol):
 
 
 class Comm(Protocol):
-    """Collectives of one rank group; a world of 1 does nothing."""
+    """Collectives of the ranks of one pipeline stage; a world of 1 does nothing."""
 
     rank: int
     world: int
@@ -288,7 +289,8 @@ class BackendConfig:
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
     With several ranks, all of them make their backends together: they meet at ``rendezvous``
-    (core/executor/groups.py). ``index`` is the card of the first of the ``local_world`` ranks of this machine.
+    (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them. ``index`` is
+    the card of the first of the ``local_world`` ranks of this machine.
     """
 
     dtype: torch.dtype = torch.float32
@@ -299,6 +301,8 @@ class BackendConfig:
     vocab_size: int = 0
     rank: int = 0
     world: int = 1
+    stage: int = 0
+    stages: int = 1
     rendezvous: str = ""
     index: int = 0
     local_rank: int | None = None  # None: all ranks are on one machine
@@ -313,14 +317,24 @@ class BackendConfig:
     options: Mapping[str, str] | None = None
 
     @property
+    def number(self) -> int:
+        """This rank's number among those of all stages."""
+        return self.stage * self.world + self.rank
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.stages * self.world
+
+    @property
     def card(self) -> int:
         """The number of this rank's card on its machine."""
-        return self.index + (self.rank if self.local_rank is None else self.local_rank)
+        return self.index + (self.number if self.local_rank is None else self.local_rank)
 
     @property
     def cards(self) -> int:
         """How many cards of its machine the group has."""
-        return self.world if self.local_world is None else self.local_world
+        return self.ranks if self.local_world is None else self.local_world
 
 
 class Backend(Protocol):

@@ -190,6 +190,8 @@ class Policy:
             ops are ``core.models.interface.DrawingOps``.
         windows: ``Ops.attend`` takes a window.
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
+        own_towers: its ranks may each hold the vision tower and gather rows of the arena (core/launches/encoding.py).
+        stages: its backend has a ``pipe`` (core/launches/pipe.py) where ``BackendConfig.stages`` asks for several.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -228,6 +230,8 @@ class Policy:
     drawn_head: bool = False
     windows: bool = False
     upto: bool = False
+    own_towers: bool = False
+    stages: bool = False
 
 
 def escape(need: int, unit: int = 1) -> int:

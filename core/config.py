@@ -60,6 +60,18 @@ class EngineConfig:
     )
     enforce_eager: bool = opt(False, "run every step without graphs")
     tensor_parallel_size: int = opt(1, "ranks that share one model", aliases=("tp",), bound=Bound(1, 1024))
+    pipeline_parallel_size: int = opt(
+        1, "stages that the layers are divided among, each of --tensor-parallel-size ranks", aliases=("pp",),
+        bound=Bound(1, 1024),
+    )  # fmt: skip
+    pipeline_layer_partition: str = opt(
+        "", "layers of each stage, e.g. 12,16 (default: so that stages cost about the same)",
+        env=("VLLM_PP_LAYER_PARTITION",),
+    )  # fmt: skip
+    mm_encoder_tp_mode: str = opt(
+        "weights", "how ranks share the vision tower: weights: its heads and columns; data: each holds all of it and "
+        "encodes pictures of its own (cpu)", choices=("weights", "data"),
+    )  # fmt: skip
     distributed_executor_backend: str = opt(
         "", "what starts the ranks: mp (processes here and on --nnodes), uni (one rank), external_launcher (torchrun), "
         "ray (actors of a cluster); none: mp where the cards are here, else ray",
@@ -230,6 +242,11 @@ class EngineConfig:
     )  # fmt: skip
     log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
     engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def without_secrets(self) -> EngineConfig:
         """The configuration without keys, for child processes, which do not ask the hub."""

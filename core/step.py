@@ -203,6 +203,8 @@ class BatchChange:
         grown: int32 [2, k]: seats, and the block that each gets behind those it has.
         uniform: float32 [count]: the host's random numbers; [0] where all rows take the argmax.
         joins: rows of this Step that get the next seats, in turn.
+        tokens: int32 [count]: the token that each row computes, where the host knows it (several pipeline stages: the
+            first has no sampler slots); else [0].
     """
 
     version: int
@@ -211,6 +213,7 @@ class BatchChange:
     grown: Int32
     uniform: Float32
     joins: tuple[Joining, ...] = ()
+    tokens: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,8 @@ class Step:
     """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
     Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``. Hidden rows
-    and draws of the rows that have a seat come first, in the order of the seats.
+    and draws of the rows that have a seat come first, in the order of the seats. With several pipeline stages, Steps in
+    flight belong to different lanes, which share no row; each lane has seats of its own.
     """
 
     number: int
@@ -228,7 +232,8 @@ class Step:
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
     moves: tuple[BlockMove, ...] = ()
-    batch: BatchChange | None = None  # None: no row has a seat, and none gets or gives up one
+    batch: BatchChange | None = None  # None: no row of its lane has a seat, and none gets or gives up one
+    lane: int = 0
 
     @property
     def seated(self) -> int:

@@ -39,13 +39,15 @@ RULES = {
     "core/kv": Rule(("core",)),
     "core/layers": Rule(("core",), EVERY),
     "core/families": Rule(("core",)),
-    "core/models": Rule(("core", "core/layers"), torch("bin_file", "collected", "decoder", "interface", "loader")),
+    "core/models": Rule(
+        ("core", "core/layers"), torch("bin_file", "collected", "decoder", "interface", "loader", "passing")
+    ),
     "core/shapes": Rule(("core",)),
     "core/memory": Rule(("core", "core/shapes")),
     "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),
     "core/launches": Rule(
         ("core", "core/graphs", "core/memory", "core/models", "core/shapes"),
-        torch("host_blocks", "persistent", "runner", "tensors"),
+        torch("encoding", "host_blocks", "persistent", "runner", "tensors"),
     ),
     "core/links": Rule(("core",)),
     "core/masks": Rule(("core",)),
@@ -54,7 +56,7 @@ RULES = {
     "core/quant": Rule(("core",), torch("kv_codes", "online", "tensor")),
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/quant/writing": Rule(("core",), EVERY),
-    "core/executor": Rule(("core", "core/links", "core/process"), torch("groups", "launchers", "mp")),
+    "core/executor": Rule(("core", "core/launches", "core/links", "core/process"), torch("groups", "launchers", "mp")),
     "core/executor/on_ray": Rule(("core", "core/executor", "core/links")),
     "core/startup": Rule(("core",), torch("build", "captured", "host_tier")),
     "backends": Rule(()),

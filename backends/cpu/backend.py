@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.comm import comm_of
+from trencadis.backends.cpu.comm import comm_of, pipe_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.ops import CpuOps
@@ -40,13 +40,14 @@ class CpuBackend:
         count = int(options.get("threads") or available_cpus())
         torch.set_num_threads(count)
         self.cfg = cfg
-        self.label = f"cpu ({count} threads)" if cfg.world == 1 else f"cpu ({cfg.world} ranks of {count} threads)"
+        self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"
         self.device = torch.device("cpu")
         self.dtype = cfg.dtype
         self.policy = policy(options.get("policy", ""))
         self.ops: Ops = _ops(cfg)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = comm_of(cfg)
+        self.pipe = pipe_of(cfg)
         self.notes: tuple[str, ...] = ()
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

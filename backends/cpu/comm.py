@@ -1,9 +1,10 @@
-"""Collectives among ranks over gloo; sums add in the order of the ranks."""
+"""Ranks over gloo: sums, which add in the order of the ranks, and rows between stages."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +34,26 @@ class GlooComm:
 
     Sums gather the parts and add them in the order of the ranks, so that every rank gets the same bits and the bits of
     a row do not depend on its place in the batch. A ring adds the parts of a tensor in different orders.
+
+    Args:
+        everyone: whether all ranks of all stages are in it, instead of those that share the layers of a stage.
     """
 
-    def __init__(self, cfg: BackendConfig) -> None:
-        self.rank, self.world = cfg.rank, cfg.world
+    def __init__(self, cfg: BackendConfig, everyone: bool = False) -> None:
         c10d: Any = torch.distributed
-        self._group = c10d.ProcessGroupGloo(store_of(cfg), cfg.rank, cfg.world, TIMEOUT)
+        store = store_of(cfg)
+        if everyone or cfg.stages == 1:
+            self.rank, self.world = cfg.number, cfg.ranks
+        else:
+            self.rank, self.world = cfg.rank, cfg.world
+            store = c10d.PrefixStore(f"stage {cfg.stage}", store)
+        self.group = c10d.ProcessGroupGloo(store, self.rank, self.world, TIMEOUT)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, sent as bytes, because gloo lacks some dtypes."""
         own = x.contiguous().view(torch.uint8)
         found = own.new_empty(self.world, *own.shape)
-        self._group.allgather([list(found)], [own]).wait()
+        self.group.allgather([list(found)], [own]).wait()
         return list(found.view(x.dtype))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -65,6 +74,42 @@ class GlooComm:
         return tuple(torch.stack(found).amin(0).tolist())
 
 
+class GlooPipe:
+    """``core.backend.Pipe``: rows go to a copy and from there on their way, while this rank computes on."""
+
+    def __init__(self, cfg: BackendConfig) -> None:
+        self._everyone = GlooComm(cfg, everyone=True)
+        self._group = self._everyone.group
+        self._before, self._after, self._stages = cfg.number - cfg.world, cfg.number + cfg.world, cfg.stages
+        self._leaving: deque[Leaving] = deque()
+
+    def send(self, rows: Tensor) -> None:
+        """Waits for earlier rows only where there are more on their way than there are stages."""
+        while self._leaving and (len(self._leaving) > self._stages or self._leaving[0].work.is_completed()):
+            self._leaving.popleft().work.wait()
+        copy = rows.contiguous().view(torch.uint8).clone()
+        self._leaving.append(Leaving(copy, self._group.send([copy], self._after, 0)))
+
+    def receive(self, rows: Tensor) -> None:
+        """Waits for them."""
+        self._group.recv([rows.view(torch.uint8)], self._before, 0).wait()
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return self._everyone.least(values)
+
+
+class Leaving(NamedTuple):
+    """Rows on their way, which must live until they have left."""
+
+    rows: Tensor
+    work: Any
+
+
 def comm_of(cfg: BackendConfig) -> SingleRank | GlooComm:
-    """The collectives of a rank; with several ranks it returns once all of them have called it."""
+    """The collectives of a stage's rank; with several ranks it returns once all of them have called it."""
     return SingleRank() if cfg.world == 1 else GlooComm(cfg)
+
+
+def pipe_of(cfg: BackendConfig) -> GlooPipe | None:
+    """The links of a rank to other stages, if there are any; it returns once all ranks have called it."""
+    return None if cfg.stages == 1 else GlooPipe(cfg)

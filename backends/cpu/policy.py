@@ -41,6 +41,8 @@ SERVING = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    own_towers=True,
+    stages=True,
 )
 
 PADDED = Policy(
@@ -61,6 +63,8 @@ PADDED = Policy(
     masked_head=True,
     windows=True,
     upto=True,
+    own_towers=True,
+    stages=True,
 )
 
 POLICIES = {"serving": SERVING, "padded": PADDED}

@@ -15,6 +15,7 @@ from trencadis.core.errors import StartupError
 if TYPE_CHECKING:
     import torch
 
+    from trencadis.backends.cuda.backend import CudaBackend
     from trencadis.backends.cuda.protocol import Runtime
     from trencadis.core.backend import Backend, BackendConfig, Comm
 
@@ -43,7 +44,7 @@ def make_backend(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.ops import CudaOps
 
     ops = InvariantCudaOps() if cfg.batch_invariant else CudaOps()
-    return CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))
+    return _with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device)))
 
 
 def _twin(cfg: BackendConfig) -> Backend:
@@ -54,7 +55,16 @@ def _twin(cfg: BackendConfig) -> Backend:
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
     runtime = TwinRuntime()
-    return CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device))
+    return _with_pipe(CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device)))
+
+
+def _with_pipe(backend: CudaBackend) -> CudaBackend:
+    """With links to other pipeline stages, if there are any."""
+    from trencadis.backends.cuda.comm import CudaPipe
+
+    if backend.cfg.stages > 1:
+        backend.pipe = CudaPipe(backend.cfg, backend.device, backend.in_order)
+    return backend
 
 
 def runtime_of(device: torch.device) -> Runtime:
@@ -70,13 +80,13 @@ def runtime_of(device: torch.device) -> Runtime:
 
 def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     """The communicator of several ranks."""
-    if cfg.world == 1:
+    if cfg.ranks == 1:
         return None
     from trencadis.backends.cuda.comm import CudaComm
     from trencadis.core.executor.groups import join
 
     join(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return CudaComm(device, cfg.rank, cfg.world)
+    return CudaComm(cfg, device)
 
 
 def present() -> bool:

@@ -17,7 +17,7 @@ from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import CudaPending, CudaProgram
 from trencadis.backends.cuda.protocol import Runtime
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import SlotForm
 
@@ -37,6 +37,7 @@ class CudaBackend:
         self.runtime, self.device, self.label = runtime, runtime.device, runtime.label
         self.ops = ops
         self.comm: Comm = comm or SingleRank()
+        self.pipe: Pipe | None = None
         self.memory: Memory = runtime.memory
         self.hooks = runtime.hooks
         self.notes: tuple[str, ...] = ()

@@ -8,37 +8,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_gather: Callable[[Tensor, Tensor], Any] = getattr(
-    torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
-)
+from trencadis.core.backend import BackendConfig
+
+_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """torch 2.13 renames it and warns of the old name."""
 
 
 class CudaComm:
     """``core.backend.Comm`` over the process group that the executor made: NCCL on cards, gloo on CPU tensors.
 
-    With several ranks the constructor is collective: every rank joins the host's group. NCCL sets itself up in its
-    first collective, which cannot be captured, so that one runs here.
+    With several ranks the constructor is collective: every rank of every stage joins the groups of all stages. NCCL
+    sets itself up in its first collective, which cannot be captured, so that one runs here.
     """
 
-    def __init__(self, device: torch.device, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
-        self._host: Any = torch.distributed.new_group(backend="gloo")
-        torch.distributed.all_reduce(torch.zeros(1, device=device))
+    def __init__(self, cfg: BackendConfig, device: torch.device) -> None:
+        self.rank, self.world = cfg.rank, cfg.world
+        self._host: Any = None
+        self._group: Any = None  # None: the default group
+        if cfg.stages == 1:
+            self._host = torch.distributed.new_group(backend="gloo")
+        for stage in range(cfg.stages if cfg.stages > 1 else 0):
+            members = list(range(stage * cfg.world, (stage + 1) * cfg.world))
+            cards, host = torch.distributed.new_group(members), torch.distributed.new_group(members, backend="gloo")
+            if stage == cfg.stage:
+                self._group, self._host = cards, host
+        if self.world > 1:
+            torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        torch.distributed.all_reduce(x)
+        torch.distributed.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, c] -> [n, world x c], ranks in order."""
         parts = x.new_empty(self.world, *x.shape)
         # In the shape of rows beside rows: gloo, unlike NCCL, takes no axis of ranks.
-        _gather(parts.flatten(0, 1), x.contiguous())
+        _gather(parts.flatten(0, 1), x.contiguous(), group=self._group)
         return parts.movedim(0, -2).reshape(*x.shape[:-1], self.world * x.shape[-1])
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        found = torch.tensor(values, dtype=torch.int64)
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._host)
-        return tuple(found.tolist())
+        return _least(values, self._host)
+
+
+class CudaPipe:
+    """``core.backend.Pipe``: rows go from card to card on the stream of programs, outside of graphs.
+
+    NCCL sets a pair of ranks up in their first exchange, so that one runs here.
+
+    Args:
+        in_order: (work) -> None: runs it behind all launches so far and before all later ones.
+    """
+
+    def __init__(
+        self, cfg: BackendConfig, device: torch.device, in_order: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._in_order = in_order
+        self._before, self._after = cfg.number - cfg.world, cfg.number + cfg.world
+        self._host: Any = torch.distributed.new_group(backend="gloo")
+        row = torch.zeros(1, device=device)
+        if cfg.stage > 0:
+            self.receive(row)
+        if cfg.stage < cfg.stages - 1:
+            self.send(row)
+
+    def send(self, rows: Tensor) -> None:
+        def work() -> None:
+            torch.distributed.send(rows, self._after)
+
+        self._in_order(work)
+
+    def receive(self, rows: Tensor) -> None:
+        def work() -> None:
+            torch.distributed.recv(rows, self._before)
+
+        self._in_order(work)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return _least(values, self._host)
+
+
+def _least(values: Sequence[int], group: Any) -> tuple[int, ...]:
+    found = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
+    return tuple(found.tolist())

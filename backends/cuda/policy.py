@@ -60,6 +60,7 @@ SERVING = Policy(
     kv_codes={INT8: "int8", FP8: "uint8"},
     windows=True,
     upto=True,
+    stages=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

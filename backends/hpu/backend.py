@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trencadis.backends.hooks import Hooks
 from trencadis.backends.hpu.attention.limits import check_bucket
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.comm import HpuComm, HpuPipe
 from trencadis.backends.hpu.emulation import emulator_hooks
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
@@ -25,7 +25,7 @@ from trencadis.backends.hpu.policy import without_fp8
 from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.backends.hpu.start.opening import open_bridge
 from trencadis.backends.hpu.steplog import StepLog
-from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
+from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.executor.groups import join
@@ -65,7 +65,8 @@ class HpuBackend:
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values stands for all ranks
             join(cfg, self.bridge.collective_backend)
-        self.comm: Comm = HpuComm(self.bridge, cfg.rank, cfg.world, alone=not self.values)
+        self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
+        self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, alone=not self.values) if cfg.stages > 1 else None
         self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
         self.hooks = Hooks() if emulator is None else Hooks(emulator.run_out, emulator.no_sync)
         self._contexts = (

@@ -26,6 +26,7 @@ class Bridge:
         mem_get_info: (free, total) bytes.
         out_of_memory: whether an error of the device means that.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
+        send, receive: rows to and from a rank of another pipeline stage, between launches.
         pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself.
         event: a marker with ``record`` and ``synchronize``: waits for all copies and launches before it.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
@@ -52,6 +53,8 @@ class Bridge:
     device_name: Callable[[], str]
     all_reduce: Callable[[Tensor], Tensor]
     all_gather: Callable[[Tensor, int], Tensor]
+    send: Callable[[Tensor, int], Tensor]
+    receive: Callable[[Tensor, int], Tensor]
     collective_backend: str
     fused_sdpa: Callable[..., Tensor] | None
     fused_rms_norm: Callable[..., Tensor] | None

@@ -134,6 +134,7 @@ SERVING = Policy(
     kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
     windows=True,
     upto=True,
+    stages=True,
 )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
+from trencadis.core.checkpoint.share import StageShare
 from trencadis.core.checkpoint.vision_config import VisionConfig
 from trencadis.core.quant.kv import KVForm
 
@@ -151,7 +152,8 @@ class ModelConfig:
     """What the engine needs of a checkpoint.
 
     ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
-    config.json that nothing here knows.
+    config.json that nothing here knows. ``part``: what a pipeline stage holds; None: everything.
+    ``own_towers``: each rank has the whole tower, and pictures are dealt to ranks.
     """
 
     path: Path
@@ -167,6 +169,18 @@ class ModelConfig:
     quant: Quantisation | None = None
     pooling: Pooling | None = None
     unread: tuple[str, ...] = ()
+    part: StageShare | None = None
+    own_towers: bool = False
+
+    @property
+    def share(self) -> StageShare:
+        """What is held here."""
+        return self.part or StageShare(0, self.text.layers)
+
+    @property
+    def sees(self) -> bool:
+        """Whether images are encoded here."""
+        return self.vision is not None and self.share.starts
 
     @property
     def name(self) -> str:

@@ -77,7 +77,8 @@ def load_model(config: EngineConfig) -> ModelConfig:
     longest = config.max_model_len or text.max_positions
     if not text.full_layers and not text.local_theta and text.window >= longest:
         text = dataclasses.replace(text, window=0)  # it hides nothing
-    return dataclasses.replace(model, text=text, pooling=pooling_of(config, model))
+    apart = model.vision is not None and config.mm_encoder_tp_mode == "data" and config.tensor_parallel_size > 1
+    return dataclasses.replace(model, text=text, pooling=pooling_of(config, model), own_towers=apart)
 
 
 def _read_before(config: EngineConfig, path: Path) -> dict[str, Any]:

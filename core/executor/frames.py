@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.executor.facts import Facts
 from trencadis.core.executor.ranks import Place
 from trencadis.core.links.tls import TlsFiles
-from trencadis.core.step import Step, StepOutput
+from trencadis.core.step import Float64, HeadOutput, Pooled, Step, StepOutput, StepStats, TargetScores
 
 
 class Dial(msgspec.Struct, tag=True):
@@ -102,6 +102,38 @@ class Done(msgspec.Struct, tag=True):
     digest: int
 
 
+class StepAnswer(msgspec.Struct, tag=True):
+    """Up: what the last pipeline stage made of a Step; ``digest`` as in ``Done``.
+
+    ``pooled``: [rows, width], each in the type that it has.
+    """
+
+    number: int
+    digest: int
+    samples: dict[int, int]
+    head: HeadOutput | None
+    targets: dict[int, TargetScores]
+    scored: dict[int, TargetScores]
+    pooled: dict[int, Float64]
+    stats: list[StepStats]
+    failures: dict[int, str]
+    text: list[int]
+
+    @classmethod
+    def of(cls, output: StepOutput) -> StepAnswer:
+        """The frame of an output."""
+        o, pooled = output, cast(dict[int, Float64], output.pooled)
+        return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, o.failures, [*o.text])
+
+    def output(self) -> StepOutput:
+        """The output."""
+        pooled = cast(dict[int, Pooled], self.pooled)
+        text = set(self.text)
+        return StepOutput(
+            self.number, self.samples, self.head, self.targets, self.scored, pooled, self.stats, self.failures, text
+        )
+
+
 class Compiled(msgspec.Struct, tag=True):
     """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
 
@@ -117,7 +149,7 @@ class RankFailure(msgspec.Struct, tag=True):
 
 
 Down = Dial | Begin | Go | End | Run | Warm | Words | Compile
-Up = Linked | Met | RankReady | Done | Compiled | RankFailure
+Up = Linked | Met | RankReady | Done | StepAnswer | Compiled | RankFailure
 
 
 def _plain(value: Any) -> Any:
@@ -133,7 +165,7 @@ def _array(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 decode_down = msgspec.msgpack.Decoder(Down, dec_hook=_array).decode
-decode_up = msgspec.msgpack.Decoder(Up).decode
+decode_up = msgspec.msgpack.Decoder(Up, dec_hook=_array).decode
 
 
 encode = _encoder.encode

@@ -58,12 +58,12 @@ def store_of(cfg: BackendConfig) -> Any:
     keep_to(cfg.rendezvous)
     if not cfg.rendezvous.startswith(TCP):
         c10d: Any = torch.distributed
-        return c10d.FileStore(cfg.rendezvous, cfg.world)
+        return c10d.FileStore(cfg.rendezvous, cfg.ranks)
     if cfg.rendezvous in _stores:
         return _stores[cfg.rendezvous]
     host, _, port = cfg.rendezvous.removeprefix(TCP).rpartition(":")
     return torch.distributed.TCPStore(
-        host.strip("[]"), int(port), cfg.world, is_master=False, timeout=TIMEOUT, wait_for_workers=False
+        host.strip("[]"), int(port), cfg.ranks, is_master=False, timeout=TIMEOUT, wait_for_workers=False
     )
 
 
@@ -87,10 +87,10 @@ def join(cfg: BackendConfig, collectives: str) -> None:
     Args:
         collectives: backends by torch's names, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
     """
-    if cfg.world == 1 or torch.distributed.is_initialized():
+    if cfg.ranks == 1 or torch.distributed.is_initialized():
         return
     torch.distributed.init_process_group(
-        collectives, store=store_of(cfg), rank=cfg.rank, world_size=cfg.world, timeout=TIMEOUT
+        collectives, store=store_of(cfg), rank=cfg.number, world_size=cfg.ranks, timeout=TIMEOUT
     )
     _joined.add(cfg.rendezvous)
 

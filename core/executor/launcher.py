@@ -124,7 +124,9 @@ class LocalLauncher:
 
     def place(self, number: int) -> Place:
         """All ranks are here."""
-        return Place(number, self._world, str(self.folder / "store"))
+        stages = self._config.pipeline_parallel_size
+        encodes = number < self._world // stages
+        return Place(number, self._world, str(self.folder / "store"), encodes=encodes, stages=stages)
 
     def launch(self, number: int) -> Child:
         """Starts a process."""

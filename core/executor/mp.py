@@ -28,6 +28,7 @@ from trencadis.core.executor.launcher import PATIENCE, Child, Launcher, LocalLau
 from trencadis.core.executor.ranks import Place
 from trencadis.core.executor.trouble import RankDied, RankFailed, Trouble
 from trencadis.core.executor.uniproc import Submitted
+from trencadis.core.launches.outcomes import Outcomes
 from trencadis.core.links.keyed import Pulse
 from trencadis.core.links.link import Link, LinkClosed
 from trencadis.core.links.topology import world_of
@@ -76,7 +77,8 @@ class Multiproc:
     def __init__(self, config: EngineConfig, factory: str = FACTORY, launcher: Launcher | None = None) -> None:
         self.depth = 0
         self._config, self._factory = config, factory
-        self.world = world_of(config)
+        self.world, self.stages = world_of(config), config.pipeline_parallel_size
+        self._outcomes = Outcomes(self._settle)
         self._launcher = launcher or LocalLauncher(config, self.world)
         self._lock = threading.Lock()
         self._troubles: list[Trouble] = []
@@ -159,11 +161,34 @@ class Multiproc:
 
     def submit(self, step: Step) -> Pending[StepOutput]:
         """Starts ``step`` on every rank; Steps run in the order of their submission."""
+        if self.stages > 1:
+            return self._submit_along(step)
         self._tell_step(step)
         if not self._overlaps:
             return Submitted(self._call(self._launches, lambda: self._result(self._rank.execute(step))))
         launched = self._call(self._launches, lambda: self._rank.execute(step))
         return Submitted(self._call(self._results, lambda: self._result(launched.result())))
+
+    def _submit_along(self, step: Step) -> Pending[StepOutput]:
+        """Starts ``step`` on every pipeline stage; its result comes from the last."""
+        future = self._opened()
+        if not future.done():
+            self._outcomes.expect(step.number, future)
+            self._tell_step(step)
+            launched = self._call(self._launches, lambda: self._rank.execute(step))
+            thread = self._results if self._overlaps else self._launches
+            self._call(thread, lambda: self._outcomes.from_first(launched.result().result()))
+        return Submitted(future)
+
+    def _opened(self) -> Future[Any]:
+        """A future that fails as soon as any rank does."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+            else:
+                self._open.add(future)
+        return future
 
     def warm(self) -> Pending[Warming | None]:
         """Runs one piece of background warm-up on every rank; the result is rank 0's."""
@@ -248,12 +273,9 @@ class Multiproc:
 
     def _call(self, thread: SerialThread, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` on a thread of rank 0. The future fails as soon as any rank does."""
-        future: Future[T] = Future()
-        with self._lock:
-            if self._failure is not None:
-                future.set_exception(self._failure)
-                return future
-            self._open.add(future)
+        future: Future[T] = self._opened()
+        if future.done():
+            return future
 
         def run() -> None:
             try:
@@ -333,6 +355,9 @@ class Multiproc:
                     self._compiled(number, problem)
                 case frames.Done(number, digest):
                     self._compare(child.number, number, digest)
+                case frames.StepAnswer() as answer:
+                    self._compare(child.number, answer.number, answer.digest)
+                    self._outcomes.from_last(answer.output())
                 case frames.RankFailure(message, code):
                     kind = StartupError if code == 2 else RankFailed
                     return self._trouble(child.number, kind(f"rank {child.number}{child.at}: {message}"))
@@ -342,7 +367,7 @@ class Multiproc:
         with self._lock:
             said, count = self._digests.get(number, (digest, 0))
             self._digests[number] = said, count + 1
-            if count + 1 == self.world:
+            if count + 1 == self.world // self.stages:
                 del self._digests[number]
         if said != digest:
             self._trouble(rank, RankFailed(f"rank {rank} sampled other tokens in step {number} than other ranks"))

@@ -59,7 +59,9 @@ class NodesLauncher:
         """Machines have as many ranks each, in order."""
         here = self._topology.here
         host = "" if number < here else f"node {number // here}"
-        return Place(number, self._topology.world, self._rendezvous, number % here, here, host)
+        world, stages = self._topology.world, self._config.pipeline_parallel_size
+        encodes = number < world // stages
+        return Place(number, world, self._rendezvous, number % here, here, host, encodes=encodes, stages=stages)
 
     def launch(self, number: int) -> Child:
         """Starts a process, or waits for one from elsewhere."""

@@ -66,6 +66,7 @@ class RankProcess:
         self.link, self.dial = link, dial
         self.queue: SimpleQueue[frames.Down] = SimpleQueue()
         self.rendezvous = ""
+        self.place = Place()
         self.steady = False
         if dial is not None:
             Pulse(lambda: link.beat(self.steady))
@@ -126,6 +127,7 @@ class RankProcess:
     def serve(self) -> None:
         """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
         begin = self.begun()
+        self.place = begin.place
         level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
         logsetup.setup(level, begin.config.log_format)
         function_trace.start_if_asked()
@@ -169,8 +171,11 @@ class RankProcess:
         rank.prepare(grammar).add_done_callback(lambda done: self.send(frames.Compiled(number, done.result())))
 
     def done(self, output: StepOutput) -> None:
-        """Reports a finished Step."""
-        self.send(frames.Done(output.number, frames.digest(output)))
+        """Reports a finished Step, where tokens are drawn."""
+        if self.place.answers:
+            self.send(frames.StepAnswer.of(output))
+        elif self.place.draws:
+            self.send(frames.Done(output.number, frames.digest(output)))
 
     def one_by_one(self, rank: Rank) -> Callable[[Step], None]:
         """Runs each Step to its end before the next."""

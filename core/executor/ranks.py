@@ -24,6 +24,7 @@ class Place:
         host: the machine, where it is not the engine's.
         masked: whether the rank sees its own card alone.
         encodes: whether the rank runs the vision tower; the others get Steps without pixels.
+        stages: pipeline stages; the ranks of a stage, which share its layers, follow one another.
     """
 
     rank: int = 0
@@ -34,6 +35,7 @@ class Place:
     host: str = ""
     masked: bool = False
     encodes: bool = True
+    stages: int = 1
 
     @property
     def local_rank(self) -> int:
@@ -44,6 +46,31 @@ class Place:
     def local_world(self) -> int:
         """Ranks of its machine."""
         return self.world if self.beside is None else self.beside
+
+    @property
+    def peers(self) -> int:
+        """Ranks of a stage."""
+        return self.world // self.stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.rank // self.peers
+
+    @property
+    def peer(self) -> int:
+        """This rank's number among those of its stage."""
+        return self.rank % self.peers
+
+    @property
+    def draws(self) -> bool:
+        """Whether it is on the last stage, which draws tokens."""
+        return self.stage == self.stages - 1
+
+    @property
+    def answers(self) -> bool:
+        """Whether it sends the results of Steps to rank 0."""
+        return self.draws and self.peer == 0 and self.stages > 1
 
     @property
     def card(self) -> int:
@@ -67,7 +94,7 @@ def folder_of(rendezvous: str) -> Path | None:
 
 def shares(model: ModelConfig, world: int) -> bool:
     """Whether ``world`` ranks can share the model: each has whole heads and all KV heads that they read."""
-    t, v = model.text, model.vision
+    t, v = model.text, None if model.own_towers else model.vision
     if world < 1 or t.heads % world or (v is not None and v.heads % world):
         return False
     return t.kv_heads % world == 0 or world % t.kv_heads == 0

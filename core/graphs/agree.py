@@ -9,7 +9,9 @@ same pieces of warm-up, and so they reach the same decisions in the same order:
     lost        after a release: the most bytes that did not come back
     compiled    after each compilation and validation of warm-up: whether it succeeded on every rank
 
-Only what all ranks agreed on decides which question comes next.
+Only what all ranks agreed on decides which question comes next. "All ranks" are those of one pipeline stage: no graph
+reaches into another stage. Over all stages (``over_stages``) they agree on memory, shapes and numbers of blocks, and on
+whether warm-up is over.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trencadis.core.backend import Backend
+    from trencadis.core.backend import Backend, Pipe
 
 
 class Agreement:
@@ -41,6 +43,14 @@ class Agreement:
             return values
         self._backend.synchronize()
         return self._backend.comm.least(values)
+
+    def over_stages(self, *values: int) -> tuple[int, ...]:
+        """The smallest of each value over the ranks of all pipeline stages."""
+        pipe: Pipe | None = getattr(self._backend, "pipe", None)
+        if pipe is None:
+            return self.least(*values)
+        self._backend.synchronize()
+        return pipe.least(values)
 
     def most(self, *values: int) -> tuple[int, ...]:
         """The largest of each value."""

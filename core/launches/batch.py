@@ -35,6 +35,9 @@ NUMBERS = ("slot", "context", "delta", "adapter", "held", "top_k", "full", "best
 SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
 
 
+NO_TOKENS = np.zeros(0, np.int32)
+
+
 class BatchOutOfStep(RuntimeError):
     """A rank missed a Step, so that its copy of the batch is worthless."""
 
@@ -52,6 +55,7 @@ class RankBatch:
         self._table = np.zeros((1, 1), np.int32)
         """Rows from ``count`` on are ZERO blocks, except for guests of the last launch."""
         self._guests = 0
+        self._tokens = NO_TOKENS  # int32 [count] where the host knows them
 
     # What a Step changes
 
@@ -73,6 +77,7 @@ class RankBatch:
             raise BatchOutOfStep(f"the batch has {self.count} rows, the engine counts {change.count}")
         if change.grown.size:
             self._grow(*change.grown)
+        self._tokens = change.tokens
         if len(change.uniform):
             self._floats[UNIFORM, : self.count] = change.uniform
 
@@ -133,11 +138,12 @@ class RankBatch:
         numbers = self._numbers[:, :count]
         index = np.arange(count + 1, dtype=np.int32)
         nothing = np.zeros(count, np.int32)
+        known = len(self._tokens) > 0
         positions = np.empty((3, count), np.int32)
         positions[:] = numbers[CONTEXT] + numbers[DELTA]
         return StepInputs(
-            tokens=nothing,
-            from_slot=numbers[SLOT],
+            tokens=self._tokens.astype(np.int32, copy=False) if known else nothing,
+            from_slot=nothing if known else numbers[SLOT],
             positions=positions,
             image_row=nothing,
             out_row=index[1:],
@@ -231,7 +237,8 @@ class RankBatch:
             position = np.full((3, 1), context[i] + delta[i], np.int32)
             draw = Draw(key, slots[i], dataclasses.replace(self._samples[i], uniform=uniform[i]))
             blocks = tuple(self._table[i, : held[i]].tolist())
-            made.append(Row(key, slots[i], context[i], (PENDING,), blocks, position, (), (draw,), adapter=adapter[i]))
+            token = int(self._tokens[i]) if len(self._tokens) else PENDING
+            made.append(Row(key, slots[i], context[i], (token,), blocks, position, (), (draw,), adapter=adapter[i]))
         return tuple(made)
 
     def checksum(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from trencadis.core.backend import Backend, LayerKV, SamplerState
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import kv_heads, state_slots
+from trencadis.core.memory.estimate import held_rows, kv_heads, row_width, state_slots
 from trencadis.core.models.interface import Persistent
 from trencadis.core.quant.kv_codes import kept_type
 from trencadis.core.request import MAX_BIAS
@@ -30,7 +30,7 @@ def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int)
         kept = made(kept_type(backend.dtype), form.kept) if form.kept else None
         return LayerKV(made(codes, d), made(codes, d), made(torch.float16), made(torch.float16), kept)
 
-    return [layer() for _ in range(t.layers)]
+    return [layer() for _ in model.share.layers]
 
 
 def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -40,12 +40,17 @@ def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
     """[tokens of the largest step + 1, width] of the backend's dtype; row 0 is the sink."""
-    return backend.zeros((tokens + 1, model.text.width), backend.dtype)
+    return backend.zeros((tokens + 1, row_width(model)), backend.dtype)
+
+
+def stream_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor | None:
+    """[tokens of the largest step + 1, hidden]: what the stage before sends; None on the first stage."""
+    return None if model.share.starts else backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
 
 
 def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
-    """[rows, width] of the backend's dtype."""
-    return backend.zeros((rows, model.text.width), backend.dtype)
+    """[rows, width] of the backend's dtype; ``rows`` are the first stage's."""
+    return backend.zeros((held_rows(model, rows), model.text.width), backend.dtype)
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
@@ -69,4 +74,5 @@ def persistent(
         hidden=hidden_rows(model, backend, max(tokens, seqs)),
         arena=image_arena(model, backend, arena_rows),
         state=sampler_state(model, backend, seqs),
+        stream=stream_rows(model, backend, max(tokens, seqs)),
     )

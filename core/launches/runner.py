@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.backend import Backend, Inputs, Pending
+from trencadis.core.backend import Backend, Inputs, Pending, Pipe
 from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.graphs.agree import Agreement
 from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
 from trencadis.core.launches.batch import RankBatch
+from trencadis.core.launches.encoding import GatheredRows, dealt
 from trencadis.core.launches.host_blocks import HostKV
 from trencadis.core.launches.late_masks import launch_head
+from trencadis.core.launches.pipe import Passage, runs
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.masks.desk import Desk, FollowedDraws
-from trencadis.core.models.interface import Model
+from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Warming
 from trencadis.core.step import (
     Encode,
@@ -116,7 +119,13 @@ class Runner:
         self._warmup: Warmup | None = None
         self.host_kv: HostKV | None = None
         self.desk = Desk(self.vocab, model.config.eos)
-        self.batch = RankBatch()
+        self.share = model.config.share
+        self.gathered: GatheredRows | None = None
+        """Rows of pictures, where each rank encodes some."""
+        self.passage: Passage | None = None
+        """The way to other pipeline stages, where there are any."""
+        self.batches = [RankBatch() for _ in range(self.share.stages)]
+        self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
 
     @property
@@ -130,7 +139,9 @@ class Runner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
-        self.desk.turn(step.closings, step.openings)
+        if self.share.ends:
+            self.desk.turn(step.closings, step.openings)
+        self.batch = self.batches[step.lane]
         self.batch.turn(step.batch)
         self._run_step(step if self.ragged else self.batch.whole(step), pending)
         if step.batch is not None:
@@ -140,27 +151,50 @@ class Runner:
 
     def _run_step(self, step: Step, pending: StepPending) -> None:
         for launch in split(step, self.plan):
-            self._launch(step, launch, pending)
+            if runs(self.share, launch.bucket.stage):
+                self._launch(step, launch, pending)
+        if not self.share.ends:
+            return
         self._sample(step, pending)
         if any(row.targets is not None or row.pool is not None for row in step.rows):
             last = _last_rows(step)
             self._score(last, pending)
             self._pool(last, pending)
 
+    def pass_by(self, held: Persistent) -> None:
+        """Takes rows from other ranks and gives them rows: of other pipeline stages, and of pictures."""
+        if self.model.config.own_towers and self.share.starts:
+            self.gathered = GatheredRows(self.backend, held)
+        pipe: Pipe | None = getattr(self.backend, "pipe", None)
+        if pipe is not None:
+            self.passage = Passage(self.share, pipe, held)
+
     def warm(self) -> Warming | None:
-        """Does one piece of background warm-up; None if none is left."""
-        return None if self._warmup is None else self._warmup.advance()
+        """Does one piece of background warm-up; None if none is left, on any pipeline stage."""
+        if self._warmup is None:
+            return None
+        state = self._warmup.advance()
+        if self.passage is None:
+            return state
+        (over,) = Agreement(self.backend).over_stages(int(state is None))
+        return None if over else self._warmup.state
 
     def warm_by(self, warmup: Warmup) -> None:
         """Takes the warm-up that ``warm`` advances."""
         self._warmup = warmup
 
     def vocabulary(self, data: bytes | bytearray) -> None:
-        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it."""
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it where tokens are drawn."""
+        if not self.share.ends:
+            return
         self.desk.grammars.vocabulary(data)
 
     def prepare(self, grammar: str) -> Future[str]:
         """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        if not self.share.ends:
+            done = Future[str]()
+            done.set_result("")
+            return done
         return self.desk.grammars.prepare(grammar)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
@@ -168,11 +202,16 @@ class Runner:
         if stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
             self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
+        elif stage is Stage.VISION and self.gathered is not None:
+            self._encode_own(self.gathered, [step.images[i] for i in launch.items], pending)
         elif stage is Stage.VISION:
             self._encode([step.images[i] for i in launch.items], launch.bucket, pending)
         else:
             inputs = self._text_inputs(step, launch)
-            self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+            if self.passage is not None:
+                self._run_between(self.passage, launch.bucket, inputs, pending)
+            else:
+                self._run(launch.bucket, inputs, len(inputs.tokens), pending)
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
         inputs = self.model.pack(images, bucket.dims[0])
@@ -180,6 +219,23 @@ class Runner:
         self._run(bucket, inputs, real, pending)
         stats = pending.stats[-1]
         stats.items, stats.needed = len(images), sum(image.slots for image in images)
+
+    def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: StepPending) -> None:
+        """VISION where each rank has a tower: this rank's pictures, then the rows of all."""
+        comm = self.backend.comm
+        shares = dealt(images, comm.world)
+        mine = shares[comm.rank]
+        if mine:
+            need = sum(i.slots for i in mine)
+            self._encode(mine, self.plan.fit(Stage.VISION, (need,)), pending)
+        gathered.exchange(shares)
+
+    def _run_between(self, passage: Passage, bucket: Bucket, inputs: StepInputs, pending: StepPending) -> None:
+        """A text launch between the stages beside this one."""
+        inputs = passage.inputs(inputs)
+        passage.take(bucket)
+        self._run(bucket, inputs, len(inputs.tokens), pending)
+        passage.give(bucket)
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import NO_SLOT
-from trencadis.core.layout import aligned
+from trencadis.core.layout import RESERVED_ROWS, aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
 from trencadis.core.memory.weights import decoder_values, grown, norm_excess
@@ -70,8 +70,18 @@ def kv_heads(text: TextConfig, ranks: int) -> int:
 
 
 def state_slots(model: ModelConfig, seqs: int) -> int:
-    """Rows of the sampler state: one a sequence, the spare ones and the sink; a pooling engine has the sink alone."""
-    return 1 if model.pooling is not None else seqs + SPARE_SLOTS + 1
+    """Rows of the sampler state: one a sequence, spare ones and the sink; where nothing is drawn, the sink alone."""
+    return 1 if model.pooling is not None or not model.share.ends else seqs + SPARE_SLOTS + 1
+
+
+def held_rows(model: ModelConfig, rows: int) -> int:
+    """Rows of the arena here, of an engine's ``rows``: images are read where tokens enter."""
+    return rows if model.share.starts else RESERVED_ROWS
+
+
+def row_width(model: ModelConfig) -> int:
+    """Columns of the hidden rows: what the head reads, or what the next stage takes."""
+    return model.text.width if model.share.ends else model.text.hidden
 
 
 def joined(tokens: int, stored: int) -> bool:
@@ -130,6 +140,11 @@ class Sized:
         """KV heads of this device."""
         return kv_heads(self.text, self.ranks)
 
+    @property
+    def towers(self) -> int:
+        """Ranks that share one tower."""
+        return 1 if self.model.own_towers else self.ranks
+
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
@@ -138,26 +153,28 @@ class Sized:
         return aligned(self._share(count), self.model.aligned(self.unit))
 
     def block_bytes(self, block_size: int) -> int:
-        """K and V of one block over all layers."""
+        """K and V of one block over all layers of this device."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
-        return self.text.layers * block_size * self.kv_heads * head
+        return len(self.model.share.layers) * block_size * self.kv_heads * head
 
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
         own = family_of(self.model.architecture).weights
         if own is not None:
             return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
-        t, v = self.text, self.model.vision
+        t, share = self.text, self.model.share
+        v = self.model.vision if share.starts else None
         unit = self.model.aligned(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
-        frequencies = t.head_dim // 2 * FREQUENCY + self.head_values * 4 + norm_excess(t, self.itemsize)
+        frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
+        frequencies += self.head_values * 4 if share.ends else 0
         frequencies += t.head_dim // 2 * 4 if t.local_theta else 0
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
-            frequencies += t.layers * t.kv.fixed_bytes(self.kv_heads)
+            frequencies += len(share.layers) * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
-            total += v.held(self.ranks, unit)
+            total += v.held(self.towers, unit)
             frequencies += v.tables(unit)
         return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
 
@@ -198,7 +215,7 @@ class Sized:
         """Layers that a stage's graph holds."""
         if stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
-        return 0 if stage in HEADS else self.text.layers
+        return 0 if stage in HEADS else len(self.model.share.layers)
 
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
@@ -212,7 +229,7 @@ class Sized:
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             v = self.model.vision
-            return 0 if v is None else v.activations(size, self.itemsize, self.ranks, self.model.aligned(self.unit))
+            return 0 if v is None else v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
         if stage is Stage.SAMPLE:
             return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7)
         if stage is Stage.RESET:
@@ -295,7 +312,7 @@ class Sized:
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             sizes = v.hidden, v.head_dim, v.intermediate, v.heads
-            leaving = v.exit_keeps(size, self.itemsize, self.ranks, self.graphs.cached)
+            leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
             return self._layers_keep(bucket, *sizes, 8 // v.slot.cell) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
@@ -318,16 +335,17 @@ class Sized:
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
     """Everything that exists before the KV cache."""
-    t = sized.text
-    slots = state_slots(sized.model, limits.max_rows)
+    t, model = sized.text, sized.model
+    slots = state_slots(model, limits.max_rows)
+    wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows that come in and rows that go out
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
     return Before(
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=arena_rows * t.width * sized.itemsize,
+        arena=held_rows(model, arena_rows) * t.width * sized.itemsize,
         state=state,
-        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * t.width * sized.itemsize,
+        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * sized.itemsize,
         inputs=sized.all_inputs(plan),
         activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )

@@ -6,7 +6,7 @@ max_num_seqs requests of max_model_len tokens can use. Devices with graphs divid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
@@ -65,18 +65,18 @@ def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
-    """Weights of all ``ranks`` by formula, from config.json alone (norms and biases left out: under 0.1 %)."""
+    """Weights of all ``ranks`` of all stages by formula, from config.json alone, without norms and biases (0.1 %)."""
     t = config.text
     total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
     if config.vision is not None:
-        total += config.vision.stored()
-    total += _held_twice(t, ranks)
-    return total * itemsize + ranks * grown(config, itemsize, ranks, quantised)
+        total += config.vision.stored() * (ranks if config.own_towers else 1)
+    total += _held_twice(t, ranks, config.share.stages)
+    return total * itemsize + ranks * grown(replace(config, part=None), itemsize, ranks, quantised)
 
 
-def _held_twice(text: TextConfig, ranks: int) -> int:
+def _held_twice(text: TextConfig, ranks: int, stages: int = 1) -> int:
     """Values that ranks hold in addition to the model's own: copies of the embedding, and a tied head's shares."""
-    if ranks == 1:
+    if ranks == 1 and stages == 1:
         return 0
     table = text.vocab * text.width
     return (ranks - 1) * table + (table if text.tied else 0)

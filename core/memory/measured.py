@@ -47,8 +47,10 @@ class Measured:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """A digest of the model's sizes, because checkpoints of equal shape share measurements."""
+    """A digest of the model's sizes, because checkpoints of equal shape share measurements; each stage has its own."""
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
+    if model.part is not None:
+        parts["part"] = asdict(model.part)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -45,16 +45,18 @@ def layer_norms(t: TextConfig) -> int:
     return 4 if t.place == SANDWICH else 2
 
 
-def norm_excess(t: TextConfig, itemsize: int) -> int:
+def norm_excess(model: ModelConfig, itemsize: int) -> int:
     """Bytes that norms take beyond those of the engine's type: weights of 1 and a fraction are float32."""
+    t, share = model.text, model.share
     if t.norm != RMS_ONE:
         return 0
     layer = layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)
-    return (t.layers * layer + (t.hidden if t.final_norm else 0)) * (4 - itemsize)
+    return (len(share.layers) * layer + (t.hidden if t.final_norm and share.ends else 0)) * (4 - itemsize)
 
 
 def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
-    """Values of the decoder on rank 0, exact, without a class head; row-parallel biases live there alone."""
+    """Values of the decoder on a stage's rank 0, exact, without a class head; row-parallel biases live there alone."""
+    share = model.share
     t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
@@ -64,14 +66,17 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     dense = mlp_matrices(t) * t.hidden * columns
     if t.mlp_bias:
         dense += (mlp_matrices(t) - 1) * columns + t.hidden
-    total = t.layers * layer + t.dense_layers * dense
+    with_mlp = len(share.layers) if t.experts is None else len(set(share.layers) & set(t.experts.dense))
+    total = len(share.layers) * layer + with_mlp * dense
     if t.experts is not None:
-        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, ranks)
-    total += t.vocab * t.width + t.learned * t.hidden + (norm if t.final_norm else 0)
-    total += t.types * t.hidden + norm if t.types else 0
-    total += 2 * t.hidden * t.width if t.width != t.hidden else 0
-    if model.pooling is None and not (t.tied and ranks == 1):
-        total += vocabulary_share(model, ranks, width) * t.width
+        total += (len(share.layers) - with_mlp) * t.experts.values(t.hidden, ranks)
+    crosses = t.hidden * t.width if t.width != t.hidden else 0
+    if share.starts:
+        total += t.vocab * t.width + t.learned * t.hidden + (t.types * t.hidden + norm if t.types else 0) + crosses
+    if share.ends:
+        total += (norm if t.final_norm else 0) + crosses
+        if model.pooling is None and not (t.tied and ranks == 1 and share.starts):
+            total += vocabulary_share(model, ranks, width) * t.width
     return total
 
 
@@ -86,8 +91,9 @@ def grown(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int =
     total = 0
     for scheme, (_, rows, columns, whole, first) in _fused(quant, _linears(model, ranks, width)):
         total += held_bytes(scheme, rows, columns, itemsize, form, whole, first) - rows * columns * itemsize
-    t = model.text
-    head = quant.scheme("lm_head") if t.tied and ranks == 1 else None
+    t, share = model.text, model.share
+    one = ranks == 1 and share.starts and share.ends  # else the head is not the embedding's table
+    head = quant.scheme("lm_head") if t.tied and one else None
     if head is not None and quant.method == "online":
         total += t.vocab * t.width * itemsize
     elif head is not None:  # stored as the embedding's table, whatever config.json says
@@ -111,11 +117,12 @@ def _fused(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterator[tuple
 
 
 def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
-    """Every linear that a checkpoint may quantise."""
+    """Every linear of this stage that a checkpoint may quantise."""
+    share = model.share
     t, columns = model.text, mlp_columns(model, ranks, width)
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    for i in range(t.layers):
+    for i in share.layers:
         at = f"layers.{i}"
         yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
         yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
@@ -125,8 +132,9 @@ def _linears(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatri
             yield SharedMatrix(f"{at}.mlp.gate_proj", columns, t.hidden, t.hidden)
         yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden, first=t.mlp != GATED)
         yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
-    yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
+    if share.ends:
+        yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
     # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
     decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
-    if model.vision is not None and not decoder_only:
-        yield from model.vision.matrices(ranks, width)
+    if model.vision is not None and model.sees and not decoder_only:
+        yield from model.vision.matrices(1 if model.own_towers else ranks, width)

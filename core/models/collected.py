@@ -52,7 +52,7 @@ class Collected:
         self._stored_as: dict[str, str] = {}
         for stored, tensor in weights:
             name = canonical(stored, names)
-            if name is None:
+            if name is None or not config.share.holds(name):
                 continue
             module, _, kind = name.rpartition(".")
             if tensor.ndim == 2 and kind == "weight" and module.endswith(names.transposed or "\0"):

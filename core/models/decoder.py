@@ -35,6 +35,7 @@ from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.interface import DrawingOps, MaskingOps, Persistent
+from trencadis.core.models.passing import PassedEntry
 from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
 
@@ -193,24 +194,37 @@ class Sampling:
 
 
 class Decoder:
-    """A text model; also the text half of vision-language models. The family says how its weights are called."""
+    """A text model; also the text half of vision-language models. The family says how its weights are called.
+
+    A pipeline stage makes and loads its share alone (``ModelConfig.share``).
+    """
 
     persistent: Persistent
+    embedding: Embedding
+    enter: Entry
+    lm_head: Head
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
         self.config, self.backend, self.ops = config, backend, backend.ops
         if config.vision is not None:
             backend.slot = config.vision.slot
-        self.embedding = Embedding(self.ops, c.vocab, c.width)
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.aligned(backend.policy.aligned)
-        self.layers = [Layer(backend, c, group, place, aligned) for place in range(c.layers)]
-        self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
-        self.enter = Entry(backend, c, self.embedding)
-        norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
-        self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
-        self.sampling = Sampling(self.ops, self.lm_head)
+        share = self.share = config.share
+        self.layers = [Layer(backend, c, group, place, aligned) for place in share.layers]
+        if share.starts:
+            self.embedding = Embedding(self.ops, c.vocab, c.width)
+            self.enter = Entry(backend, c, self.embedding)
+        else:
+            self.take_over = PassedEntry(self.ops, c, backend.device)
+        if share.ends:
+            self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
+            norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
+            self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
+            self.sampling = Sampling(self.ops, self.lm_head)
+        else:
+            self.leave = Exit(self.ops, None)
         self.pooler = Pooler(self.ops)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -220,10 +234,14 @@ class Decoder:
 
     def load_from(self, source: Source) -> None:
         """Loads and packs every layer from canonical names."""
-        self.embedding.load(source, "embed_tokens")
-        self.enter.load(source)
-        for i, layer in enumerate(self.layers):
+        share = self.share
+        if share.starts:
+            self.embedding.load(source, "embed_tokens")
+            self.enter.load(source)
+        for i, layer in zip(share.layers, self.layers, strict=True):
             layer.load(source, f"layers.{i}")
+        if not share.ends:
+            return
         self.leave.load(source, self.config.text)
         if self.config.pooling is None:
             self._load_head(source)
@@ -232,7 +250,7 @@ class Decoder:
 
     def _load_head(self, source: Source) -> None:
         tied = self.config.text.tied and not self._own_head(source)
-        if tied and self.backend.comm.world == 1 and not self._online():
+        if tied and self.share.starts and self.backend.comm.world == 1 and not self._online():
             self.lm_head.pack(self.embedding.table, None)
         else:
             self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
@@ -254,7 +272,10 @@ class Decoder:
 
     def _own_head(self, source: Source) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
-        name, table = "lm_head.weight", self.embedding.table
+        name = "lm_head.weight"
+        if not self.share.starts:
+            return source.has(name)  # the same table, or the one that counts
+        table = self.embedding.table
         return source.has(name) and not torch.equal(source.take(name, (table.shape[0], table.shape[1])), table)
 
     def bind(self, persistent: Persistent) -> None:
@@ -264,17 +285,27 @@ class Decoder:
             layer.attention.bind(kv)
 
     def text(self, inputs: TextTensors) -> None:
-        """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``."""
+        """Computes n tokens and stores their normed hidden states in ``persistent.hidden[out_row]``.
+
+        A stage that is not the last stores the residual stream there, which the next one takes.
+        """
         p, ops = self.persistent, self.ops
-        tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
-        rows = len(inputs.out_row)
-        x, residual, rotary, local = first_rows(ops.region(self.enter, *tokens, p.state.last, p.arena), rows)
+        x, residual, rotary, local = first_rows(self._start(inputs), len(inputs.out_row))
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for layer in self.layers:
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _start(self, inputs: TextTensors) -> Any:
+        """What the first layer here takes, of [m, hidden] each, m at least n."""
+        p, ops = self.persistent, self.ops
+        if self.share.starts:
+            tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
+            return ops.region(self.enter, *tokens, p.state.last, p.arena)
+        assert p.stream is not None
+        return ops.region(self.take_over, inputs.tokens, inputs.positions, p.stream)
 
     def head(self, inputs: HeadTensors, full: bool) -> HeadTensorsOut:
         """Samples from r hidden rows; ``full`` adds masks, penalties, filters and logprobs."""
@@ -304,9 +335,11 @@ class Decoder:
 
     def nbytes(self) -> int:
         """Bytes of all weights as loaded; a tied table counts for the embedding and for the head."""
-        parts: list[Any] = [self.embedding, self.enter, self.leave, self.pooler, *self.layers]
-        total: int = self.lm_head.bytes + sum(part.nbytes() for part in parts)
-        return total
+        parts: list[Any] = [self.leave, self.pooler, *self.layers]
+        if self.share.starts:
+            parts += [self.embedding, self.enter]
+        total: int = sum(part.nbytes() for part in parts)
+        return total + (self.lm_head.bytes if self.share.ends else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:

@@ -28,9 +28,10 @@ class Persistent:
     """Tensors that persist between launches. Bodies read and write them as attributes, never as inputs."""
 
     kv: list[LayerKV]
-    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding
+    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding. What a stage sends starts at row 1
     arena: Tensor  # [arena rows, hidden]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
+    stream: Tensor | None = None  # as ``hidden``, from row 1 on what the stage before sent; None on the first stage
 
 
 class MaskingOps(Protocol):

@@ -7,7 +7,7 @@ dense, so that ranks read the first ``count`` rows of theirs; the last row moves
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from trencadis.core.scheduling.uniform import AHEAD, numbers
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 
 NO_NUMBERS = np.zeros(0, np.float32)
+NO_TOKENS = np.zeros(0, np.int32)
 NO_BLOCKS = np.zeros((2, 0), np.int32)
 
 
@@ -40,9 +41,12 @@ class RunningBatch:
     Args:
         rows: sequences that may run at a time.
         block_size: tokens of a KV block.
+        told: whether a step says which token each row computes, because the first pipeline stage draws none.
     """
 
-    def __init__(self, rows: int, block_size: int) -> None:
+    def __init__(self, rows: int, block_size: int, told: bool = False) -> None:
+        self._told = told
+        self._tokens = NO_TOKENS
         self.sequences: list[Sequence] = []
         self._size = block_size
         self._room = np.zeros(rows, np.int32)  # tokens that its blocks still have room for
@@ -80,6 +84,11 @@ class RunningBatch:
             for values in (self._room, self._draws, self._place, self._random, self._numbers):
                 values[seat] = values[last]
         seq.seat = -1
+
+    def leave_all(self, sequences: list[Sequence]) -> None:
+        """Takes their seats."""
+        for seq in sequences:
+            self.leave(seq)
 
     def spent(self) -> list[Sequence]:
         """Sequences that have drawn their last output."""
@@ -134,6 +143,9 @@ class RunningBatch:
             self._room[blocks[0]] += self._size
         self._room[:count] -= 1
         self._draws[:count] -= 1
+        if self._told:
+            self._tokens = np.fromiter((seq.tokens[-1] for seq in self.sequences), np.int32, count)
+            assert (self._tokens >= 0).all(), "a choice in flight is named again"
         for seq in self.sequences:
             seq.tokens.append(PENDING)
             seq.computed += 1
@@ -149,8 +161,9 @@ class RunningBatch:
             return None
         self._version += 1
         change = BatchChange(
-            self._version, count, tuple(self._left), grown, self._drawn_numbers(count), tuple(self._joins)
+            self._version, count, tuple(self._left), grown, self._drawn_numbers(count), tuple(self._joins), self._tokens
         )
+        self._tokens = NO_TOKENS
         for seq in self._joining:
             self._seat(seq)
         self._left, self._joins, self._joining = [], [], []
@@ -200,3 +213,71 @@ class RunningBatch:
             known = (seq.key, seq.slot, seq.computed, *seq.blocks)
             total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
         return total
+
+
+class Lanes:
+    """The sequences that run, parted so that steps in flight share none; a step names those of one lane.
+
+    One device computes one step after the other and has one lane, of which each step may name all. With several
+    pipeline stages there is a lane for each, and a lane whose step is in flight waits for its results.
+
+    Args:
+        count: lanes.
+        rows: sequences that may run at a time; ``block_size``: tokens of a KV block.
+    """
+
+    def __init__(self, count: int, rows: int, block_size: int) -> None:
+        self.batches = [RunningBatch(rows, block_size, told=count > 1) for _ in range(count)]
+        self.sizes = [0] * count
+        self.now = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def batch(self) -> RunningBatch:
+        """The seats of the lane whose step is being built."""
+        return self.batches[self.now]
+
+    def free(self, busy: Iterable[int]) -> list[int]:
+        """The lanes that may have a step now, the one that waited longest first; ``busy``: those of steps in flight."""
+        count, taken = len(self.batches), set(busy) if len(self.batches) > 1 else set()
+        return [lane for lane in ((self.now + 1 + i) % count for i in range(count)) if lane not in taken]
+
+    def enter(self, seq: Sequence, lane: int) -> None:
+        """Puts a sequence that begins to run into a lane."""
+        seq.lane = lane
+        self.sizes[lane] += 1
+
+    def gone(self, seq: Sequence) -> None:
+        """Takes out a sequence that runs no more, with its seat."""
+        if seq.seat >= 0:
+            self.batches[seq.lane].leave(seq)
+        self.sizes[seq.lane] -= 1
+
+    @property
+    def least(self) -> int:
+        """The lane with the fewest sequences."""
+        return self.sizes.index(min(self.sizes))
+
+    def room(self, waiting: int) -> bool:
+        """Whether this lane may take another sequence, if ``waiting`` ones are dealt evenly among all."""
+        return self.sizes[self.now] * len(self.sizes) < sum(self.sizes) + waiting
+
+    def deal(self, running: Iterable[Sequence]) -> None:
+        """Hands sequences that this lane has too many of to the lane with the fewest."""
+        more = self.sizes[self.now] - min(self.sizes)
+        if more < 2:
+            return
+        mine = [seq for seq in running if seq.lane == self.now and seq.inflight == 0 and not seq.resting]
+        for seq in mine[len(mine) - more // 2 :]:
+            lane = self.least
+            self.gone(seq)
+            self.enter(seq, lane)
+
+    def check(self, running: list[Sequence]) -> None:
+        """Asserts that lanes, seats and sequences know each other."""
+        for lane, batch in enumerate(self.batches):
+            mine = [seq for seq in running if seq.lane == lane]
+            batch.check(mine)
+            assert len(mine) == self.sizes[lane], "a lane lost count"

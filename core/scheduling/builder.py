@@ -66,13 +66,14 @@ class StepBuilder:
 class InFlightStep:
     """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
 
-    ``seated``: those that had a seat, in the order of their draws.
+    ``seated``: those that had a seat, in the order of their draws. ``lane``: whose sequences it names.
     """
 
     number: int
     seated: list[Sequence]
     scheduled: list[Sequence]
     encoded: list[Sequence]
+    lane: int = 0
 
 
 def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:

@@ -30,5 +30,6 @@ class SchedulerLimits:
     pooling: bool = False
     slot_values: int = 0
     long_from: int = 0  # a longer request takes another rotary table; 0: there is one
+    stages: int = 1  # pipeline stages: so many steps in flight, which share no row
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens see each other
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

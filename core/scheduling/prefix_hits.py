@@ -33,3 +33,13 @@ def claimed(seq: Sequence, hits: list[int], pool: BlockPool) -> list[int]:
     absent = [seq.chain.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
     back = iter(pool.restore(absent) if absent else ())
     return [block if block != ON_HOST else next(back) for block in hits]
+
+
+def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
+    """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
+    end = min(seq.computed, seq.known())
+    seq.chain.extend(seq.tokens, end)
+    full = min(len(seq.chain.keys), end // size)
+    for i in range(seq.published, full):
+        pool.publish(seq.blocks[i], seq.chain.keys[i])
+    seq.published = max(seq.published, full)

@@ -20,14 +20,14 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.request import MediaSpan
-from trencadis.core.scheduling.batch import RunningBatch, settles
+from trencadis.core.scheduling.batch import Lanes, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder, VisionBuilder
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed
-from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus
+from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
+from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.step import Draw, Int32, Row, SeenSpan, Step
 
 
@@ -52,7 +52,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
-        self.batch = RunningBatch(limits.max_rows, limits.block_size)
+        self.lanes = Lanes(limits.stages, limits.max_rows, limits.block_size)
         self.with_media = 0  # live requests that have media
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
@@ -91,21 +91,30 @@ class Scheduler:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
         if self.with_media or self.admits:
             self.order.sort(self.waiting)
-        for seq in self.batch.spent():
-            self.batch.leave(seq)
+        for lane in self.lanes.free(step.lane for step in self.in_flight):
+            before, self.lanes.now = self.lanes.now, lane
+            step = self._schedule()
+            if step is not None:
+                return step
+            self.lanes.now = before
+        return None
+
+    def _schedule(self) -> Step | None:
+        """The next Step of the lane."""
+        self.lanes.deal(self.running)
+        self.lanes.batch.leave_all(self.lanes.batch.spent())
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
-        builder.decoding = len(self.batch) + sum(seq.due == 1 for seq in unseated)
-        if self.batch.suffices(unseated, self.limits, self.pool):
-            self.batch.serve(builder, self.pool)
+        builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
+        if self.lanes.batch.suffices(unseated, self.limits, self.pool):
+            self.lanes.batch.serve(builder, self.pool)
             self._serve(unseated, builder)
         else:
             self.order.sort(self.running)
-            self._serve(tuple(self.running), builder)
-            for seq in [s for s in self.batch if s.scheduled != builder.number]:
-                self.batch.leave(seq)
-        grown, complete = self.batch.advance(builder.grown, builder.number)
+            self._serve([seq for seq in self.running if seq.lane == self.lanes.now], builder)
+            self.lanes.batch.leave_all([s for s in self.lanes.batch if s.scheduled != builder.number])
+        grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
         for seq in complete:
             self.publish(seq)
         if not builder.preempted:
@@ -118,19 +127,22 @@ class Scheduler:
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        self._had_vision, self._starved_text = bool(images), builder.starves(chain(self.running, self.waiting))
-        seated = [*self.batch]
+        mine = (seq for seq in self.running if seq.lane == self.lanes.now)
+        self._had_vision, self._starved_text = bool(images), builder.starves(chain(mine, self.waiting))
+        seated = [*self.lanes.batch]
         if not builder.rows and not images and not seated:
             return None
         self.steps += 1
-        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, builder.vision.owners))
+        lane = self.lanes.now
+        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, builder.vision.owners, lane))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
         openings = tuple(builder.openings)
         moves = () if self.pool.host is None else self.pool.host.take_moves()
-        change = self.batch.change(grown)
-        return Step(self.steps, tuple(builder.rows), images, tuple(builder.resets), openings, closings, moves, change)
+        change = self.lanes.batch.change(grown)
+        rows, resets = tuple(builder.rows), tuple(builder.resets)
+        return Step(self.steps, rows, images, resets, openings, closings, moves, change, lane)
 
     def _serve(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances sequences that run, in order, while tokens are left."""
@@ -143,9 +155,9 @@ class Scheduler:
 
     def _unseated(self) -> list[Sequence]:
         """Those that run without a seat, in order."""
-        if self.order.moves and len(self.batch) < len(self.running):
+        if self.order.moves and len(self.lanes.batch) < self.lanes.sizes[self.lanes.now]:
             self.order.sort(self.running)
-        return [seq for seq in self.running if seq.seat < 0]
+        return [seq for seq in self.running if seq.seat < 0 and seq.lane == self.lanes.now]
 
     def _skips_vision(self) -> bool:
         """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
@@ -235,7 +247,7 @@ class Scheduler:
             if seq.siblings:
                 draws += self._fork(seq, builder)
             if settles(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
-                self.batch.join(seq, len(builder.rows))
+                self.lanes.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
         spans = (SeenSpan(0, count),) if self.limits.whole else ()
@@ -245,13 +257,8 @@ class Scheduler:
 
     def publish(self, seq: Sequence) -> None:
         """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
-        if not self.limits.caching:
-            return
-        seq.chain.extend(seq.tokens, min(seq.computed, seq.known()))
-        full = min(len(seq.chain.keys), min(seq.computed, seq.known()) // self.limits.block_size)
-        for i in range(seq.published, full):
-            self.pool.publish(seq.blocks[i], seq.chain.keys[i])
-        seq.published = max(seq.published, full)
+        if self.limits.caching:
+            publish(seq, self.pool, self.limits.block_size)
 
     # Sequences that branch off
 
@@ -264,15 +271,11 @@ class Scheduler:
                 self.enqueue(sibling)
                 continue
             sibling.slot = self.slots.pop()
-            sibling.blocks = seq.blocks[:full]
-            self.pool.share(sibling.blocks)
             # Each sibling writes into the block that holds the prompt's end, so it computes that block itself.
-            sibling.computed, sibling.published = full * self.limits.block_size, full
-            sibling.entered = seq.entered
-            sibling.long, sibling.chain = seq.long, seq.chain.branch() if seq.long else sibling.chain
-            sibling.stats.cached_tokens = sibling.computed
+            sibling.branch(seq, full, self.limits.block_size)
+            self.pool.share(sibling.blocks)
             builder.reset(sibling, self._biased)
-            self.start_running(sibling)
+            self.start_running(sibling, seq.lane)
             drawn.append(builder.draw(sibling))
             builder.scheduled.append(sibling)
             sibling.scheduled = builder.number
@@ -288,7 +291,7 @@ class Scheduler:
         """
         size = self.limits.block_size
         at = self.held_back = 0
-        while at < len(self.waiting) and builder.tokens and self.admits:
+        while at < len(self.waiting) and builder.tokens and self.admits and self.lanes.room(len(self.waiting) - at):
             if self.order.reserves(seq := self.waiting[at], self.running):
                 return
             if seq.outgrows(self.limits.long_from):
@@ -314,12 +317,13 @@ class Scheduler:
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
             self.prefix_queries += len(seq.tokens)
             self.prefix_hits += seq.computed
-            self.start_running(seq)
+            self.start_running(seq, self.lanes.now)
             self._advance(seq, builder)
 
-    def start_running(self, seq: Sequence) -> None:
-        """Puts a sequence that has its slot among those that run."""
+    def start_running(self, seq: Sequence, lane: int | None = None) -> None:
+        """Puts a sequence that has its slot among those that run; no ``lane``: into the one with the fewest."""
         seq.status = SequenceStatus.RUNNING
+        self.lanes.enter(seq, self.lanes.least if lane is None else lane)
         if self.fair is not None:
             self.fair.started(seq)
         self.order.insert(seq, self.running)
@@ -363,8 +367,7 @@ class Scheduler:
     def leave(self, seq: Sequence) -> None:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
         self.running.remove(seq)
-        if seq.seat >= 0:
-            self.batch.leave(seq)
+        self.lanes.gone(seq)
         for key in self.arena.pinned_by(seq.key):
             self.arena.unpin(key, seq.key)
         if seq.opened:
@@ -393,8 +396,5 @@ class Scheduler:
         holders = [*self.running, *self.leaving]
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
-        self.batch.check(self.running)
-        slots = {seq.slot for seq in holders}
-        assert len(slots) == len(holders) and not slots & set(self.slots)
-        assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in self.waiting)
-        assert all(len(seq.blocks) * self.limits.block_size >= seq.computed for seq in holders)
+        self.lanes.check(self.running)
+        check_holders(holders, self.waiting, self.slots, self.limits.block_size)

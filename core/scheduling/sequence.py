@@ -59,6 +59,7 @@ class Sequence:
     inflight: int = 0
     scheduled: int = 0  # number of the last Step that computes it
     seat: int = -1  # its place in ``RunningBatch``; -1: none, so that a Step describes it by a Row
+    lane: int = 0  # while it runs: the steps that may name it
     requeue: bool = False
     ended: bool = False
     published: int = 0
@@ -188,6 +189,14 @@ class Sequence:
             return PoolSpan(0, 1)
         return PoolSpan(count - 1, count) if kind == LAST and end == self.prompt else None
 
+    def branch(self, seq: Sequence, count: int, size: int) -> None:
+        """Begins behind the first ``count`` blocks, of ``size`` tokens, of a choice of the same request."""
+        self.blocks = seq.blocks[:count]
+        self.computed, self.published = count * size, count
+        self.entered = seq.entered
+        self.long, self.chain = seq.long, seq.chain.branch() if seq.long else self.chain
+        self.stats.cached_tokens = self.computed
+
     def repeats(self, pattern: Repetition | None) -> bool:
         """Whether its output ends in ``pattern`` again and again; not before min_tokens."""
         end = self.known()
@@ -212,6 +221,17 @@ class MediaStart(NamedTuple):
 
     sequence: Sequence
     start: int
+
+
+def check_holders(holders: list[Sequence], waiting: list[Sequence], free: list[int], size: int) -> None:
+    """Asserts that those that hold blocks have slots of their own, none of them ``free``, and those that wait none.
+
+    ``size``: tokens of a KV block.
+    """
+    slots = {seq.slot for seq in holders}
+    assert len(slots) == len(holders) and not slots & set(free)
+    assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in waiting)
+    assert all(len(seq.blocks) * size >= seq.computed for seq in holders)
 
 
 def _on_all_axes(positions: Int32) -> Int32:

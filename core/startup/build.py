@@ -25,6 +25,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.base import Executor
 from trencadis.core.executor.ranks import Place, asked_threads, check_size, threads_of
 from trencadis.core.executor.uniproc import Uniproc
+from trencadis.core.graphs.agree import Agreement
 from trencadis.core.graphs.pace import Pace
 from trencadis.core.graphs.watch import GraphWatch
 from trencadis.core.kv.arena import Arena
@@ -48,6 +49,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
@@ -88,6 +90,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     progress("config", config.model)
     model_config = load_model(config)
     check_size(model_config, config.tensor_parallel_size)
+    staged(model_config, config.pipeline_parallel_size, config.pipeline_layer_partition)
     executor, opened = _executor(config, lie, progress)
     backend, limits, plan, watch = opened.rank.backend, opened.limits, opened.plan, opened.watch
     scheduler = Scheduler(
@@ -111,7 +114,7 @@ def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[
         opened = open_rank(config, Place(), progress)
         return Uniproc(opened.rank, opened.depth, opened.overlaps), opened
     if find_spec("msgspec") is None:
-        raise StartupError("--tensor-parallel-size above 1 needs the msgspec package: pip install msgspec")
+        raise StartupError("several ranks need the msgspec package: pip install msgspec")
     from trencadis.core.executor import mp  # needs the codec, which one rank does without
     from trencadis.core.executor.launchers import launcher_of
 
@@ -131,7 +134,7 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     Raises:
         StartupError: one line that says what does not fit or is not supported, and what would.
     """
-    model_config = load_model(config)
+    model_config = staged(load_model(config), place.stages, config.pipeline_layer_partition)[place.stage]
     device, index, line = choose(config.device)
     if line and place.rank == 0:
         log.info(line)
@@ -143,35 +146,10 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     host_tier.check(config, policy, device)
     _check_pooling(config, model_config, policy)
     check_attention(config, model_config, policy)
+    check_ranks(model_config, device, policy)
     dtype: torch.dtype = package.pick_dtype(config.dtype, model_config.dtype)
     limits = shape_limits(config, model_config, policy, ImageNeeds())
-    settings = BackendConfig(
-        dtype=dtype,
-        block_size=limits.block_size,
-        max_tokens=max(limits.max_tokens, limits.max_rows),
-        max_rows=limits.max_rows,
-        vocab_size=model_config.text.vocab,
-        index=index,
-        max_blocks_per_row=row_blocks(model_config.text, limits.block_size),
-        heads=model_config.text.heads,
-        kv_heads=model_config.text.kv_heads,
-        head_dim=model_config.text.head_dim,
-        vision_head_dim=model_config.vision.head_dim if model_config.vision else 0,
-        windows=model_config.text.windows,
-        upto=model_config.text.upto,
-        batch_invariant=config.batch_invariant,
-        rank=place.rank,
-        world=place.world,
-        rendezvous=place.rendezvous,
-        local_rank=place.card,
-        local_world=place.cards,
-        options={
-            "policy": config.policy,
-            "threads": str(threads_of(config.threads, place.local_world)),
-            **registry.family_options(model_config.architecture),
-        },
-    )
-    backend = make(settings)
+    backend = make(backend_config(config, model_config, place, dtype, limits, index))
     check_kv(device, model_config, backend.policy)
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
@@ -184,7 +162,43 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         seconds = step_seconds(runner.model, limits.max_tokens)
     depth = backend.policy.depth if config.async_depth is None else config.async_depth
+    if place.stages > 1:
+        depth = place.stages - 1  # a Step for each stage
     return OpenedRank(runner, plan, limits, watch, depth, depth > 0 and backend.policy.overlaps, seconds)
+
+
+def backend_config(
+    config: EngineConfig, model: ModelConfig, place: Place, dtype: torch.dtype, limits: ShapeLimits, index: int
+) -> BackendConfig:
+    """What a rank's backend is made for; ``index``: of the engine's first card."""
+    return BackendConfig(
+        dtype=dtype,
+        block_size=limits.block_size,
+        max_tokens=max(limits.max_tokens, limits.max_rows),
+        max_rows=limits.max_rows,
+        vocab_size=model.text.vocab,
+        index=index,
+        max_blocks_per_row=row_blocks(model.text, limits.block_size),
+        heads=model.text.heads,
+        kv_heads=model.text.kv_heads,
+        head_dim=model.text.head_dim,
+        vision_head_dim=model.vision.head_dim if model.vision else 0,
+        windows=model.text.windows,
+        upto=model.text.upto,
+        batch_invariant=config.batch_invariant,
+        rank=place.peer,
+        world=place.peers,
+        stage=place.stage,
+        stages=place.stages,
+        rendezvous=place.rendezvous,
+        local_rank=place.card,
+        local_world=place.cards,
+        options={
+            "policy": config.policy,
+            "threads": str(threads_of(config.threads, place.local_world)),
+            **registry.family_options(model.architecture),
+        },
+    )
 
 
 def _check_pooling(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
@@ -226,6 +240,7 @@ def _host(
     )  # fmt: skip
     model.bind(made)
     runner = Runner(backend, model, Plan(backend.policy, block_size=plan.block_size))
+    runner.pass_by(made)
     return runner, with_host_blocks(config, runner, made, plan)
 
 
@@ -239,7 +254,7 @@ def _cache_plan(config: EngineConfig, model: ModelConfig, backend: Backend, limi
         arena_images=config.encoder_cache_images,
     )
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
-    (available,) = backend.comm.least([backend.memory.free()])
+    (available,) = Agreement(backend).over_stages(backend.memory.free())
     kept, size = backend.policy.quantised, backend.dtype.itemsize
     plan = plan_cpu(model, asked, size, available, images.tokens, backend.comm.world, kept)
     return dataclasses.replace(plan, notes=(*form_notes(model, size, backend.policy), *plan.notes))
@@ -270,6 +285,7 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         caching=config.enable_prefix_caching and model.text.causal,
         whole=not model.text.causal,
         fair=config.scheduling_policy == "fair",
+        stages=config.pipeline_parallel_size,
         by_priority=config.scheduling_policy == "priority",
         aging=config.priority_aging,
         seed=config.seed,
@@ -310,4 +326,5 @@ def step_seconds(model: Decoder, tokens: int) -> float:
             started = time.perf_counter()
             mlp(x)
             taken.append(time.perf_counter() - started)
-    return min(taken[1:]) / PROBE_ROWS * (model.nbytes() / mlp.nbytes()) * tokens
+    whole = model.nbytes() * model.config.text.layers / len(model.layers)
+    return min(taken[1:]) / PROBE_ROWS * (whole / mlp.nbytes()) * tokens

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trencadis.core.backend import Backend
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
@@ -27,10 +27,12 @@ from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.profile import PROFILE_BLOCKS, profile
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.graphs.watch import GraphWatch
-from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cache, sampler_state
+from trencadis.core.launches.persistent import hidden_rows, image_arena, kv_cache, sampler_state, stream_rows
+from trencadis.core.launches.pipe import LAST
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import measured
+from trencadis.core.memory.asked_kv import kv_asked
 from trencadis.core.memory.estimate import costliest
 from trencadis.core.memory.host_plan import CachePlan
 from trencadis.core.memory.ledger import Before, Division, check_room, divide
@@ -41,8 +43,9 @@ from trencadis.core.models.interface import Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice, kv_asked
+from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.core.startup.host_tier import with_host_blocks
+from trencadis.core.startup.stages import planned_stage
 
 SAID = ("max_model_len", "graphs:", "weights:", "KV cache:", "--kv-cache-dtype")
 """How notes of the paper plan begin that users must know."""
@@ -141,13 +144,15 @@ class DeviceStart:
         meter.book("arena")
         state = sampler_state(c, b, limits.max_rows)
         meter.book("state")
-        hidden = hidden_rows(c, b, max(limits.max_tokens, limits.max_rows))
+        most = max(limits.max_tokens, limits.max_rows)
+        hidden, stream = hidden_rows(c, b, most), stream_rows(c, b, most)
         meter.book("hidden")
         small = kv_cache(c, b, PROFILE_BLOCKS - RESERVED_BLOCKS, limits.block_size)
         meter.book("profile")
-        tensors = Persistent(small, hidden, arena, state)
+        tensors = Persistent(small, hidden, arena, state, stream)
         model.bind(tensors)
         runner = Runner(b, model, plan, GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip"))
+        runner.pass_by(tensors)
         for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.book("inputs")
@@ -161,20 +166,25 @@ class DeviceStart:
 
         The KV cache must hold one request of max_model_len.
         """
-        total, free = Agreement(self.backend).least(own.total, own.free)
+        agreement = Agreement(self.backend)
+        total, free = agreement.least(own.total, own.free)
         before = dataclasses.replace(own, total=total, others=own.others + total - free - own.taken)
         config, limits, settings = self.config, self.paper.limits, self.paper.settings
         block = self.paper.sized.block_bytes(limits.block_size)
-        of, multimodal = self.backend.policy.utilisation_of, self.model_config.vision is not None
+        of, multimodal = self.backend.policy.utilisation_of, self.model_config.sees
         args = (before, config.gpu_memory_utilization, of, settings, block, multimodal)
         division = divide(*args)
-        fits = division.blocks * limits.block_size
+        fits = agreement.over_stages(division.blocks)[0] * limits.block_size
         if config.max_model_len is None and 0 < fits < limits.max_model_len:
             limits = dataclasses.replace(limits, max_model_len=fits)
         else:
             division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
         asked = kv_asked(config, block)
-        return Divided(limits, division if asked is None else divide(*args, kv_bytes=asked))
+        division = division if asked is None else divide(*args, kv_bytes=asked)
+        (count,) = agreement.over_stages(division.blocks)
+        if count < division.blocks:
+            division = divide(*args, kv_bytes=(count + RESERVED_BLOCKS) * block)
+        return Divided(limits, division)
 
     def _kv(
         self, model: Model, tensors: Persistent, meter: Meter, limits: ShapeLimits, division: Division
@@ -185,7 +195,7 @@ class DeviceStart:
         tensors.kv = kv_cache(self.model_config, self.backend, -RESERVED_BLOCKS, limits.block_size)
         model.bind(tensors)  # empty tensors: the bodies hold the small cache through the model
         meter.book("profile")
-        (held,) = Agreement(self.backend).least(self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block))
+        (held,) = Agreement(self.backend).over_stages(self.backend.kv_blocks(division.blocks + RESERVED_BLOCKS, block))
         held -= RESERVED_BLOCKS
         tensors.kv = kv_cache(self.model_config, self.backend, held, limits.block_size)
         model.bind(tensors)
@@ -225,7 +235,7 @@ class DeviceStart:
             division,
             self.paper.settings,
             self.paper.prices,
-            multimodal=self.model_config.vision is not None,
+            multimodal=self.model_config.sees,
             least_kv=(limits.row_blocks + RESERVED_BLOCKS) * block,
             block_bytes=block,
             journal=Journal(self.config.skip_captures, self.progress.capture),
@@ -275,14 +285,21 @@ def _key(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> m
 def _paper(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, images: ImageNeeds, key: measured.Key
 ) -> Planned:
-    """The dry run on the memory of the fullest rank."""
+    """The dry run on the memory of the fullest rank of this stage; the model length is what all stages hold."""
     agreement, comm, memory = Agreement(backend), backend.comm, backend.memory
     total, free = agreement.least(memory.total(), memory.free())
     device = PlannedDevice(backend.name, total, total - free, comm.world, backend.dtype.itemsize)
     asked, known = bucket_env.read(os.environ), measured.load(key, measured.folder())
-    paper = DryRun(config, model_config, backend.policy, asked, images, device, known).planned()
+    start = DryRun(config, model_config, backend.policy, asked, images, device, known)
+    paper = planned_stage(start)
+    (length,) = agreement.over_stages(paper.limits.max_model_len)
+    if length < paper.limits.max_model_len:
+        paper = planned_stage(dataclasses.replace(start, at_most=length))
     mine = zlib.crc32(repr((paper.plan.buckets, paper.limits, paper.settings, paper.arena_rows)).encode())
-    if len({*agreement.least(mine), *agreement.most(mine)}) > 1:
+    text = tuple(b for b in paper.plan.buckets if b.stage not in (Stage.VISION, *LAST))
+    common = zlib.crc32(repr((text, paper.limits, paper.arena_rows)).encode())
+    least, most = agreement.over_stages(common, -common)
+    if len({*agreement.least(mine), *agreement.most(mine)}) > 1 or least != -most:
         raise StartupError("the ranks planned different shapes: a file of buckets or measurements has just changed")
     return paper
 

@@ -11,9 +11,11 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import shares
+from trencadis.core.launches.pipe import own_plan
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import host_tier
+from trencadis.core.memory.asked_kv import check_kv_asked, kv_asked, kv_flag
 from trencadis.core.memory.estimate import Sized, any_inputs, before, costliest
 from trencadis.core.memory.graph_budget import GraphSelection, Price
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
@@ -89,13 +91,6 @@ def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
     )
 
 
-def kv_asked(config: EngineConfig, block_bytes: int) -> int | None:
-    """Bytes of KV cache that the user asked for, in blocks or in bytes; None: as much as fits."""
-    if config.num_gpu_blocks_override is not None:
-        return (config.num_gpu_blocks_override + RESERVED_BLOCKS) * block_bytes
-    return config.kv_cache_memory_bytes
-
-
 def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, images: ImageNeeds) -> ShapeLimits:
     """The limits of a configuration, defaults filled in.
 
@@ -127,7 +122,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
 
 @dataclass(frozen=True)
 class DryRun:
-    """Plans a start-up without loading anything."""
+    """Plans a start-up without loading anything; ``at_most``: the model length that other stages hold, 0: any."""
 
     config: EngineConfig
     model: ModelConfig
@@ -136,6 +131,7 @@ class DryRun:
     images: ImageNeeds
     device: PlannedDevice
     measured: Measured | None = None
+    at_most: int = 0
 
     @property
     def sized(self) -> Sized:
@@ -148,7 +144,7 @@ class DryRun:
     @property
     def multimodal(self) -> bool:
         """Whether text and VISION graphs share the bytes for prompts."""
-        return self.model.vision is not None
+        return self.model.sees
 
     def planned(self) -> Planned:
         """The plan and the ledger of one device.
@@ -188,6 +184,8 @@ class DryRun:
     def _planned(self) -> Planned:
         check_kv(self.device.name, self.model, self.policy)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
+        if self.at_most:
+            limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
         if not self.policy.rules:
             return self._unplanned(limits)
         plan = self._plan(limits)
@@ -223,7 +221,7 @@ class DryRun:
         )
 
     def _plan(self, limits: ShapeLimits) -> Plan:
-        return make_plan(self.policy, limits, self.asked, self.model)
+        return own_plan(make_plan(self.policy, limits, self.asked, self.model), self.model.share)
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """The configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
@@ -278,7 +276,8 @@ class DryRun:
     def _host_blocks(self, limits: ShapeLimits) -> list[str]:
         """The line about KV blocks in host memory, if they are asked for."""
         host_tier.check(self.config, self.policy, self.device.name)
-        block, ranks = self.sized.block_bytes(limits.block_size), self.device.ranks
+        share, ranks = self.model.share, self.device.ranks
+        block = self.sized.block_bytes(limits.block_size) // len(share.layers) * self.model.text.layers
         count = host_tier.blocks(self.config, block, ranks)
         return [host_tier.note(count, block, limits.block_size, ranks)] if count else []
 
@@ -299,8 +298,8 @@ class DryRun:
         division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
         asked = kv_asked(self.config, block)
         if asked is not None:
-            flag = _kv_flag(self.config)
-            _check_kv(flag, asked, division)
+            flag = kv_flag(self.config)
+            check_kv_asked(flag, asked, division)
             division = divide(*args, kv_bytes=asked)
             if division.blocks < limits.row_blocks:
                 raise StartupError(
@@ -385,16 +384,3 @@ class DryRun:
         known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
         known["activations"] = self._activations(plan, limits)[1]
         return tuple(name for name, value in known.items() if not value)
-
-
-def _kv_flag(config: EngineConfig) -> str:
-    """The flag that ``kv_asked`` follows, with its value."""
-    if config.num_gpu_blocks_override is not None:
-        return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
-    return f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
-
-
-def _check_kv(flag: str, asked: int, division: Division) -> None:
-    available = division.usable - division.graphs
-    if asked > available:
-        raise StartupError(f"{flag} is {asked} bytes, more than the {available} that are left for it.")

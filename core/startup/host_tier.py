@@ -9,6 +9,7 @@ import torch
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.graphs.agree import Agreement
 from trencadis.core.launches.host_blocks import CopyingBackend, HostKV, block_parts
 from trencadis.core.launches.runner import Runner
 from trencadis.core.layout import RESERVED_BLOCKS
@@ -31,12 +32,14 @@ def with_host_blocks(config: EngineConfig, runner: Runner, held: Persistent, pla
     backend = runner.backend
     parts = block_parts(held.kv, plan.num_blocks + RESERVED_BLOCKS)
     block, world = sum(part.shape[1] for part in parts), backend.comm.world
-    count = host_tier.blocks(config, block, world, free_host())
+    share = runner.model.config.share
+    whole = block // len(share.layers) * runner.model.config.text.layers  # on all pipeline stages
+    (count,) = Agreement(backend).over_stages(host_tier.blocks(config, whole, world, free_host()))
     rows = held.hidden[1:].view(-1).view(torch.uint8)
     if len(rows) < block:
         tokens = -(-block // (held.hidden.shape[1] * held.hidden.element_size()))
         works = f"--max-num-batched-tokens {tokens} holds one"
         raise StartupError(f"{host_tier.asked(config)}: a block goes through the rows of a step; {works}")
     runner.host_kv = HostKV(cast(CopyingBackend, backend), parts, count, rows[:block])
-    note = host_tier.note(count, block, plan.block_size, world)
+    note = host_tier.note(count, whole, plan.block_size, world)
     return replace(plan, host_blocks=count, notes=(*plan.notes, note))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend, Ops, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.source import Source
@@ -51,15 +52,18 @@ class ClipExit:
 
 
 class Llava(Decoder):
-    """``core.models.interface.Model`` with images."""
+    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, ClipTower)
-        c, ops, comm = config.vision, backend.ops, backend.comm
+        if not self.share.starts:
+            return
+        tower = held_whole(backend) if config.own_towers else backend
+        c, ops, comm = config.vision, backend.ops, tower.comm
         self.tower, self.patch = c, Linear(ops, comm)
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps)
-        self.blocks = [ViTBlock(backend, c, True, c.eps, c.activation) for _ in range(c.depth)]
+        self.blocks = [ViTBlock(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
         part = (ColumnPart("linear_1", c.out_hidden, 1),)
         self.widen = Columns(ops, comm, c.hidden, part, bias=c.projector_bias)
         self.project = Rows(ops, comm, c.out_hidden, c.out_hidden, bias=c.projector_bias)
@@ -71,6 +75,8 @@ class Llava(Decoder):
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
+        if not self.share.starts:
+            return
         c, at = self.tower, "visual.embeddings"
         stored = (c.hidden, CHANNELS, c.patch, c.patch)
         self.patch.pack(source.take(f"{at}.patch_embedding.weight", stored).reshape(c.hidden, -1), None)
@@ -114,6 +120,8 @@ class Llava(Decoder):
         return packed
 
     def nbytes(self) -> int:
+        if not self.share.starts:
+            return super().nbytes()
         own = (
             self.patch.bytes + self.see.table.nbytes + self.first_norm.nbytes() + self.widen.bytes + self.project.bytes
         )

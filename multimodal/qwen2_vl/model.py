@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.source import Source
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
@@ -17,18 +18,24 @@ from trencadis.multimodal.qwen2_vl.tower import VisionTower
 
 
 class Qwen2VL(Decoder):
-    """``core.models.interface.Model`` with images."""
+    """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
+
+    tower: VisionTower
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, Qwen25Tower)
+        if not self.share.starts:
+            return
         read = read_preprocessing(config.path)
         unit = config.aligned(backend.policy.aligned)
-        self.tower = VisionTower(backend, config.vision, CLIP if read is None else read.colours, unit)
+        tower = held_whole(backend) if config.own_towers else backend
+        self.tower = VisionTower(tower, config.vision, CLIP if read is None else read.colours, unit)
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
-        self.tower.load(source, "visual")
+        if self.share.starts:
+            self.tower.load(source, "visual")
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed windows and writes their tokens to ``arena[rows]``."""
@@ -39,7 +46,7 @@ class Qwen2VL(Decoder):
         return pack_whole(images, slots)
 
     def nbytes(self) -> int:
-        return super().nbytes() + self.tower.nbytes()
+        return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen2VL:

@@ -98,15 +98,15 @@ class EngineLink:
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
-            self.alive = False
-            self.fail_all()
-            for task in helpers:
-                task.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
-            await self.close()
+            await self.close(helpers)
 
-    async def close(self) -> None:
-        """Gives the process half a second to exit with its own code, then kills and reaps it."""
+    async def close(self, helpers: Sequence[asyncio.Task[None]]) -> None:
+        """Ends all requests; gives the process half a second to exit with its own code, then kills and reaps it."""
+        self.alive = False
+        self.fail_all()
+        for task in helpers:
+            task.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
         if self.writer is not None:
             self.writer.transport.abort()
             with contextlib.suppress(OSError):

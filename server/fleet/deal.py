@@ -36,5 +36,5 @@ def deal(config: EngineConfig, size: int, environ: Mapping[str, str] | None = No
         )
         return [config] * size
     name, first, _ = choose(config.device)
-    cards = config.tensor_parallel_size
+    cards = config.ranks
     return [dataclasses.replace(config, device=f"{name}:{first + i * cards}") for i in range(size)]

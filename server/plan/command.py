@@ -19,11 +19,14 @@ from trencadis.core.executor.ranks import check_size
 from trencadis.core.memory import measured
 from trencadis.core.models import registry
 from trencadis.core.shapes import options as bucket_env
+from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.core.startup.stages import planned_stages
 from trencadis.multimodal.processor import FILES
 from trencadis.server.config import argv, cmdline, hub, values
 from trencadis.server.config.settings import resolve
 from trencadis.server.plan import report as plan_report
+from trencadis.server.plan.pipeline import pipeline_report
 from trencadis.server.plan.replay import StepNeeds
 
 USAGE = """\
@@ -34,6 +37,8 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
 
   --memory SIZE      memory of one device, e.g. 96GiB (required)
   --others SIZE      memory that other programs hold (default 0)
+  --nodes N          machines that the ranks are on, as many on each (default --nnodes), for what crosses between them
+  --batch N          requests that decode at a time, for the time that pipeline stages wait (default --max-num-seqs)
   --json             everything as JSON
   --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
   --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
@@ -43,6 +48,7 @@ MODEL is a folder or hub id, of which only JSON files are read (default: the bun
 """
 
 SIZED_OPTIONS = ("memory", "others")
+COUNTED_OPTIONS = ("nodes", "batch")
 FILE_OPTIONS = ("plot", "trace", "card")
 
 
@@ -52,6 +58,8 @@ class PlanOptions:
 
     memory: int = 0
     others: int = 0
+    nodes: int = 1
+    batch: int = 0
     plot: str = ""
     trace: str = ""
     card: str = ""
@@ -75,9 +83,15 @@ def main(words: Sequence[str]) -> int:
     if model.vision is not None and any((path / name).is_file() for name in FILES):
         # Raises for options that the API process would refuse.
         registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
-    planned = plan_for(config, model, own.memory, own.others)
+    plans = plans_for(config, model, own.memory, own.others)
+    planned = plans[0]
     sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
     report = plan_report.report(planned, config, model, sizes)
+    report["notes"] += refused_start(config, planned)
+    nodes = max(own.nodes, config.nnodes)
+    if len(plans) > 1 or nodes > 1:
+        report["pipeline"] = pipeline_report(plans, nodes, own.batch)
+        report["notes"] += [note for p in plans[1:] for note in p.notes]
     report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
     report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
     needs: list[StepNeeds] = []
@@ -114,11 +128,11 @@ def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             own.by_blocks = True
         elif name == "time":
             own.time = True
-        elif name in SIZED_OPTIONS or name in FILE_OPTIONS:
+        elif name in (*SIZED_OPTIONS, *FILE_OPTIONS, *COUNTED_OPTIONS):
             if not sign and not queue:
                 raise StartupError(f"--{name} needs a value.")
             text = value if sign else queue.pop(0)
-            setattr(own, name, values.size(text, f"--{name}") if name in SIZED_OPTIONS else text)
+            setattr(own, name, _value(name, text))
         else:
             rest.append(word)
     if own.memory <= 0:
@@ -126,6 +140,16 @@ def _options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             "plan needs the memory of one device, e.g. --memory 96GiB, because there is no device to ask."
         )
     return own, rest
+
+
+def _value(name: str, text: str) -> int | str:
+    if name in SIZED_OPTIONS:
+        return values.size(text, f"--{name}")
+    if name in FILE_OPTIONS:
+        return text
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise StartupError(f"--{name} {text[:40]}: a whole number from 1 on is needed.")
+    return int(text)
 
 
 def _folder(config: EngineConfig) -> Path:
@@ -138,16 +162,33 @@ def _folder(config: EngineConfig) -> Path:
 
 
 def plan_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> Planned:
-    """Plans the start-up of ``config`` on devices of ``memory`` bytes each."""
+    """Plans the start-up of ``config`` on devices of ``memory`` bytes each; of several stages, the first."""
+    return plans_for(config, model, memory, others)[0]
+
+
+def refused_start(config: EngineConfig, planned: Planned) -> list[str]:
+    """The line about what a device's plan has and its backend has not."""
+    try:
+        check_ranks(planned.sized.model, likely(config.device), planned.plan.policy)
+    except StartupError as error:
+        return [f"a start would be refused: {error}."]
+    return []
+
+
+def plans_for(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> tuple[Planned, ...]:
+    """Plans each pipeline stage of the start-up of ``config`` on devices of ``memory`` bytes each."""
     name = likely(config.device)
     policy = policy_of(name, config.policy)
     ranks = config.tensor_parallel_size
     check_size(model, ranks)
+    parts = staged(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
     itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
-    key = measured.Key(
-        measured.fingerprint(model), name, f"{8 * itemsize} bit", ranks, config.block_size or policy.block_sizes[0]
-    )
-    known = measured.nearest(key, measured.folder())
     images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
     device = PlannedDevice(name, memory, others, ranks, itemsize)
-    return DryRun(config, model, policy, bucket_env.read(os.environ), images, device, known).planned()
+    asked, starts = bucket_env.read(os.environ), []
+    for part in parts:
+        block = config.block_size or policy.block_sizes[0]
+        key = measured.Key(measured.fingerprint(part), name, f"{8 * itemsize} bit", ranks, block)
+        known = measured.nearest(key, measured.folder())
+        starts.append(DryRun(config, part, policy, asked, images, device, known))
+    return planned_stages(starts)

@@ -80,7 +80,8 @@ def image_lines(planned: Planned, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 def text(report: Report) -> str:
     """The report as tables."""
-    parts = [_head(report), _ledger(report), _pools(report), _buckets(report)]
+    ledgers = _pipeline(report, report["pipeline"]) if "pipeline" in report else _ledger(report)
+    parts = [_head(report), ledgers, _pools(report), _buckets(report)]
     if report["images"]:
         parts.append(_images(report["images"]))
     if "trace" in report:
@@ -122,12 +123,38 @@ def _ledger(r: Report) -> str:
     return f"memory of one device (usable {gib(r['usable'])})\n{table(rows)}\n{ends}"
 
 
+def _pipeline(r: Report, p: dict[str, Any]) -> str:
+    """A column a stage, then what crosses and who waits."""
+    stages = p["stages"]
+    rows: list[tuple[object, ...]] = [("", *(f"stage {s['stage']}" for s in stages))]
+    rows.append(("layers", *(f"{s['layers'][0]}..{s['layers'][1] - 1}" for s in stages)))
+    rows.append(("beside them", *(" ".join(s["holds"]) or "-" for s in stages)))
+    if p["ranks_of_a_node"] < r["ranks"] * len(stages):
+        rows.append(("node", *(s["node"] for s in stages)))
+    rows += [
+        (name, *(gib(s["ledger"][i]["bytes"]) for s in stages))
+        for i, name in enumerate(row["name"] for row in stages[0]["ledger"])
+    ]
+    rows.append(("total", *(gib(s["total"]) for s in stages)))
+    crosses = p["crossing"]
+    each = [f"{gib(crosses[kind]['bytes'])} for {crosses[kind]['tokens']} tokens" for kind in ("decode", "prefill")]
+    over = f", {crosses['over_nodes']} of them between nodes" if crosses["over_nodes"] else ""
+    lines = [
+        f"memory of one device of each stage\n{table(rows)}",
+        f"KV cache: {r['kv_blocks']} blocks, {r['concurrency']} requests of the full length",
+        f"a step hands on {' or '.join(each)}, on each of {crosses['links']} links{over}",
+        f"with {p['batch']} decoding requests {p['steps_in_flight']} steps are in flight, and stages wait "
+        f"{100 * p['bubble']:.1f} % of the time",
+    ]
+    return "\n".join(lines)
+
+
 def _pools(r: Report) -> str:
     if not any(p["budget"] for p in r["pools"].values()):
         return "graphs: the device captures none"
     rows: list[tuple[object, ...]] = [("pool", "budget", "graphs")]
     rows += [(name, gib(p["budget"]), gib(p["planned"])) for name, p in r["pools"].items()]
-    return f"graph pools\n{table(rows)}"
+    return f"graph pools{_of_first(r)}\n{table(rows)}"
 
 
 def _buckets(r: Report) -> str:
@@ -145,7 +172,12 @@ def _buckets(r: Report) -> str:
         f"{total['planned']} buckets, {total['captured']} captured; warm-up about {r['warmup_seconds'] / 60:.0f} min"
         f" (planned in {r['seconds_to_plan']} s)"
     )
-    return "shapes\n" + "\n".join(lines) + "\n" + ends
+    return f"shapes{_of_first(r)}\n" + "\n".join(lines) + "\n" + ends
+
+
+def _of_first(r: Report) -> str:
+    """What a heading says where there are several stages."""
+    return " of stage 0" if "pipeline" in r else ""
 
 
 def _sizes(sizes: Sequence[int]) -> str:

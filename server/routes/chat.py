@@ -92,13 +92,11 @@ class ChatRoute:
             choices=[self._choice(i, some) for i, some in enumerate(pieces)],
             system_fingerprint=self.state.settings.fingerprint,
             usage=self.usage,
-            prompt_logprobs=self._prompt_table(first),
+            prompt_logprobs=None if first is None else self._prompt_table(first),
             prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
         )
 
-    def _prompt_table(self, items: list[TokenLogprob | None] | None) -> list[dict[str, Any] | None] | None:
-        if items is None:
-            return None
+    def _prompt_table(self, items: list[TokenLogprob | None]) -> list[dict[str, Any] | None]:
         return prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
 
     def _choice(self, index: int, pieces: list[TextPiece]) -> Choice:

@@ -145,7 +145,7 @@ def test_server_values(line, name, value):
         ("-q int2", "is not one of"),
         ("--enable-lora", "adapters"),
         (["--speculative-config", '{"method": "ngram"}'], "draft model"),
-        ("-pp 2", "--pipeline-parallel-size 2 is refused"),
+        ("-pp 0", "pipeline-parallel-size"),
         ("--tool-parser-plugin p.py", "entry point trencadis.tool_parsers"),
         ("--kv-cache-dtype nvfp4", "--kv-cache-dtype nvfp4 is refused"),
         ("--kv-cache-scales static", "is not one of dynamic, checkpoint"),

@@ -33,8 +33,6 @@ def refused(line):
         ("--engine-use-ray", "ray places its ranks"),
         ("--task transcription", "audio"),
         ("--convert mm_encoder_only", "the vision tower alone"),
-        ("--mm-encoder-tp-mode data", "ranks"),
-        ("--pipeline-parallel-size 0", "--tensor-parallel-size"),
         ("--data-parallel-rank 1", "all engines"),
         ("--quantization gguf", "quantised"),
         ("--max-lora-rank 8", "adapters"),

@@ -63,7 +63,7 @@ def test_pythons_own_values_are_read(given: dict[str, Any], name: str, value: ob
         ({"dtype": 16}, "dtype: '16' is not one of"),
         ({"max_model_len": [1]}, "max_model_len: .* does not fit --max-model-len"),
         ({"enforce_eager": "maybe"}, "enforce_eager"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is refused"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2 is refused"),
         ({"quantization": "gguf"}, "--quantization gguf is refused"),
         ({"enable_lora": True}, "--enable-lora is refused"),
         ({"distributed_executor_backend": "slurm"}, "'slurm' is not one of .*external_launcher, ray"),

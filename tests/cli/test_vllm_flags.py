@@ -169,15 +169,15 @@ def test_a_file_means_the_same(tmp_path: Path) -> None:
     assert (engine.enforce_eager, engine.async_depth, engine.max_num_seqs) == (True, 0, 3)
     assert [note.partition(" has")[0] for note in settings.notes] == ["--compilation-config.mode", "--swap-space"]
     assert settings.sources["max_num_seqs"] == f"file {file}"
-    file.write_text("pipeline-parallel-size: 2\n")
-    assert refusal("--config", str(file)).startswith(f"--config {file}: --pipeline-parallel-size 2 is refused: ")
+    file.write_text("prefill-context-parallel-size: 2\n")
+    assert refusal("--config", str(file)).startswith(f"--config {file}: --prefill-context-parallel-size 2 is refused: ")
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--pipeline-parallel-size", "--pipeline-parallel-size needs a value."),
-        ("--pipeline-parallel-size two", "--pipeline-parallel-size: 'two' is not a whole number."),
+        ("--prefill-context-parallel-size", "--prefill-context-parallel-size needs a value."),
+        ("--prefill-context-parallel-size two", "--prefill-context-parallel-size: 'two' is not a whole number."),
         ("--no-enable-lora=1", "--no-enable-lora takes no value."),
         ("--enable-lora=2", "--enable-lora='2' is neither true"),
         ("--speculative-config {", "--speculative-config: '{' is not a JSON object"),
@@ -297,5 +297,5 @@ def test_help_and_the_page_have_every_row() -> None:
     for row in EVERY:
         assert f"`{row.written}`" in page and row.written in legacy
     assert helptext.text("swap-space").startswith("--swap-space has no effect here: ")
-    assert "--tensor-parallel-size" in helptext.text("pipeline-parallel-size")
+    assert "--tensor-parallel-size" in helptext.text("prefill-context-parallel-size")
     assert (HERE.parent.parent / "docs" / "vllm-flags.md").read_text() == page

@@ -109,7 +109,7 @@ def collectives() -> None:
     """Checks sums and gathers, run and replayed."""
     b = bridge({})
     rank = torch.distributed.get_rank()
-    comm = HpuComm(b, rank, 2)
+    comm = HpuComm(b, BackendConfig(rank=rank, world=2))
 
     class Body(torch.nn.Module):
         def forward(self, x: Any) -> Any:

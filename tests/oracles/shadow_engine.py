@@ -56,7 +56,9 @@ def shadow_engine(
         encoder_slots=256, **more,
     )  # fmt: skip
     slots = seqs + 8
-    rank = ShadowRank(blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host)
+    rank = ShadowRank(
+        blocks, size, rows, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host, stages=limits.stages
+    )  # fmt: skip
     pool = BlockPool(blocks, HostBlocks(host) if host else None)
     scheduler = Scheduler(limits, pool, Arena(rows), slots, Clock())
     _compare_batches(scheduler, rank)
@@ -71,7 +73,7 @@ def _compare_batches(scheduler: Scheduler, rank: ShadowRank) -> None:
     def noted() -> Step | None:
         step = schedule()
         if step is not None:
-            rank.checksums[step.number] = scheduler.batch.checksum()
+            rank.checksums[step.number] = scheduler.lanes.batch.checksum()
         return step
 
     scheduler.schedule = noted  # type: ignore[method-assign]

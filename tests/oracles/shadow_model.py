@@ -7,6 +7,7 @@ arena row overwritten before it is read, any token read from the wrong slot chan
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -107,15 +108,20 @@ class ShadowRank:
     stored: int = 0
     restored: int = 0
     computed: int = 0
-    batch: RankBatch = field(default_factory=RankBatch)
+    stages: int = 1
+    """Pipeline stages that it stands for: no token may be PENDING then."""
+    lanes: dict[int, RankBatch] = field(default_factory=lambda: defaultdict(RankBatch))
     checksums: dict[int, int] = field(default_factory=dict)
     """What the scheduler knows of the batch behind each Step, if somebody asked it."""
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
         assert step.rows or step.images or step.seated, "a Step that does nothing was issued"
-        self.batch.turn(step.batch)
-        listed = (*self.batch.rows(), *step.rows)
+        assert 0 <= step.lane < self.stages
+        batch = self.lanes[step.lane]
+        batch.turn(step.batch)
+        listed = (*batch.rows(), *step.rows)
+        assert self.stages == 1 or all(PENDING not in row.tokens for row in listed), "the first stage lacks a token"
         self.steps += 1
         for move in step.moves:
             self._move(move)
@@ -150,8 +156,8 @@ class ShadowRank:
         rows = [SampleRow(i, slot, sample) for i, (_, slot, sample) in enumerate(draws)]
         launched = launch_head(rows, self.vocab, self.desk, lambda inputs: self._head(draws, inputs))
         if step.batch is not None:
-            self.batch.advance(step.rows, step.batch.joins)
-        assert self.checksums.pop(step.number, None) in (None, self.batch.checksum()), "the rank's batch went astray"
+            batch.advance(step.rows, step.batch.joins)
+        assert self.checksums.pop(step.number, None) in (None, batch.checksum()), "the rank's batch went astray"
         return ShadowPending(out, launched)
 
     def vocabulary(self, data: bytes | bytearray) -> None:

@@ -8,7 +8,7 @@ that none works longer than 1 + 1 / WAVES of the mean.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +114,7 @@ def _cut(keys: Int32, room: ItemRoom) -> tuple[NDArray[np.int64], NDArray[np.int
     return each, size
 
 
-def _padded(values: NDArray[np.integer], size: int, rest: int = 0) -> Int32:
+def _padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
     assert len(values) <= size, f"{len(values)} items do not fit {size}"
     out = np.full(size, rest, np.int32)
     out[: len(values)] = values
@@ -146,7 +146,7 @@ class ItemPlans:
     ) -> Items:
         """For rows of any number of tokens."""
         self.made += 1
-        real = blocks_of(context, counts, tokens, upto)
+        real: Any = blocks_of(context, counts, tokens, upto)
         idle = np.arange(0, surplus, tokens, dtype=np.int32)
         if len(idle):
             rest = QueryBlocks(np.full(len(idle), room.rows, np.int32), idle, np.zeros(len(idle), np.int32))

@@ -44,9 +44,9 @@ NO_KERNEL = (
 class Tape:
     """``with Tape(...).on():`` records."""
 
-    def __init__(self, context: Sequence[int], group: int) -> None:
+    def __init__(self, context: Sequence[int]) -> None:
         self.kernels: list[TapeKernel] = []
-        self._context, self._group = context, group
+        self._context = context
 
     def message(self, x: Tensor) -> None:
         """Adds a collective over ``x``."""
@@ -79,18 +79,21 @@ class Tape:
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
-        kept = JITFunction.run, InterpretedFunction.run
+        kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
+        kept = [kind.run for kind in kinds]
 
         def note(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
             name = getattr(kernel, "__name__", "") or kernel.fn.__name__
             self.launched(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
 
-        JITFunction.run = InterpretedFunction.run = note
+        for kind in kinds:
+            kind.run = note
         try:
             with _Calls(self), torch.no_grad():
                 yield
         finally:
-            JITFunction.run, InterpretedFunction.run = kept
+            for kind, run in zip(kinds, kept, strict=True):
+                kind.run = run
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -204,7 +207,7 @@ class DecodeTapes:
         self.model.bind(held)
         text = self.config.text
         sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
-        tape = self.card.comm.tape = Tape([context + 1] * rows, self.group)
+        tape = self.card.comm.tape = Tape([context + 1] * rows)
         decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
         inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
         sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))

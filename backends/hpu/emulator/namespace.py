@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
-from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
 from trencadis.backends.hpu.emulation import EmulatedBridge, EmulatorHooks
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
@@ -101,6 +101,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=reduced,
         all_gather=gathered,
+        send=lambda x, to: device.kernel(_send, x, to),
+        receive=lambda x, source: device.kernel(_receive, x, source),
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
@@ -158,6 +160,14 @@ def _quiet() -> None:
 
 def _all_reduce(x: Tensor) -> Tensor:
     return x if x.is_meta else all_reduce(x)
+
+
+def _send(x: Tensor, to: int) -> Tensor:
+    return x if x.is_meta else send(x, to)
+
+
+def _receive(x: Tensor, source: int) -> Tensor:
+    return x if x.is_meta else receive(x, source)
 
 
 def _all_gather(x: Tensor, world: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
 from trencadis.backends.hpu.start import capability, settling, stack
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.errors import StartupError
@@ -122,6 +122,8 @@ def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge
         device_name=hpu.get_device_name,
         all_reduce=all_reduce,
         all_gather=all_gather,
+        send=send,
+        receive=receive,
         collective_backend="hccl",
         fused_sdpa=sdpa.apply if sdpa is not None else None,
         fused_rms_norm=rms.apply if rms is not None else None,

@@ -92,7 +92,11 @@ class RayLauncher:
         before = sum(other.id == node.id for other in self.nodes[:number])
         beside = _count(self.nodes)[node.id]
         host = "" if node.here else node.address
-        return Place(number, self._world, self.rendezvous, before, beside, host, masked=self._masked)
+        stages = self._config.pipeline_parallel_size
+        encodes = number < self._world // stages
+        return Place(
+            number, self._world, self.rendezvous, before, beside, host, self._masked, encodes=encodes, stages=stages
+        )
 
     def launch(self, number: int) -> Child:
         """Starts an actor, which starts the rank's process; that comes to this engine."""

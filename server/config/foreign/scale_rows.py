@@ -10,7 +10,6 @@ from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
-_STAGE = "every rank holds all layers; --tensor-parallel-size shares them among the cards of a machine"
 _DATA = "one API process serves all engines of --data-parallel-size, which are on this machine; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _EXPERTS = "no model with experts is served here"
@@ -38,7 +37,6 @@ def _on_ray(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 PARALLEL: tuple[FlagRow, ...] = (
-    refused("pipeline_parallel_size", "int", _STAGE, 1),
     means("worker_use_ray", "bool", "--distributed-executor-backend ray", _on_ray, False),
     refused("engine_use_ray", "bool", "the engine is a process of the server; --distributed-executor-backend ray "
             "places its ranks"),
@@ -47,7 +45,6 @@ PARALLEL: tuple[FlagRow, ...] = (
     free("enable_batch_sharded_sampling", "bool", "every rank samples the whole batch; it would change speed alone"),
     free("max_parallel_loading_workers", "int", "weights are read one tensor at a time"),
     free("enable_shm_tensor_arena", "bool", "how pixels reach a rank changes no answer"),
-    refused("mm_encoder_tp_mode", "str", "ranks share the weights of the vision tower, not the images", "weights"),
     free("enable_hc_sp", "bool", "no model that is served has hyper-connections"),
     refused("device_ids", "list", "--device cuda:1 names a card; CUDA_VISIBLE_DEVICES and HABANA_VISIBLE_MODULES name "
             "several"),

@@ -9,7 +9,6 @@ EVERY: tuple[FlagRow, ...] = (*engine_rows.ROWS, *scale_rows.ROWS, *serving_rows
 ROWS: dict[str, FlagRow] = {row.name: row for row in EVERY}
 
 SHORT: dict[str, str] = {
-    "pp": "pipeline_parallel_size",
     "dpa": "data_parallel_address",
     "dph": "data_parallel_hybrid_lb",
     "dpe": "data_parallel_external_lb",

@@ -18,6 +18,7 @@ from trencadis.backends.cuda.timing.timeline import HostStep, run
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
 from trencadis.core.shapes.costs import layers_values
+from trencadis.server.plan.command import main as plan
 
 
 def steps(before: float, after: float, device: float, count: int = 50) -> list[tuple[HostStep, float]]:
@@ -116,6 +117,13 @@ def test_what_limits_each_model_is_said() -> None:
         print(f"\n{name}, {rows} rows:\n{text[: text.index('  sources:')]}")
     assert said["3B"][0] == said["7B"][0] == "reading weights"
     assert said["72B"][1]["collectives"] > 0.1 * sum(said["72B"][1].values()), "NCCL's sums are a part that counts"
+
+
+def test_plan_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cuda", "--memory", "80GiB", "--time", "--card", "H200"]
+    assert plan(words) == 0
+    told = capsys.readouterr().out
+    assert "decoding on H200" in told and told.count(" rows: TPOT ") == 3 and "limit: " in told and "sources:" in told
 
 
 def test_other_devices_have_no_figures() -> None:

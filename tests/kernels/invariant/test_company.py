@@ -27,7 +27,7 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ways(rng: np.random.Generator) -> tuple[Case, int, list[tuple[Case, int, int]]]:
-    """(a prompt beside a row that leaves it whole, the token that is compared, five times (launch, row, its tokens))."""
+    """(a prompt beside a row that leaves it whole, the token compared, five times (launch, row, its tokens))."""
     context, count = int(rng.integers(0, 500)), int(rng.integers(2, 12))
     last = int(rng.integers(1, count))
     base = dataclasses.replace(

@@ -1,0 +1,46 @@
+"""The part of a model that one pipeline stage holds. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """Layers [first, stop) of a decoder on stage ``stage`` of ``stages``.
+
+    The first stage has the tower, the arena of its rows and the embedding besides; the last has the final norm, the
+    head and the sampler state.
+    """
+
+    first: int
+    stop: int
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def starts(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether tokens are drawn here."""
+        return self.stage == self.stages - 1
+
+    @property
+    def layers(self) -> range:
+        """The decoder's layers that are here."""
+        return range(self.first, self.stop)
+
+    def holds(self, name: str) -> bool:
+        """Whether a weight is needed here, by its canonical name; the embedding's table may be the head, too."""
+        top, _, rest = name.partition(".")
+        if top == "layers":
+            number = rest.partition(".")[0]
+            return not number.isdigit() or int(number) in self.layers
+        if top in ("norm", "lm_head", "project_out", "score", "score_dense"):
+            return self.ends
+        if top == "visual" or top in ("project_in", "embed_positions", "embed_types", "embed_norm"):
+            return self.starts
+        return self.starts or self.ends
