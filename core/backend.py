@@ -15,6 +15,7 @@ from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.devices import BUILT, TABLE, installed, names
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.between import Comm as Comm
 from trencadis.core.launches.between import Pipe as Pipe
 from trencadis.core.launches.tensors import Attn as Attn
 from trencadis.core.launches.tensors import HeadTensors as HeadTensors
@@ -266,21 +267,6 @@ class Memory(Protocol):
 
     def backed(self) -> int | None:
         """Bytes of KV cache that an imitated card can really hold; None: all of it."""
-        ...
-
-
-class Comm(Protocol):
-    """Collectives of the ranks of one pipeline stage; a world of 1 does nothing."""
-
-    rank: int
-    world: int
-
-    def all_reduce(self, x: Tensor) -> Tensor: ...
-
-    def all_gather(self, x: Tensor) -> Tensor: ...
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value over the ranks, compared on the host, independent of the device's work."""
         ...
 
 

@@ -45,7 +45,7 @@ class Quantisation:
         rules: the first that matches a module's name counts.
         ignore: modules in 16 bits: names, ``re:`` patterns, and with ``within`` any part of a dotted name.
         given: scales of the only modules that are quantised as they load; empty: all of the decoder's are.
-        prefixes, inner: (stored, canonical) parts of names (``StoredNames``), by which files call the modules of a tower;
+        prefixes, inner: (stored, canonical) parts of names (``StoredNames``), by which files call modules of the tower;
             the inner ones, with dots at both ends, also those of the decoder.
     """
 

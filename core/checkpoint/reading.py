@@ -155,8 +155,6 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
     text = root.within("text_config") if nested else root
     places = (root, text) if nested else (root,)
     quant = next((read_quantisation(p) for p in places if p.values.get("quantization_config")), None)
-    if quant is not None and family.vision is not None:
-        quant = replace(quant, prefixes=tuple(family.names.prefixes.items()), inner=family.names.inner)
     if root.given("model_type") and root.values["model_type"] != family.model_type:
         root.refuse("model_type", f"it must be {family.model_type}, as architectures names {architecture}")
     return _described(path, architecture, family, root, text, _asked(path, quant, quantization))
@@ -193,7 +191,7 @@ def _described(
     made = family.config(root, text, _tied(root, text, family.tied))
     media = made.media
     if quant is not None:
-        quant = replace(quant, inner=family.names.inner)
+        quant = replace(quant, prefixes=tuple(family.names.prefixes.items()), inner=family.names.inner)
     return ModelConfig(
         path=path,
         architecture=architecture,

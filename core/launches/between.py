@@ -1,4 +1,4 @@
-"""The interface between pipeline stages; ``core.backend`` offers it too. Torch-free."""
+"""The interfaces between ranks: of one pipeline stage, and of stages; ``core.backend`` offers them too. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Comm(Protocol):
+    """Collectives of the ranks of one pipeline stage; a world of 1 does nothing."""
+
+    rank: int
+    world: int
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The smallest of each value over the ranks, compared on the host, independent of the device's work."""
+        ...
 
 
 class Pipe(Protocol):
