@@ -127,10 +127,11 @@ class Rig:
         p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
-        for tensor, zero, sink in (
+        places: Any = (
             *((cache, 0, SINK_BLOCK) for cache in self._caches()),
             (p.arena, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)), (p.hidden, None, 0),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for tensor, zero, sink in places:
             values = rng.standard_normal(tuple(tensor.shape), np.float32)
             if zero is not None:
                 values[zero] = 0

@@ -84,7 +84,8 @@ def test_every_query_sees_each_of_its_keys_once(
     for row, token, begin, stop, part in zip(*items[:5], strict=True):
         if row >= 0:
             held.setdefault((int(row), int(token)), []).append((int(begin), int(stop), int(part)))
-    blocks = blocks_of(*(np.array(x, np.int32) for x in zip(*rows, strict=True)), each, upto)
+    context, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
+    blocks = blocks_of(context, counts, each, upto)
     assert held.keys() == {*zip(blocks.row.tolist(), blocks.token.tolist(), strict=True)} | {
         (room.rows, token) for token in range(0, 7, each)
     }
@@ -124,7 +125,7 @@ def mixed(rng: np.random.Generator) -> list[tuple[int, int]]:
     longest_row = int(rng.choice((500, 4_000, 40_000, LONGEST)))
     while left > 0 and len(rows) < 256:
         keys = min(int(rng.integers(1, longest_row + 1)), left)
-        tokens = int(rng.choice((1, 1, 1, rng.integers(1, 65), rng.integers(1, 4_097))))
+        tokens = int(rng.choice([1, 1, 1, int(rng.integers(1, 65)), int(rng.integers(1, 4_097))]))
         rows.append((max(keys - tokens, 0), min(tokens, keys)))
         left -= keys
     return rows

@@ -23,6 +23,7 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.launcher import LocalLauncher
 from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.ranks import check_size, shares, threads_of
 from trencadis.core.executor.trouble import RankFailed
@@ -45,8 +46,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]
     yield make
     for one in made:
         one.close()
-        assert all(c.process.returncode is not None for c in one.children)
-        assert not one._launcher.folder.exists()
+        launcher = one._launcher
+        assert isinstance(launcher, LocalLauncher) and not launcher.folder.exists()
+        assert all(isinstance(c.process, subprocess.Popen) and c.process.returncode is not None for c in one.children)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -122,6 +124,7 @@ PARENT = """
 import time
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
+from trencadis.core.executor.launcher import LocalLauncher
 from trencadis.core.executor.mp import Multiproc
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = Multiproc(config, "tests.fakes.ranks:make")

@@ -242,7 +242,8 @@ def gemma3(folder: Path, *, seed: int = 0, image: int = 112, tokens: int = 4, **
     config = Gemma3Config(
         text_config={"model_type": "gemma3_text", **own}, vision_config=tower, mm_tokens_per_image=tokens,
         image_token_index=IMAGE, boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
-        architectures=["Gemma3ForConditionalGeneration"], tie_word_embeddings=own.get("tie_word_embeddings", True),
+        architectures=["Gemma3ForConditionalGeneration"],
+        tie_word_embeddings=bool(own.get("tie_word_embeddings", True)),
     )  # fmt: skip
     processor = {
         "image_processor_type": "Gemma3ImageProcessor", "size": {"height": image, "width": image}, "resample": 2,

@@ -23,7 +23,7 @@ from trencadis.core.config import EngineConfig
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
 KINDS = {"gme": "gme_qwen2_vl.jinja", "vlm2vec": "vlm2vec.jinja", "qwen3": ""}
 INSTRUCTION = "Represent the user's input."
-PIXELS = {"min_pixels": 4096, "max_pixels": 50_176}
+PIXELS: dict[str, Any] = {"min_pixels": 4096, "max_pixels": 50_176}
 BASE: dict[str, Any] = dict(
     runner="pooling", dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
     mm_processor_kwargs=PIXELS, kv_cache_memory_bytes=32 << 20,
@@ -67,8 +67,7 @@ def wanted(oracle: PooledOracle, talk: Chat, kind: str) -> tuple[list[int], Any]
     render, own = oracle.tokenizer.apply_chat_template, template(kind)
 
     def as_ours(messages: Any, **_: Any) -> str:
-        text: str = render(messages, chat_template=own, tokenize=False, add_generation_prompt=kind == "qwen3")
-        return text
+        return str(render(messages, chat_template=own, tokenize=False, add_generation_prompt=kind == "qwen3"))
 
     images = [part["image"] for part in talk[-1]["content"] if part["type"] == "image"]
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +109,7 @@ def test_a_hundred_pairs_over_http(kind: str, device: str, folder: Any, tmp_path
     flags += ["--max-num-batched-tokens", "64", "--mm-processor-kwargs", json.dumps(PIXELS), "--device", device]
     flags += ["--block-size", "64"] if device == "hpu" else ["--kv-cache-memory-bytes", str(32 << 20)]
     flags += ["--chat-template", str(TEMPLATES / KINDS[kind])] if own else []
-    environ = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path)}
+    environ: dict[str, Any] = {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CACHE": str(tmp_path)}
     with server(tmp_path, *flags, "--model", str(path), **environ) as running:
         for pair in pairs(kind, 100):
             for talk in pair:

@@ -122,7 +122,8 @@ def inputs_of(oracle: Oracle, array: np.ndarray, rate: float) -> dict[str, Any]:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     made, indices = processor(), sampled(len(array), rate)
-    size = smart_resize(len(indices), *array.shape[1:3], 2, 32, LEAST, MOST)
+    height, width = array.shape[1:3]
+    size = smart_resize(len(indices), height, width, 2, 32, LEAST, MOST)
     shown = qwen_vl_utils.resize(torch.from_numpy(array[indices]).permute(0, 3, 1, 2), list(size))
     patches, t, h, w = made.patchify(((shown.float() / 255 - 0.5) / 0.5)[None], 16, 2, 2)
     text = oracle.tokenizer.apply_chat_template(chat("clip"), tokenize=False, add_generation_prompt=True)
@@ -130,7 +131,7 @@ def inputs_of(oracle: Oracle, array: np.ndarray, rate: float) -> dict[str, Any]:
     one = "<|vision_start|>" + "<|video_pad|>" * (h * w // 4) + "<|vision_end|>"
     pieces = [before, *(piece for time in words(indices, rate) for piece in (time, one)), after]
     ids = [i for piece in pieces for i in oracle.tokenizer(piece)["input_ids"]]
-    pad = oracle.tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    pad: Any = oracle.tokenizer.convert_tokens_to_ids("<|video_pad|>")
     tokens = torch.tensor([ids])
     return {
         "input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values_videos": patches[0],

@@ -118,7 +118,7 @@ def _everything(args: dict[str, Any], context: Sequence[int]) -> int:
 def _keys(args: dict[str, Any], context: Sequence[int]) -> int:
     """Each stored key and value once, queries and results."""
     k, q = args["k"], args["q"]
-    return 2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes
+    return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
 
 
 def _parts(args: dict[str, Any], context: Sequence[int]) -> int:
@@ -126,7 +126,7 @@ def _parts(args: dict[str, Any], context: Sequence[int]) -> int:
     held = args["part"].nbytes + args["weight"].nbytes
     rows = args["out"].nbytes
     pieces = sum(-(-keys // 256) for keys in context)
-    return min(held, 2 * rows * pieces // max(len(context), 1)) + rows
+    return int(min(held, 2 * rows * pieces // max(len(context), 1)) + rows)
 
 
 def _logits(args: dict[str, Any], context: Sequence[int]) -> int:
@@ -137,7 +137,7 @@ def _logits(args: dict[str, Any], context: Sequence[int]) -> int:
 
 def _turned(args: dict[str, Any], context: Sequence[int]) -> int:
     """Queries, keys and values in and out, not the cache that they are stored in."""
-    return 2 * sum(args[name].nbytes for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
+    return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
 
 
 _READS: dict[str, Any] = {
@@ -194,7 +194,8 @@ class DecodeTapes:
     def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132) -> None:
         self.config, self.ranks, self.processors = model, ranks, processors
         self.card: Any = PaperCard(ranks)
-        self.model = registry.build(model, self.card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        card: Any = self.card
+        self.model = registry.build(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
         self.heads = kv_heads(model.text, ranks)
         self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
 
