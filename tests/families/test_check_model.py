@@ -20,7 +20,7 @@ from tests.fakes.checkpoints import VOCAB, write_tokenizer
 from tests.families.forms import CASES, set_keys
 from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
 from tests.oracles.transformers_model import assert_same
-from trencadis.backends.conformance.family.oracle import write_dummy
+from trencadis.backends.conformance.family.oracle import TheirModel, write_dummy
 from trencadis.core.layers.linear import scaled
 from trencadis.core.models import registry
 from trencadis.core.models.family import Described
@@ -179,6 +179,16 @@ def test_a_refused_config_fails(package: Any, granite: Path, capsys: Any) -> Non
     code, results = checked(capsys, granite, "--dummy", "--only", "parts,ranks")
     assert code == 1 and f"{granite / 'config.json'}: hidden_act" in results["parts"]["reason"]
     assert results["ranks"]["status"] == "skip"
+    assert results["ranks"]["reason"] == "config.json is not accepted, as said above"
+
+
+def test_a_norm_behind_attention_alone_does_not_read_the_sum(tmp_path: Path) -> None:
+    olmo = {key: GRANITE[key] for key in ("hidden_act", "vocab_size", "hidden_size", "intermediate_size")}
+    olmo |= {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(olmo))
+    write_dummy(tmp_path, tmp_path / "dummy", 0)
+    seen = TheirModel(tmp_path / "dummy").parts([1, 2, 3], 2)
+    assert "attention of layer 1" in seen and not [name for name in seen if name.startswith("sum behind attention")]
 
 
 @pytest.mark.parametrize(

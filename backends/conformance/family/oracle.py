@@ -81,6 +81,9 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
 """What transformers calls the norm before an MLP, whose input is the sum behind attention."""
 
+BEHIND = "post_feedforward_layernorm"
+"""What it calls a norm behind an MLP."""
+
 
 class TheirModel:
     """transformers' model of a checkpoint."""
@@ -113,8 +116,9 @@ class TheirModel:
         seen: Seen = {}
         hooks = [stack[0].register_forward_pre_hook(_before("embeddings", seen), with_kwargs=True)]
         for i, layer in enumerate(stack):
-            # With norms behind attention, too, another one reads the sum.
-            reader = next((n for n in READERS if hasattr(layer, n)), "")
+            # With norms behind attention, too, another one reads the sum; with norms behind both alone, none does.
+            alone = hasattr(layer, BEHIND) and not hasattr(layer, READERS[0])
+            reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
             for name, child in layer.named_children():
                 if "Attention" in type(child).__name__ and not hasattr(child, "output"):  # a sum and a norm behind it
                     hooks.append(child.register_forward_hook(_behind(f"attention of layer {i}", seen)))

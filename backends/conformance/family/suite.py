@@ -76,11 +76,11 @@ class CheckedModel:
             raise self._refused(f"the model does not load: {error}") from None
 
     def _refused(self, reason: str) -> Exception:
-        """What keeps every check from running fails the first one alone."""
+        """What keeps every check from running fails the first one alone; the others repeat only how it begins."""
         reason = reason.replace(str(self.checkpoint), str(self.given))
         first = reason not in self.said
         self.said.add(reason)
-        return CheckFailed(reason) if first else Skipped(reason)
+        return CheckFailed(reason) if first else Skipped(f"{reason.partition(':')[0]}, as said above")
 
     @cached_property
     def ids(self) -> list[int]:
