@@ -170,7 +170,6 @@ class ModelConfig:
     dtype: str
     eos: tuple[int, ...]
     image_token: int = -1
-    placed_token: int = -1
     video_token: int = -1
     vision_start: int = -1
     vision_end: int = -1
@@ -179,6 +178,7 @@ class ModelConfig:
     unread: tuple[str, ...] = ()
     part: StageShare | None = None
     own_towers: bool = False
+    placed_token: int = -1
 
     @property
     def share(self) -> StageShare:

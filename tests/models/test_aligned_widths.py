@@ -76,7 +76,8 @@ def loaded(config: ModelConfig, rank: int, world: int, unit: int) -> tuple[Any, 
     ops = Noted()
     policy = dataclasses.replace(SERVING, aligned=unit)
     backend: Any = SimpleNamespace(
-        ops=ops, comm=SimpleNamespace(rank=rank, world=world), policy=policy, dtype=torch.bfloat16,
+        ops=ops, comm=SimpleNamespace(rank=rank, world=world), dtype=torch.bfloat16,
+        policy=dataclasses.replace(policy, host_weights=False),
         device=torch.device("cpu"), values=True,
     )  # fmt: skip
     model: Any = make(config, backend)

@@ -6,6 +6,7 @@ torch that starts a kernel is a ``TapeKernel``; the tape of one layer counts for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -181,7 +182,8 @@ class PaperCard:
     name, values, device, notes = "cuda", False, META, ()
 
     def __init__(self, world: int) -> None:
-        self.dtype, self.ops, self.comm, self.policy = torch.bfloat16, CudaOps(), PaperRanks(world), policy("")
+        self.dtype, self.ops, self.comm = torch.bfloat16, CudaOps(), PaperRanks(world)
+        self.policy = dataclasses.replace(policy(""), host_weights=False)
         self.slot: Any = None
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
