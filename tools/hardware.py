@@ -58,7 +58,7 @@ KERNELS = (
     Kernel("SiLU and product", "silu", ("_silu_mul",), ("test_small_ops",), "silu"),
     Kernel("activations", "act", ("_act",), ("test_small_ops",), ""),
     Kernel("embeddings", "embed", ("_embed",), ("test_small_ops",), "embed"),
-    Kernel("gather and scatter rows", "rows", ("_gather", "_scatter"), ("test_small_ops",), "rows"),
+    Kernel("gather and scatter rows", "rows", ("_gather", "_scatter", "_mix"), ("test_small_ops",), "rows"),
     Kernel("patches", "patches", ("_patches",), ("test_small_ops",), "patches"),
     Kernel("sampler reset", "reset", ("_reset",), ("test_small_ops",), ""),
     Kernel("quantised products", "quantised", ("quantised_kernel", "added_kernel", "rounding_kernel"),

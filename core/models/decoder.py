@@ -239,7 +239,7 @@ class Decoder:
         self.layers = [Layer(backend, c, group, place, aligned) for place in share.layers]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
-            if parts - 1 > len(self.layers):
+            if share.stages > 1 and parts - 1 > len(self.layers):
                 raise StartupError(f"the first pipeline stage needs {parts - 1} layers: they take parts of a picture")
             self.embedding = Embedding(self.ops, c.vocab, c.width)
             self.enter = Entry(backend, c, self.embedding, parts)

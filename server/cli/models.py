@@ -45,7 +45,7 @@ def grouped() -> dict[str, list[str]]:
     """Origin of a family, unique to it -> its architectures that can be asked for."""
     found: dict[str, list[str]] = {}
     for name, target in registry.TABLE.items():
-        found.setdefault(f"built in, {target.partition(':')[0]}", []).append(name)
+        found.setdefault(f"built in, {target.removesuffix(':FAMILY')}", []).append(name)
     for name, point in registry.installed().items():
         found.setdefault(f"{registry.source(point)}, {point.value}", []).append(name)
     return found

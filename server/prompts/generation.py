@@ -10,14 +10,16 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.engine.protocol import EngineClient, Pixels
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.service import TextService
+
+if TYPE_CHECKING:
+    from trencadis.server.engine.protocol import EngineClient, Pixels
 
 T = TypeVar("T")
 

@@ -89,8 +89,7 @@ def test_the_number_of_engines_is_a_flag(words, size):
         (["-dp", "2", "--data-parallel-backend", "ray"], "ray"),
         (["-dp", "4", "-dpl", "2"], "is not --data-parallel-size 4"),
         (["-dp", "0"], "must be positive"),
-        (["--worker-use-ray"], "Ray"),
-        (["--engine-use-ray"], "Ray"),
+        (["--engine-use-ray"], "--distributed-executor-backend ray"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, told):

@@ -40,6 +40,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScriptedApp
     def make(pooling: Pooling | None = EMBED, **flags: Any) -> ScriptedApp:
         rig = scripted_app(path)
         rig.service.config = replace(rig.service.config, pooling=pooling)
+        rig.service.template = rig.service.template  # reads messages by the configuration
         rig.service.room = int(pooling is None)
 
         async def deltas(request: Request) -> AsyncIterator[Delta]:

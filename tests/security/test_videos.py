@@ -170,11 +170,12 @@ def test_many_mutated_clips(front: VideoFrontend) -> None:
 def test_a_workers_lies_are_refused() -> None:
     """A worker that a clip has taken over cannot bring in sizes, counts or numbers that no clip has."""
     limits, pixels = FrameLimits(slots=1024, tokens=64), np.zeros(4 * 4 * 1176, np.uint8)
-    good: dict[str, Any] = {"indices": [0, 1], "fps": 2.0, "frames": 2, "size": [56, 56]}
+    good: dict[str, Any] = {"indices": [0, 1], "fps": 2.0, "frames": 2, "size": [56, 56], "rate": 25.0}
     assert video_from_answer(Answer(good, [pixels]), limits, "d", 768).tokens == 4
     lies: list[dict[str, Any]] = [
         {"indices": [1, 0]}, {"indices": [0, 2]}, {"indices": [0]}, {"indices": "01"}, {"indices": [0, True]},
-        {"fps": float("nan")}, {"fps": 0.0}, {"fps": "2"}, {"size": [56, 57]}, {"size": [0, 0]}, {"size": [56]},
+        {"fps": float("nan")}, {"fps": 0.0}, {"fps": "2"}, {"rate": 0.0}, {"rate": None}, {"size": [56, 57]},
+        {"size": [0, 0]}, {"size": [56]},
         {"size": [5600, 5600]}, {"frames": 1}, {"frames": None}, {"indices": [0, 0, 1, 1]},
     ]  # fmt: skip
     for lie in lies:

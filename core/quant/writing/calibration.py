@@ -138,7 +138,7 @@ class Calibration:
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
-        self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, config)
+        self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, self.config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
         rows = max(sum(s.held for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
