@@ -45,7 +45,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     file.write_text(json.dumps({"keys": keys}))  # JSON is YAML
     file.chmod(0o600)
     flags = ("--api-key-file", str(file), "--scheduling-policy", "fair", "--max-num-seqs", "8", "--dtype", "float32",
-             "--kv-cache-memory-bytes", "128MiB")  # fmt: skip
+             "--kv-cache-memory-bytes", "128MiB", "--threads", "1")  # fmt: skip
     with server(folder, *flags, seconds=600) as made:
         yield made
 
