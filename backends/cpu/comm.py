@@ -11,22 +11,7 @@ from torch import Tensor
 
 from trencadis.core.backend import BackendConfig
 from trencadis.core.executor.groups import TIMEOUT, store_of
-
-
-class SingleRank:
-    """Collectives of a world of one."""
-
-    rank = 0
-    world = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values)
+from trencadis.core.launches.between import SingleRank as SingleRank
 
 
 class GlooComm:

@@ -24,6 +24,22 @@ class Comm(Protocol):
         ...
 
 
+class SingleRank:
+    """Collectives of a world of one."""
+
+    rank = 0
+    world = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+
 class Pipe(Protocol):
     """What a backend has as ``pipe`` where ``BackendConfig.stages`` is above 1: links of a rank to its twins on the
     stages beside its own, in the order of launches."""

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
-from torch import Tensor
-
 from trencadis.core.backend import Backend
-
-
-class NoPeers:
-    """``core.backend.Comm`` of a part that is not shared."""
-
-    rank = 0
-    world = 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
-
-    def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values)
+from trencadis.core.launches.between import SingleRank
 
 
 class WholeParts:
     """A backend whose layers are held whole: all but the collectives is the rank's own."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.comm = backend, NoPeers()
+        self._backend, self.comm = backend, SingleRank()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

@@ -15,6 +15,7 @@ from trencadis.core.models.family import GENERATE, Described, Family, StoredName
 from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.texts import PARTS
 from trencadis.multimodal.tiles.config import CHANNELS
+from trencadis.multimodal.tiles.fields import BLOCK_NAMES
 
 TEXT: Mapping[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -90,11 +91,7 @@ FAMILY = Family(
             **PARTS,
         },
         (
-            (".encoder.layers.", ".blocks."),
-            (".layer_norm1.", ".norm1."),
-            (".layer_norm2.", ".norm2."),
-            (".mlp.fc1.", ".mlp.up_proj."),
-            (".mlp.fc2.", ".mlp.down_proj."),
+            *BLOCK_NAMES,
             ("visual.post_layernorm.", "visual.last_norm."),
             *gemma3.FAMILY.names.inner,
         ),

@@ -9,7 +9,7 @@ from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.texts import text_of
 from trencadis.multimodal.tiles.config import TileTower
-from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
 
 IMAGE_TOKEN = 128257
 USUAL = Usual(1152, 16, 12, 3072, 224, 32, 1e-6, "gelu_pytorch_tanh")
@@ -49,11 +49,7 @@ FAMILY = Family(
             "lm_head.": "lm_head.",
         },
         (
-            (".encoder.layers.", ".blocks."),
-            (".layer_norm1.", ".norm1."),
-            (".layer_norm2.", ".norm2."),
-            (".mlp.fc1.", ".mlp.up_proj."),
-            (".mlp.fc2.", ".mlp.down_proj."),
+            *BLOCK_NAMES,
             (".post_layernorm.", ".last_norm."),
         ),
     ),

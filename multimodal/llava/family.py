@@ -12,7 +12,7 @@ from trencadis.multimodal.llava.clip import ClipTower
 from trencadis.multimodal.pixtral.config import USUAL, LineTower, tower_fields
 from trencadis.multimodal.pixtral.names import NAMES
 from trencadis.multimodal.texts import PARTS, text_of
-from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
 
 IMAGE_TOKEN = 32000
 CLIP_USUAL = Usual(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
@@ -54,14 +54,7 @@ PREFIXES: Mapping[str, str] = {
     "multi_modal_projector.": "visual.projector.",
     **PARTS,
 }
-CLIP_NAMES = (
-    (".encoder.layers.", ".blocks."),
-    (".pre_layrnorm.", ".first_norm."),
-    (".layer_norm1.", ".norm1."),
-    (".layer_norm2.", ".norm2."),
-    (".mlp.fc1.", ".mlp.up_proj."),
-    (".mlp.fc2.", ".mlp.down_proj."),
-)
+CLIP_NAMES = (*BLOCK_NAMES, (".pre_layrnorm.", ".first_norm."))
 
 FAMILY = Family(
     name="LLaVA-1.5 and Pixtral",

@@ -24,6 +24,16 @@ class Usual(NamedTuple):
     activation: str
 
 
+BLOCK_NAMES = (
+    (".encoder.layers.", ".blocks."),
+    (".layer_norm1.", ".norm1."),
+    (".layer_norm2.", ".norm2."),
+    (".mlp.fc1.", ".mlp.up_proj."),
+    (".mlp.fc2.", ".mlp.down_proj."),
+)
+"""(stored, canonical) parts of the names of a tower by CLIP's or SigLIP's blocks."""
+
+
 def tile_fields(
     c: Fields, kinds: tuple[str, ...], usual: Usual, out_hidden: int, merge: int = 1, exact: bool = True
 ) -> dict[str, Any]:

@@ -70,6 +70,16 @@ def same(llm: LLM, seeds: range, wanted: Wanted) -> tuple[int, int]:
     return len(greedy) + len(drawn), other
 
 
+def same_of_many(llm: LLM, wanted: Wanted) -> str:
+    """As ``same`` for 200 prompts, or as many as the variable says, 20 at a time; the figures."""
+    count = int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))
+    compared = other = 0
+    for start in range(0, count, 20):
+        found = same(llm, range(start, min(start + 20, count)), wanted)
+        compared, other = compared + found[0], other + found[1]
+    return f"{compared} answers to {count} prompts, {other} drawn ones differ"
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
@@ -139,13 +149,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_two_hundred_prompts(name: str, wanted: Wanted, started: Any) -> None:
-    count = int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))
-    llm = started(**LONG[name])
-    compared = other = 0
-    for start in range(0, count, 20):
-        found = same(llm, range(start, min(start + 20, count)), wanted)
-        compared, other = compared + found[0], other + found[1]
-    print(f"\n{name}: {compared} answers to {count} prompts, {other} drawn ones differ")
+    print(f"\n{name}: {same_of_many(started(**LONG[name]), wanted)}")
 
 
 @pytest.mark.long

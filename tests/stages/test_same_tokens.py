@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -13,7 +12,7 @@ import pytest
 from torch import empty
 
 from tests.oracles.transformers_model import Answer, assert_same
-from tests.parallel.test_same_tokens import BASE, EMULATED, TIES, Wanted, answered
+from tests.parallel.test_same_tokens import BASE, EMULATED, Wanted, answered, same, same_of_many
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
@@ -61,16 +60,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     yield start
     for llm in made:
         llm.close()
-
-
-def same(llm: LLM, seeds: range, wanted: Wanted) -> tuple[int, int]:
-    """Asserts it; returns how many answers were compared and how many drawn ones differ."""
-    (greedy, drawn), (ours, ours_drawn) = wanted(seeds), answered(llm, seeds)
-    assert_same([(a.tokens, b) for a, b in zip(ours, greedy, strict=True)])
-    other = sum(a != b for a, b in zip(ours_drawn, drawn, strict=True))
-    assert other <= TIES * len(drawn), f"{other} of {len(drawn)} drawn answers differ"
-    llm.engine.scheduler.check()
-    return len(greedy) + len(drawn), other
 
 
 def test_two_stages_on_the_cpu(wanted: Wanted, two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +147,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_two_hundred_prompts(name: str, wanted: Wanted, started: Any) -> None:
-    count = int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))
     llm = started(**LONG[name])
-    compared = other = 0
-    for start in range(0, count, 20):
-        found = same(llm, range(start, min(start + 20, count)), wanted)
-        compared, other = compared + found[0], other + found[1]
+    figures = same_of_many(llm, wanted)
     preempted = llm.engine.scheduler.preemptions
-    print(f"\n{name}: {compared} answers to {count} prompts, {other} drawn ones differ, {preempted} preemptions")
+    print(f"\n{name}: {figures}, {preempted} preemptions")

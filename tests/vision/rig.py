@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.oracles.transformers_model import picture
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
-from trencadis.core.models.registry import build
+from trencadis.core.models.registry import build, image_processor
 from trencadis.core.step import Encode
 
 DEVICES = ("cpu", "padded", "hpu", "twin")
@@ -129,3 +130,27 @@ class FamilyRig:
         got = held.cpu().view(-1, self.wide)
         assert (got[row[:500]] == 7).all() and not got[0].any(), "a row that no item owns was written"
         return items, got
+
+
+Show = Callable[[int, int, np.random.Generator], Shown]
+"""A drawn picture of h x w patches and its rows in transformers."""
+
+
+def worst_packing(rig: FamilyRig, show: Show, count: int, seed: int, most: int) -> float:
+    """The largest error over packings of 1 to 8 pictures of any size, half of them with spare windows."""
+    rng, worst = np.random.default_rng(seed), 0.0
+    for _ in range(count):
+        sides = 2 * rng.integers(1, most // 2 + 1, (int(rng.integers(1, 9)), 2))
+        spare = 64 * int(rng.integers(0, 8)) * int(rng.integers(0, 2))
+        worst = max(worst, rig.worst([show(int(h), int(w), rng) for h, w in sides], rng, spare))
+    return worst
+
+
+def worst_of_many(rig: FamilyRig, show: Show, path: Path, few: bool) -> float:
+    """The largest error over 200 pictures, sized as the processor sizes them, and 100 packings; ``few``: 30 of each."""
+    rng, worst, made = np.random.default_rng(3), 0.0, image_processor(load_config(path), {})
+    for _ in range(30 if few else 200):
+        image = picture(rng, high=3000)
+        grid = made.sizes(image.height, image.width).grid
+        worst = max(worst, rig.worst([show(grid[1], grid[2], rng)], rng))
+    return max(worst, worst_packing(rig, show, 30 if few else 100, 4, 48))

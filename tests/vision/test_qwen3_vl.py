@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.hostile.altered import GONE, Case, altered, verdict
 from tests.oracles.towers import normalised
 from tests.oracles.transformers_model import Oracle, assert_same, conversation, picture
 from tests.vision.forms import qwen3_vl
-from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown
+from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown, worst_of_many, worst_packing
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.registry import image_needs, image_processor
@@ -69,19 +69,9 @@ def rigs(path: Path) -> Callable[[str], FamilyRig]:
     return cache(lambda device: FamilyRig(path, device, LARGEST))
 
 
-def packings(rig: FamilyRig, model: Any, count: int, seed: int, most: int) -> float:
-    """The largest error over packings of 1 to 8 pictures, half of them with spare windows."""
-    rng, worst = np.random.default_rng(seed), 0.0
-    for _ in range(count):
-        sides = 2 * rng.integers(1, most // 2 + 1, (int(rng.integers(1, 9)), 2))
-        spare = 64 * int(rng.integers(0, 8)) * int(rng.integers(0, 2))
-        worst = max(worst, rig.worst([shown(model, int(h), int(w), rng) for h, w in sides], rng, spare))
-    return worst
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_the_tower_equal_transformers(device: str, rigs: Any, oracle: Any, path: Path) -> None:
-    worst = packings(rigs(device), oracle(path), 3, 1, 16)
+    worst = worst_packing(rigs(device), partial(shown, oracle(path)), 3, 1, 16)
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -89,13 +79,7 @@ def test_rows_of_the_tower_equal_transformers(device: str, rigs: Any, oracle: An
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_hundred_pictures_and_a_hundred_packings(device: str, rigs: Any, oracle: Any, path: Path) -> None:
-    rig, model, rng, worst = rigs(device), oracle(path), np.random.default_rng(3), 0.0
-    made = image_processor(load_config(path), {})
-    for _ in range(30 if device == "twin" else 200):
-        image = picture(rng, high=3000)
-        grid = made.sizes(image.height, image.width).grid
-        worst = max(worst, rig.worst([shown(model, grid[1], grid[2], rng)], rng))
-    worst = max(worst, packings(rig, model, 30 if device == "twin" else 100, 4, 48))
+    worst = worst_of_many(rigs(device), partial(shown, oracle(path)), path, few=device == "twin")
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
