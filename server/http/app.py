@@ -22,7 +22,6 @@ from trencadis import __version__
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.server.admission import Admission
-from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.gate import Gate, error_response
@@ -47,6 +46,7 @@ from trencadis.server.routes.pooling.invocations import invocations
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info, sleep
+from trencadis.server.tenants.account import Account
 from trencadis.server.tenants.registry import Tenants
 
 log = logging.getLogger("trencadis.server")
@@ -74,18 +74,19 @@ def create_app(
         StartupError: a flag names a parser that there is not, or a key file that cannot be used.
     """
     service.images = service.images or images
-    config = settings.config
-    admission = Admission(settings.bounds)
+    config, part = settings.config, settings.part
+    admission = Admission(settings.bounds) if part is None else part.admission(settings.bounds)
 
     def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
-    tenants = Tenants(Path(config.api_key_file)) if config.api_key_file else None
+    account = Account if part is None else part.account
+    tenants = Tenants(Path(config.api_key_file), account=account) if config.api_key_file else None
     metrics = Metrics(
         settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
-        hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
+        hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version), part=part is not None,
     )  # fmt: skip
-    _collect(metrics, config, engine, tenants)
+    _collect(metrics, settings, engine, tenants)
     template = None if service.template is None else service.template.text
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
@@ -122,13 +123,15 @@ def create_app(
     return app
 
 
-def _collect(metrics: Metrics, config: ServerConfig, engine: EngineClient, tenants: Tenants | None) -> None:
-    """Figures beside the engine's: of processes, of sleep, of tenants."""
-    metrics.registry.register(ProcessesCollector())
-    if config.enable_sleep_mode or config.sleep_after:
-        SleepCollector(metrics.registry, engine)
+def _collect(metrics: Metrics, settings: HttpSettings, engine: EngineClient, tenants: Tenants | None) -> None:
+    """Figures beside the engine's: of tenants; of processes and of sleep, which the front of several tells."""
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
+    if settings.part is not None:
+        return
+    metrics.registry.register(ProcessesCollector())
+    if settings.config.enable_sleep_mode or settings.config.sleep_after:
+        SleepCollector(metrics.registry, engine)
 
 
 def _include(app: FastAPI, state: AppState) -> None:

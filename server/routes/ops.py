@@ -59,8 +59,10 @@ def router(state: AppState) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus' text format; any of several API processes tells the figures of all."""
+        part = state.settings.part
+        text = state.metrics.text() if part is None else await part.metrics()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 
