@@ -145,9 +145,6 @@ class SharedUuids(UuidBook):
         super().__init__()
         self._table, self._clock = table, clock
 
-    def __len__(self) -> int:
-        raise TypeError("names are not counted")
-
     def find(self, tenant: str, salt: str, uuid: str) -> str | None:
         """See ``UuidBook``."""
         name = name_digest(tenant, salt, uuid)

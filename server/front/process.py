@@ -62,6 +62,7 @@ class ApiProcess:
         self.leaving = False
         self.refused = False
         """It cannot start at all, and is not tried again."""
+        self._left = asyncio.Event()
         self.handle: subprocess.Popen[bytes] | None = None
         self.channel: Channel[messages.Up] | None = None
         self._relay: Relay | None = None
@@ -102,7 +103,9 @@ class ApiProcess:
             self.restarts += 1
             code = None if self.handle is None else self.handle.returncode
             log.error("API process %d ended (exit code %s); restart in %g s", self.index, code, delay)
-            await asyncio.sleep(delay)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._left.wait()
             delay = min(2 * delay, MOST_DELAY)
             if self.leaving:
                 return
@@ -121,6 +124,9 @@ class ApiProcess:
         watching = asyncio.create_task(self._watch(channel))
         try:
             await channel.run()
+        except Exception:
+            log.exception("a frame of API process %d could not be read", self.index)
+            self.kill()
         finally:
             watching.cancel()
             self._relay.close()
@@ -162,6 +168,7 @@ class ApiProcess:
     def leave(self, seconds: int) -> None:
         """Tells it to finish its answers and to exit."""
         self.leaving = True
+        self._left.set()
         if self.channel is not None:
             self.channel.write(messages.Leave(seconds))
 

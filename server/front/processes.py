@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,10 +20,12 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.fleet import Fleet
 from trencadis.server.front import messages
 from trencadis.server.front.channel import Channel
-from trencadis.server.front.figures import Figures
 from trencadis.server.front.process import ApiProcess
 from trencadis.server.front.relay import Relay
 from trencadis.server.front.table import SharedTable
+
+if TYPE_CHECKING:
+    from trencadis.server.front.figures import Figures
 
 log = logging.getLogger("trencadis.server")
 
@@ -71,7 +73,9 @@ class ApiProcesses:
             raise
 
     def over(self, engine: Supervisor | Fleet) -> None:
-        """``engine`` runs the requests of all."""
+        """``engine`` runs the requests of all. What figures need is imported now, while API processes start."""
+        from trencadis.server.front.figures import Figures
+
         self.engine = engine
         self.figures = Figures(self.settings, engine)
         engine.vocabulary = lambda: self._vocabulary

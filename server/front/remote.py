@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -22,6 +23,8 @@ from trencadis.server.front import messages
 from trencadis.server.front.channel import Channel
 from trencadis.server.front.part import Answer, Part
 from trencadis.server.front.table import SharedTable
+
+log = logging.getLogger("trencadis.server")
 
 
 class FrontLink(RequestLink):
@@ -52,8 +55,11 @@ class FrontLink(RequestLink):
         feeding = asyncio.create_task(self.feed())
         try:
             await self.channel.run()
+        except Exception:
+            log.exception("a frame of the front could not be read")
         finally:
             feeding.cancel()
+        # Nothing that waits here can end well, and uvicorn would wait for it. A cancelled link does not come here.
         os._exit(1)
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:

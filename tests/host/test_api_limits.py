@@ -27,7 +27,7 @@ from trencadis.multimodal.uuids import UuidBook, name_digest
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.engine.requests import OpenRequest
-from trencadis.server.front import media
+from trencadis.server.front import media, table
 from trencadis.server.front.limits import SharedAccount, SharedAdmission, SharedUuids
 from trencadis.server.front.messages import Placed, Produced
 from trencadis.server.front.relay import Relay
@@ -48,7 +48,7 @@ def tables() -> list[SharedTable]:
 
 def test_random_tickets_of_three_processes_are_admitted_as_those_of_one(tables: list[SharedTable]) -> None:
     rng, bounds = random.Random(3), Bounds(6, 500, 900, 1000)
-    parts, one = [SharedAdmission(bounds, table) for table in tables], Admission(bounds)
+    parts, one = [SharedAdmission(bounds, one) for one in tables], Admission(bounds)
     held: list[tuple[Ticket, Ticket]] = []
     refused = 0
     for _ in range(2000):
@@ -85,7 +85,7 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
         Tenant("ann", ("0" * 64,), rates={"requests_per_minute": 30, "tokens_per_minute": rate}, concurrency=4)
         for rate in (900, 1800)
     ]
-    parts, one = [SharedAccount(tenants[0], clock, table) for table in tables], Account(tenants[0], clock)
+    parts, one = [SharedAccount(tenants[0], clock, one) for one in tables], Account(tenants[0], clock)
     inside: list[tuple[Account, Account]] = []
     outcomes = {"": 0}
     for turn in range(3000):
@@ -122,9 +122,9 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
 
 def test_what_a_dead_process_held_is_taken_back_and_what_it_spent_stays_spent(tables: list[SharedTable]) -> None:
     bounds = Bounds(4, 100, 100, 100)
-    parts = [SharedAdmission(bounds, table) for table in tables]
+    parts = [SharedAdmission(bounds, one) for one in tables]
     tenant = Tenant("ann", ("0" * 64,), rates={"requests_per_minute": 5}, concurrency=3)
-    accounts = [SharedAccount(tenant, time.monotonic, table) for table in tables]
+    accounts = [SharedAccount(tenant, time.monotonic, one) for one in tables]
     for i, account in enumerate(accounts):
         Ticket(parts[i], account=account).charge(requests=1, tokens=10)
         parts[i].bodies.open().charge(20)
@@ -136,9 +136,12 @@ def test_what_a_dead_process_held_is_taken_back_and_what_it_spent_stays_spent(ta
     assert dict(accounts[2].headers())["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_a_name_of_media_is_known_to_all_and_means_one_thing(tables: list[SharedTable]) -> None:
+def test_a_name_of_media_is_known_to_all_and_means_one_thing(
+    tables: list[SharedTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "UUID_SETS", 8)
     ticks = iter(range(1, 1 << 30))
-    books = [SharedUuids(table, lambda: next(ticks)) for table in tables]
+    books = [SharedUuids(each, lambda: next(ticks)) for each in tables]
     one, other = (f"{digit:064x}" for digit in (1, 2))
     assert books[1].find("t", "", "cat") is None
     books[0].remember("t", "", "cat", one)

@@ -96,7 +96,8 @@ class FrontServing(Serving):
 
     def again(self) -> Sequence[Callable[[], None]]:
         """See ``Serving``."""
-        return [self.processes.reload]
+        server = self.settings.server
+        return [self.processes.reload] if server.api_key_file or server.ssl_certfile else []
 
     def _built(self) -> None:
         """All API processes are up."""
