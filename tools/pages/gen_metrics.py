@@ -37,9 +37,9 @@ alerts made for it carry over. A histogram has `_bucket`, `_sum` and `_count`, a
 since the engine's start, as Prometheus expects of a process that may restart. All values lie in memory:
 `PROMETHEUS_MULTIPROC_DIR` is not used.
 
-Roles of processes are `api`, {", ".join(f"`{role}`" for role in ROLES.values())} (with several API processes `front`, and `api-0`,
-`api-1` and so on, [scaling.md](scaling.md)); their figures are read from
-`/proc` while the scrape waits. Seconds of a process that has ended count up to the last scrape before its end.
+Roles of processes are `api`, {", ".join(f"`{role}`" for role in ROLES.values())}
+(with several API processes `front`, and `api-0`, `api-1` and so on, [scaling.md](scaling.md)); their figures are read
+from `/proc` while the scrape waits. Seconds of a process that has ended count up to the last scrape before its end.
 """
 GROUPS = {
     "Requests": r"vllm:(request_|num_|time_to|inter_token|e2e|iteration|prompt_|generation_|image_tok)",
