@@ -12,7 +12,7 @@ from trencadis.multimodal.uuids import CLASH, UuidBook, name_digest
 from trencadis.server.admission import NAMES, Admission, Amounts, BodyBudget, Bounds
 from trencadis.server.front.table import HELD, NAME_WORDS, UUID_BYTES, UUID_WAYS, SharedTable
 from trencadis.server.tenants.account import Account
-from trencadis.server.tenants.keyfile import RATES, Tenant
+from trencadis.server.tenants.keyfile import RATES, KeyFileError, Tenant
 
 BODIES = HELD.index("bodies")
 _ENTRY = struct.Struct("<24s32sq")
@@ -69,10 +69,16 @@ class SharedAccount(Account):
     """A tenant's account over its row of the table: each operation reads it, works on it and writes it back.
 
     The row holds what is spent and not what is left, so that a key file that changes a rate needs no agreement on when.
+
+    Raises:
+        KeyFileError: there are more tenants than the table has room for.
     """
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float], table: SharedTable) -> None:
-        self._table, self._at = table, table.row(tenant.name)
+        try:
+            self._table, self._at = table, table.row(tenant.name)
+        except OverflowError as error:
+            raise KeyFileError(f"--api-key-file: {error}; leave out --api-server-count.") from None
         super().__init__(tenant, clock)
 
     @contextmanager

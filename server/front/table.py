@@ -16,8 +16,6 @@ from hashlib import blake2b
 from threading import RLock
 from typing import Final
 
-from trencadis.core.errors import StartupError
-
 HELD: Final = ("requests", "tokens", "pixels", "bodies", "connections")
 """What a process holds, word by word of its column."""
 RATES_EACH: Final = 3
@@ -117,7 +115,7 @@ class SharedTable:
         """The first word of the row of tenant ``name``, which is made where there is none.
 
         Raises:
-            StartupError: there are too many tenants.
+            OverflowError: there are too many tenants.
         """
         key = blake2b(name.encode(), digest_size=16).digest()
         one, two = (int.from_bytes(key[i : i + 8], "little", signed=True) or 1 for i in (0, 8))
@@ -131,7 +129,7 @@ class SharedTable:
                     break
                 place = (place + 1) % ROWS
             if self.words[self._tenants - 1] >= FULL:
-                raise StartupError(f"--api-server-count {self.count}: at most {FULL} tenants; use one API process.")
+                raise OverflowError(f"several API processes know at most {FULL} tenants")
             self.words[at], self.words[at + 1] = one, two
             self.words[self._tenants - 1] += 1
             return at
