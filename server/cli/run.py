@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.fleet.fleet import Fleet
+    from trencadis.server.front.remote import RemoteEngines
 
 log = logging.getLogger("trencadis.server")
 
@@ -163,10 +164,11 @@ def end(handles: Sequence[EngineHandle]) -> None:
             handle.kill()
 
 
-def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet], FastAPI]:
+def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
     """The factory of apps that ``package.module:name`` names."""
     module, _, name = entry.partition(":")
-    return cast("Callable[[Settings, Supervisor | Fleet], FastAPI]", getattr(importlib.import_module(module), name))
+    found = getattr(importlib.import_module(module), name)
+    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:

@@ -28,18 +28,18 @@ class RequestElsewhere(Sequence[Pixels]):
     """What stands for the pixels of a request that another process has made, and that keeps them.
 
     Args:
-        count: its media.
+        media: how many it has.
         forward: called with each delta that needs no look here: neither a choice's last one, nor one behind a delta
             that has not been handed on yet. Only while ``straight`` is set, which the reader of the deltas does.
         need: called with the index of a medium whose pixels ``link`` wants.
     """
 
-    def __init__(self, count: int, forward: Callable[[Delta], None], need: Callable[[RequestLink, int], None]) -> None:
-        self.count, self.forward, self.need = count, forward, need
+    def __init__(self, media: int, forward: Callable[[Delta], None], need: Callable[[RequestLink, int], None]) -> None:
+        self.media, self.forward, self.need = media, forward, need
         self.straight = False
 
     def __len__(self) -> int:
-        return self.count
+        return self.media
 
     def __getitem__(self, index: Any) -> Any:
         raise IndexError("the pixels are in another process")

@@ -97,7 +97,8 @@ class Channel(Generic[M]):
         if self.writer is None or self.writer.is_closing():
             raise Unavailable(GONE, retry_after=1)
         n = next(self._numbers)
-        future = self._asked[n] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[n] = future
         try:
             await self.send(Question(n, what, given))
             return await future

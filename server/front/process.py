@@ -160,6 +160,8 @@ class ApiProcess:
                 self.owner.failed(self, text, code)
             case wire.ResetPrefixCache() | wire.ResetEncoderCache():
                 self.owner.reset(message)
+            case messages.Question() | messages.Reply():
+                pass  # the channel's own
             case _:
                 assert self._relay is not None
                 return self._relay.receive(message, payload)

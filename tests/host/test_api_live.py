@@ -32,7 +32,7 @@ def asked(number: int) -> dict[str, Any]:
     content: Any = f"Tell me {number} things about a boat."
     if number % 3 == 0:
         content = [{"type": "text", "text": content}, {"type": "image_url", "image_url": {"url": picture(number % 5)}}]
-    more: dict[str, Any] = {"temperature": 0.0 if number % 2 else 0.8, "seed": number, "n": 1 + number % 2}
+    more: dict[str, Any] = {"temperature": 0.0 if number % 2 else 0.8, "seed": number, "n": 2 - number % 2}
     if number % 7 == 0:
         more["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **more}
