@@ -76,6 +76,7 @@ class Listener(socket.socket):
         connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
         self.open.add(connection)
         connection.of = self.open
+        self.elsewhere(len(self.open))
         return connection, address
 
     def _turn_away(self, plain: socket.socket) -> None:

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull
+from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupError
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.multimodal.processor import Prepared, TakenRows
 from trencadis.multimodal.uuids import UuidBook, name_digest
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.server.admission import Admission, Bounds, Ticket
+from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.requests import OpenRequest
 from trencadis.server.front import media, table
 from trencadis.server.front.limits import SharedAccount, SharedAdmission, SharedUuids
 from trencadis.server.front.messages import Placed, Produced
+from trencadis.server.front.part import Part
 from trencadis.server.front.relay import Relay
 from trencadis.server.front.table import HELD, UUID_WAYS, SharedTable
+from trencadis.server.http import listen
 from trencadis.server.metrics import added
 from trencadis.server.tenants.account import Account
 from trencadis.server.tenants.keyfile import Tenant
@@ -163,6 +168,39 @@ def test_a_name_of_media_is_known_to_all_and_means_one_thing(
         assert books[(i + 1) % COUNT].find("t", "", "cat") == one, "what is used stays"
     known = [books[0].find("t", "", name) for name in crowd]
     assert known == [None] * 5 + [other] * (UUID_WAYS - 1)
+
+
+def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[SharedTable]) -> None:
+    first = listen.listen(ServerConfig(host="127.0.0.1", port=0))
+    name = first.getsockname()
+    first.close()
+    sockets = [listen.inherited(ServerConfig(max_connections=10), listen.listen_again(name).detach()) for _ in range(2)]
+    for sock, seen in zip(sockets, tables, strict=False):
+        sock.setblocking(False)
+        sock.elsewhere = Part(cast(Any, None), {}, seen).connections
+    clients = [socket.create_connection(name) for _ in range(40)]
+    kept: list[list[socket.socket]] = [[], []]
+    for _ in range(60):
+        for sock, mine in zip(sockets, kept, strict=True):
+            with contextlib.suppress(BlockingIOError):
+                mine.append(sock.accept()[0])
+    assert [len(mine) for mine in kept] == [len(sock.open) for sock in sockets]
+    assert sum(map(len, kept)) == 10 and all(kept), "both got some, and both together no more than the bound"
+    with pytest.raises(StartupError, match="is in use"):
+        listen.listen(ServerConfig(host="127.0.0.1", port=name[1]))
+    sockets[0].close()
+    for sock in (*clients, *kept[0], *kept[1]):
+        sock.close()
+    for _ in range(8):
+        with socket.create_connection(name):
+            until_accepted = time.monotonic() + 30
+            while time.monotonic() < until_accepted:
+                with contextlib.suppress(BlockingIOError):
+                    sockets[1].accept()[0].close()
+                    break
+            else:
+                raise AssertionError("a closed socket still gets connections")
+    sockets[1].close()
 
 
 HOLDER = """

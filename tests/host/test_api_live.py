@@ -6,6 +6,8 @@ import base64
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from tests.fleet.test_live import picture
-from tests.traffic.server_process import RunningServer, server
+from tests.traffic.server_process import ROOT, RunningServer, server
 
 pytestmark = pytest.mark.long
 
@@ -91,6 +93,20 @@ def test_a_picture_is_named_by_uuid_whichever_process_has_prepared_it(tmp_path: 
         assert {say(other).status_code for _ in range(8)} == {409}
         shown = running.http.get("/metrics").text
         assert "vllm:images_encoded_total" in shown and running.http.get("/stats").json()["image_arena"]["encoded"] == 1
+
+
+@pytest.mark.parametrize("flags", [("--api-key-file", "nowhere.yaml"), ("--chat-template", "{% broken")])
+def test_what_one_process_refuses_several_refuse_with_the_same_line(flags: tuple[str, str], tmp_path: Path) -> None:
+    said = []
+    for count in ("1", "2"):
+        command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", *FLAGS, *flags]
+        done = subprocess.run(
+            [*command, "--api-server-count", count], capture_output=True, text=True, timeout=240, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        said.append((done.returncode, done.stderr.splitlines()[-1]))
+        assert "Traceback" not in done.stderr
+    assert said[0] == said[1] and said[0][0] == 2
 
 
 def test_processes_killed_again_and_again_lose_their_own_requests_only(tmp_path: Path) -> None:
