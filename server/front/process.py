@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from trencadis.core.errors import StartupError
 from trencadis.core.process import wire
 from trencadis.core.process.children import python_path
 from trencadis.server.config.settings import Settings
@@ -51,10 +52,10 @@ class ApiProcess:
     """API process ``index``.
 
     Args:
-        listen: a listening socket for each that is started, which then belongs to it alone.
+        listen: a socket for each that is started, which then belongs to it alone; told whether it is to listen at once.
     """
 
-    def __init__(self, owner: Owner, index: int, replicas: int, listen: Callable[[], socket.socket]) -> None:
+    def __init__(self, owner: Owner, index: int, replicas: int, listen: Callable[[bool], socket.socket]) -> None:
         self.owner, self.index, self._replicas, self._listen = owner, index, replicas, listen
         self.restarts = 0
         self.up: float | None = None
@@ -70,7 +71,7 @@ class ApiProcess:
 
     def _spawn(self) -> tuple[socket.socket, socket.socket]:
         """Starts the process and tells it what to serve; its app takes a second or more to build."""
-        listener = self._listen()
+        listener = self._listen(not self.restarts)
         ours, theirs = socket.socketpair()
         table = self.owner.table.descriptor
         with theirs:
@@ -92,9 +93,10 @@ class ApiProcess:
 
     async def run(self) -> None:
         """Until it is told to leave; whatever ends it before that, another one is started."""
-        delay = FIRST_DELAY
+        delay, started = FIRST_DELAY, True
         while True:
-            await self._serve()
+            if started:
+                await self._serve()
             if self.leaving or self.refused:
                 return
             if self.up is not None and time.monotonic() - self.up > STEADY_SECONDS:
@@ -109,11 +111,16 @@ class ApiProcess:
             delay = min(2 * delay, MOST_DELAY)
             if self.leaving:
                 return
-            try:
-                self._sock, self._listener = self._spawn()
-            except OSError as error:
-                log.error("API process %d cannot be started: %s", self.index, error)
-                return
+            started = self._start_again()
+
+    def _start_again(self) -> bool:
+        """Whether another process could be started."""
+        try:
+            self._sock, self._listener = self._spawn()
+        except (OSError, StartupError) as error:
+            log.error("API process %d cannot be started: %s", self.index, error)
+            return False
+        return True
 
     async def _serve(self) -> None:
         """One process from its first frame to its end."""

@@ -43,7 +43,7 @@ class ApiProcesses:
     """The processes behind one address, over one engine or several.
 
     Args:
-        listen: a listening socket for each process that is started.
+        listen: a socket for each process that is started, as ``ApiProcess`` takes it.
         on_built: called when one takes connections.
         on_failed: called with (message, exit code) of a process that cannot start, before all have been up once.
     """
@@ -51,7 +51,7 @@ class ApiProcesses:
     def __init__(
         self,
         settings: Settings,
-        listen: Callable[[], socket.socket],
+        listen: Callable[[bool], socket.socket],
         on_built: Callable[[], None] = lambda: None,
         on_failed: Callable[[str, int], None] = lambda message, code: None,
     ) -> None:

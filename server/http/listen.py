@@ -153,10 +153,13 @@ def listen(server: ServerConfig) -> socket.socket:
     return sock
 
 
-def listen_again(name: Any) -> socket.socket:
-    """A listening socket beside others at ``name`` (of ``getsockname``): the system deals connections among them.
+def listen_again(name: Any, now: bool = True) -> socket.socket:
+    """A socket beside others at ``name`` (of ``getsockname``): the system deals connections among those that listen.
 
     A unix socket cannot be dealt; its processes take connections from one queue.
+
+    Args:
+        now: it listens, so that connections wait for whoever accepts them later; else its server lets it listen.
 
     Raises:
         StartupError: it cannot be had.
@@ -166,7 +169,8 @@ def listen_again(name: Any) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind(name)
-        sock.listen()
+        if now:
+            sock.listen()
     except OSError as error:
         sock.close()
         raise StartupError(f"port {name[1]} on {name[0]} cannot be shared ({error.strerror}).") from None

@@ -52,13 +52,17 @@ def serve_by_several(
         processes.close()
 
 
-def listeners(sock: socket.socket) -> Callable[[], socket.socket]:
-    """Gives a listening socket for each API process that is started; ``sock`` has shown that the address is free."""
+def listeners(sock: socket.socket) -> Callable[[bool], socket.socket]:
+    """Gives a socket for each API process that is started; ``sock`` has shown that the address is free.
+
+    Those of the start listen at once, as the socket of one process does. That of a process that replaces a dead one
+    listens when its app is built, so that connections come to the others meanwhile.
+    """
     name = sock.getsockname()
     if sock.family == socket.AF_UNIX:
-        return lambda: socket.socket(fileno=os.dup(sock.fileno()))
+        return lambda now: socket.socket(fileno=os.dup(sock.fileno()))
     sock.close()
-    return lambda: listen.listen_again(name)
+    return lambda now: listen.listen_again(name, now)
 
 
 class FrontServing(Serving):
