@@ -169,4 +169,4 @@ def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
     for number in range(config.text.layers):
         calibration.advance(number, {})
     with torch.inference_mode():
-        return model.lm_head(model.norm(*calibration._states[0])[0])
+        return model.lm_head(model.leave.norm(*calibration._states[0])[0])
