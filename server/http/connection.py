@@ -6,6 +6,7 @@ import asyncio
 import logging
 import select
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class Connection(H11Protocol):
         self._waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
         """What the timer waits for: a head, or the rest of a body that nobody reads."""
         self._look: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[], None] | None = None
+        """Called when the connection ends while its request waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""
@@ -80,11 +83,20 @@ class Connection(H11Protocol):
         if self._look is not None:
             self._look.cancel()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes of a head, a body or pipelined requests."""
         super().data_received(data)
         self._weigh()
+
+    def handle_events(self) -> None:
+        """Begins the requests whose heads have come; their scopes name this connection."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self.cycle.scope["trencadis.connection"] = self
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""
