@@ -222,8 +222,9 @@ class _Serving:
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        collected = asyncio.create_task(heap.keep_collected(lambda: len(self.web.server_state.tasks)))
         told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
-        return [tidy, told]
+        return [tidy, collected, told]
 
     async def _end(self, helpers: list[asyncio.Task[None]]) -> None:
         for task in helpers:

@@ -77,7 +77,8 @@ class TurnDoor:
         begun = time.monotonic()
         body.charge(unread)
         try:
-            with _watched(scope.get(CONNECTION), turn):
+            known = scope.get(CONNECTION)
+            with _watched(None if known is None else known(), turn):
                 await turn.come
         finally:
             body.give(unread)
