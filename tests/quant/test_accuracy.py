@@ -71,3 +71,4 @@ def test_the_benchmarks_run(command: str) -> None:
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "int4 / bfloat16" in done.stdout or "int8" in done.stdout
+    assert ("llama.cpp: unproven" in done.stdout) == ("--smoke" in words)
