@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.test_shards import Group, ThreadComm
 from tests.quant import checkpoints as made
 from tests.traffic.requests import Traffic
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.cuda import make_backend as make_cuda
 from trencadis.backends.cuda.weights.coded import CodedWeight
 from trencadis.backends.hpu import quantised as floats8
@@ -93,6 +95,24 @@ def test_the_ledger_prices_checkpoints_of_devices(
     paper = [values_of(one, backend.policy) for one in (plain, model)]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
     assert backend.memory.free() < before
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+def test_shares_of_ranks_are_priced(device: str, ordered: bool, vl_checkpoint: Path, tmp_path: Path) -> None:
+    """GPTQ over two ranks: the first has what the ledger says; by activations both do, whatever columns a share has."""
+    path, _ = made.checkpoint(vl_checkpoint, tmp_path, "gptq", 4, 32, True, ordered, apart=False)
+    plain, model = load_config(vl_checkpoint), load_config(path)
+    for rank in (0, 1) if ordered else (0,):  # one group of its own is one scale a row
+        options = BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"} if device == "cuda" else {})
+        backend: Any = gaudi() if device == "hpu" else (make_cuda if device == "cuda" else make_cpu)(options)
+        backend.comm = ThreadComm(Group(2), rank, 2)
+        built: list[Any] = [build(one, backend) for one in (plain, model)]
+        form, unit = backend.policy.quantised, backend.policy.aligned
+        for one, config in zip(built, (plain, model), strict=True):
+            sized = Sized(config, 2, 2, quantised=form, unit=unit)
+            held = sum(layer.nbytes() for layer in one.layers)
+            assert held == sum(sized.layer(place) for place in range(config.text.layers)), f"rank {rank}"
 
 
 # Gaudi
