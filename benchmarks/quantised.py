@@ -1,7 +1,7 @@
 """What quantised weights gain: a token at 1 and 8 requests and a prompt of 512 tokens, against 16 and 32 bits.
 
 python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5] [--peer llamacpp --python PATH]
-python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"]
+python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"] [--resume]
 
 Random weights (``--load-format dummy``); the ways take turns, so that what else runs on the machine slows all of them.
 With ``--peer``: llama.cpp's Q8_0 and Q4_0 take turns with them, on a GGUF file of the same sizes with every matrix in
@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.harness import questions
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import BUSY, Others, machine, median, table
+from benchmarks.harness.common import BENCH, BUSY, Others, machine, median, table
 from benchmarks.harness.llamacpp import FORMS, MISSING, LlamaCpp, PeerMissing, ids
 from trencadis.core.cpus import available_cpus
 
@@ -102,12 +102,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--questions", type=int, default=0, help="ask as many held-out questions instead")
     parser.add_argument("--ways", default=",".join(questions.WAYS), help="forms that are asked, with commas between")
+    parser.add_argument("--resume", action="store_true", help="--questions: keep answers, and go on where a run ended")
     parser.add_argument("--peer", choices=("", "llamacpp"), default="", help="measure it beside these")
     parser.add_argument("--python", default=sys.executable, help="the peer's Python")
     args = parser.parse_args()
     if args.questions:
         print(", ".join(f"{k}: {v}" for k, v in machine().items()))
-        print(questions.report(args.questions, args.ways.split(",")))
+        kept = BENCH / "results" / f"questions-{args.questions}.json" if args.resume else None
+        print(questions.report(args.questions, args.ways.split(","), kept))
         return
     sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
     model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds
