@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
+from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import library, panels
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -167,12 +168,14 @@ class CpuOps(ReferenceOps):
         return turned[:, :heads], turned[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], window=window)
-        if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
+        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
+        if not plan.surplus and plan.singles is None and plan.parts == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
             out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
+        if plan.singles is not None:
+            native_attend.attend(q, kv, plan.singles, scale, out, self.kernels)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
