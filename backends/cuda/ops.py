@@ -72,7 +72,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """As ``core.backend.Ops``; a decoder layer of few rows in six launches where it fits."""
         if self._arrived is not None and self.host_layers is None and whole.takes(run, args[0], args[-1]):
-            run = whole.WholeLayer(run, self._arrived)  # type: ignore[arg-type]
+            run = whole.WholeLayer(run, self._arrived)  # type: ignore[arg-type, assignment]
         return super().layer(run, *args)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:

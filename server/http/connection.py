@@ -135,7 +135,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
-            self.cycle.scope["trencadis.connection"] = weakref.ref(self)
+            self.cycle.scope["trencadis.connection"] = weakref.ref(self)  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""

@@ -84,7 +84,7 @@ def test_a_flood_leaves_a_place_and_is_not_prepared_long_before_it_can_run() -> 
         assert second.stage is TurnStage.WAITING
         for _ in range(2):
             begun(flood)[0].prepared()
-        assert second.stage is TurnStage.PREPARING, "one of the flood came before it, at the same virtual time"
+        assert second.stage.name == "PREPARING", "one of the flood came before it, at the same virtual time"
         while begun(flood):
             begun(flood)[0].prepared()
         prepared = [turn for turn in flood if turn.stage is TurnStage.PREPARED]
