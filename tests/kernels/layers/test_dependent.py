@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles.layers.dependent_launches import DependentLaunch, recorded, unordered
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
-from trencadis.backends.cuda.kernels.layers import dependent
+from trencadis.backends.cuda.kernels.layers import attend, dependent
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import Rotary
 
