@@ -22,8 +22,8 @@ from trencadis.server.cli.api.several import serve_by_several
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
-from trencadis.server.engine.spawn import EngineHandle, spawn
-from trencadis.server.fleet.deal import deal
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.start import Engines, start
 from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
@@ -115,11 +115,10 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     log.info("listening on %s; starting %s", listen.address(sock, bool(settings.server.ssl_certfile)), what)
     handles: list[EngineHandle] = []
     try:
-        configs = deal(settings.engine, settings.server.data_parallel_size)
-        handles += map(spawn, configs)
+        engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
         if settings.server.api_server_count > 1:
-            return serve_by_several(settings, sock, lambda: _supervised(settings, configs, handles), begun)
-        supervisor = _supervised(settings, configs, handles)
+            return serve_by_several(settings, sock, lambda: _supervised(settings, engines), begun)
+        supervisor = _supervised(settings, engines)
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
@@ -132,10 +131,8 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         end(handles)
 
 
-def _supervised(
-    settings: Settings, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle]
-) -> Supervisor | Fleet:
-    return supervise(settings.server, configs, handles, settings.server.sleep_after)
+def _supervised(settings: Settings, engines: Engines) -> Supervisor | Fleet:
+    return supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
 
 
 def supervise(

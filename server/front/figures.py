@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,10 +25,14 @@ Families = list[added.FamilyFigures]
 
 
 class Figures:
-    """What /metrics and /buckets show. Everything that an API process tells can be added up (``Metrics`` as a part)."""
+    """What /metrics and /buckets show. Everything that an API process tells can be added up (``Metrics`` as a part).
 
-    def __init__(self, settings: Settings, engine: Supervisor | Fleet) -> None:
-        self._settings, self._engine = settings, engine
+    Args:
+        outside: counts requests that wait in any API process for their tenant's turn.
+    """
+
+    def __init__(self, settings: Settings, engine: Supervisor | Fleet, outside: Callable[[], int]) -> None:
+        self._settings, self._engine, self._outside = settings, engine, outside
         self._metrics: Metrics | None = None
         self._last: dict[int, Families] = {}
         self._ended: Families = []
@@ -49,8 +54,9 @@ class Figures:
         http = HttpSettings(config, self._settings.engine.model, running=self._running)
         hidden = config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version)
         made = self._metrics = Metrics(
-            http.name, max_model_len, self._engine, Admission(http.bounds), config=self._settings.engine, hidden=hidden
-        )
+            http.name, max_model_len, self._engine, Admission(http.bounds), config=self._settings.engine,
+            hidden=hidden, outside=self._outside,
+        )  # fmt: skip
         made.registry.register(ProcessesCollector(role=FRONT))
         if config.enable_sleep_mode or config.sleep_after:
             SleepCollector(made.registry, self._engine)

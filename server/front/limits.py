@@ -117,10 +117,15 @@ class SharedAccount(Account):
         with self._shared():
             super().become(tenant)
 
-    def enter(self, requests: int) -> None:
+    def enter(self, requests: int, more: bool = False) -> None:
         """See ``Account``."""
         with self._shared():
-            super().enter(requests)
+            super().enter(requests, more)
+
+    def refund(self, name: str, count: float) -> None:
+        """See ``Account``."""
+        with self._shared():
+            super().refund(name, count)
 
     def take(self, name: str, count: float) -> None:
         """See ``Account``."""

@@ -45,7 +45,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     progress: wire.Phase | None = None
 
 
-class Engines(msgspec.Struct, tag=True):
+class EngineStates(msgspec.Struct, tag=True):
     """Down: the engines' states, and their counters without the lists of what is new."""
 
     states: list[ReplicaState]
@@ -117,7 +117,7 @@ class Reply(msgspec.Struct, tag=True):
     retry_after: int | None = None
 
 
-Down = Serve | Engines | Known | Placed | Produced | wire.NeedMedia | Reload | Leave | Question | Reply
+Down = Serve | EngineStates | Known | Placed | Produced | wire.NeedMedia | Reload | Leave | Question | Reply
 Requests = wire.Add | wire.Abort | wire.Media | wire.MediaFailed | wire.VocabularyPart
 Up = Built | Failed | Requests | wire.ResetPrefixCache | wire.ResetEncoderCache | Question | Reply
 

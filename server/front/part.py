@@ -18,7 +18,7 @@ from trencadis.server.tenants.keyfile import Tenant
 if TYPE_CHECKING:
     from trencadis.server.prompts.service import TextService
 
-CONNECTIONS = HELD.index("connections")
+CONNECTIONS, TURNS = HELD.index("connections"), HELD.index("turns")
 Answer = Callable[[dict[str, Any]], Awaitable[bytes]]
 
 
@@ -106,3 +106,8 @@ class Part:
         """Notes how many connections this process has; returns how many the others have."""
         self.table.put(CONNECTIONS, own)
         return self.table.total(CONNECTIONS) - own
+
+    def waiting(self, own: int) -> int:
+        """Notes how many requests wait here for their tenant's turn; returns how many do in all processes."""
+        self.table.put(TURNS, own)
+        return self.table.total(TURNS)

@@ -20,6 +20,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.fleet import Fleet
 from trencadis.server.front import messages
 from trencadis.server.front.channel import Channel
+from trencadis.server.front.part import TURNS
 from trencadis.server.front.process import ApiProcess
 from trencadis.server.front.relay import Relay
 from trencadis.server.front.table import SharedTable
@@ -77,7 +78,7 @@ class ApiProcesses:
         from trencadis.server.front.figures import Figures
 
         self.engine = engine
-        self.figures = Figures(self.settings, engine)
+        self.figures = Figures(self.settings, engine, lambda: self.table.total(TURNS))
         engine.vocabulary = lambda: self._vocabulary
 
     # --- life ---
@@ -96,6 +97,16 @@ class ApiProcesses:
         self.poke()
         for one in self.each:
             one.leave(seconds)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their tenant's turn, as of the last second."""
+        return self.table.total(TURNS)
+
+    async def close_turns(self, seconds: float) -> int:
+        """Has all take no more requests; returns how many had no turn within ``seconds``."""
+        left = await asyncio.gather(*self._asked("close turns", {"seconds": seconds}), return_exceptions=True)
+        return sum(int(one) for one in left if isinstance(one, bytes))
 
     def reload(self) -> None:
         """Has all read keys and certificates again."""
@@ -120,7 +131,7 @@ class ApiProcesses:
         for i, (info, plan) in enumerate(known):
             process.channel.write(messages.Known(i, info, plan))
         if told:
-            process.channel.write(msgspec.msgpack.decode(told, type=messages.Engines))
+            process.channel.write(msgspec.msgpack.decode(told, type=messages.EngineStates))
 
     def built(self, process: ApiProcess, max_model_len: int) -> None:
         """A process takes connections."""
@@ -181,7 +192,9 @@ class ApiProcesses:
             if info is not known[i][0] or plan is not known[i][1]:
                 known[i] = info, plan
                 self._send_all(messages.Known(i, info, plan))
-        state = messages.Engines([state_of(engine) for engine in engines], [counters_of(engine) for engine in engines])
+        state = messages.EngineStates(
+            [state_of(engine) for engine in engines], [counters_of(engine) for engine in engines]
+        )
         now = msgspec.msgpack.encode(state)
         if now != told:
             self._send_all(state)

@@ -93,7 +93,7 @@ class FrontLink(RequestLink):
             case messages.Placed(id, replica):
                 if id in self._sent:
                     self._sent[id].replica = replica
-            case messages.Engines(states, stats):
+            case messages.EngineStates(states, stats):
                 for one, state, counters in zip(self.replicas, states, stats, strict=True):
                     one.state, one.stats = state, counters
             case messages.Known():

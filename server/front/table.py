@@ -16,7 +16,7 @@ from hashlib import blake2b
 from threading import RLock
 from typing import Final
 
-HELD: Final = ("requests", "tokens", "pixels", "bodies", "connections")
+HELD: Final = ("requests", "tokens", "pixels", "bodies", "connections", "turns")
 """What a process holds, word by word of its column."""
 RATES_EACH: Final = 3
 NAME_WORDS: Final = 2

@@ -20,10 +20,13 @@ from starlette.responses import Response
 
 from trencadis import __version__
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED
+from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.multimodal.workers.pool import MAX_WORKERS
 from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.http.door import TurnDoor
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.http.unserved import not_found
@@ -48,6 +51,7 @@ from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info, sleep
 from trencadis.server.tenants.account import Account
 from trencadis.server.tenants.registry import Tenants
+from trencadis.server.tenants.turns import Turns
 
 log = logging.getLogger("trencadis.server")
 GENERATING = (chat, batch, completions, responses, messages)
@@ -80,11 +84,11 @@ def create_app(
     def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
-    account = Account if part is None else part.account
-    tenants = Tenants(Path(config.api_key_file), account=account) if config.api_key_file else None
+    tenants, turns = _tenants(settings)
     metrics = Metrics(
         settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
-        hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version), part=part is not None,
+        config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
+        lambda: 0 if turns is None else turns.waiting, part is not None,
     )  # fmt: skip
     _collect(metrics, settings, engine, tenants)
     template = None if service.template is None else service.template.text
@@ -92,7 +96,9 @@ def create_app(
     forms.claim(service.tokenizer)
     grammars = GrammarBook(service.tokenizer, service.config.text.vocab, service.eos)
     traces = Traces.to(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces)
+    state = AppState(
+        settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces, turns
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -134,6 +140,18 @@ def _collect(metrics: Metrics, settings: HttpSettings, engine: EngineClient, ten
         SleepCollector(metrics.registry, engine)
 
 
+def _tenants(settings: HttpSettings) -> tuple[Tenants | None, Turns | None]:
+    """The tenants of the key file, and their turns if the scheduler gives them shares."""
+    if not settings.config.api_key_file:
+        return None, None
+    part, count = settings.part, 1 if settings.part is None else settings.part.count
+    tenants = Tenants(Path(settings.config.api_key_file), account=Account if part is None else part.account)
+    if settings.engine.scheduling_policy != "fair":
+        return tenants, None
+    # Each of several processes has an equal part of the rows and of the workers.
+    return tenants, Turns.over(-(-settings.running // count), max(min(MAX_WORKERS, available_cpus()) // count, 1))
+
+
 def _include(app: FastAPI, state: AppState) -> None:
     """The routes of a server that generates, or of one that pools; the others' paths say which flag serves them."""
     how = state.service.config.pooling
@@ -155,8 +173,11 @@ def _middleware(state: AppState) -> list[Middleware]:
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.ended,
     )  # fmt: skip
+    inner = [gate]
+    if state.turns is not None:
+        inner.append(Middleware(TurnDoor, turns=state.turns, admission=state.admission))
     if not config.allowed_origins:
-        return [gate]
+        return inner
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,
@@ -166,7 +187,7 @@ def _middleware(state: AppState) -> list[Middleware]:
         expose_headers=["x-request-id", "request-id", "x-ignored-fields", "retry-after"],
     )
     # CORS wraps the gate, so that pages of an allowed origin can read refusals too.
-    return [cors, gate]
+    return [cors, *inner]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -225,6 +246,6 @@ async def _log_stats(state: AppState) -> None:
             log.warning("%s", warning)
         info = state.engine.info
         device = info.device if info is not None else state.settings.device
-        line = writer.line(state.engine.stats, device, state.engine.restarts)
+        line = writer.line(state.engine.stats, device, state.engine.restarts, state.outside)
         if line is not None:
             log.info("%s", line)

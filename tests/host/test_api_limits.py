@@ -107,8 +107,12 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
         told = []
         for account in (part, one):
             try:
-                if what < 0.6:
+                if what < 0.5:
                     account.enter(1)
+                elif what < 0.6:
+                    account.enter(1, more=True)
+                elif what < 0.63:
+                    account.refund("requests_per_minute", 1)
                 elif what < 0.8:
                     account.take("tokens_per_minute", 60)
                 else:
@@ -189,8 +193,8 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
     with pytest.raises(StartupError, match="is in use"):
         listen.listen(ServerConfig(host="127.0.0.1", port=name[1]))
     sockets[0].close()
-    for sock in (*clients, *kept[0], *kept[1]):
-        sock.close()
+    for connection in (*clients, *kept[0], *kept[1]):
+        connection.close()
     for _ in range(8):
         with socket.create_connection(name):
             until_accepted = time.monotonic() + 30

@@ -107,7 +107,8 @@ class _PartServing:
         self.web = make_server(settings.server, app, FLUSH_SECONDS, told.count)
         link.answers["alive"] = self._alive
         link.answers["figures"] = self._figures
-        link.orders[messages.Leave] = lambda message: self.web.leave(message.seconds)
+        link.answers["close turns"] = self._close_turns
+        link.orders[messages.Leave] = self._leave
         link.orders[messages.Reload] = lambda message: self._reload()
 
     async def run(self) -> None:
@@ -116,6 +117,7 @@ class _PartServing:
             asyncio.create_task(self.link.run()),
             asyncio.create_task(self._say_built()),
             asyncio.create_task(self._count()),
+            asyncio.create_task(heap.keep_collected(lambda: len(self.web.server_state.tasks))),
             asyncio.create_task(heap.keep_tidy(lambda: sum(one.stats.steps for one in self.link.replicas))),
         ]
         await self.web.serve(sockets=[self.sock])
@@ -133,6 +135,8 @@ class _PartServing:
     async def _count(self) -> None:
         while True:
             self.link.part.connections(len(self.sock.open))
+            if self.state is not None:
+                _ = self.state.outside  # notes how many wait here
             await asyncio.sleep(COUNT_EVERY)
 
     async def _alive(self, given: dict[str, Any]) -> bytes:
@@ -144,6 +148,15 @@ class _PartServing:
         from trencadis.server.metrics.added import packed
 
         return packed(self.state.metrics.registry)
+
+    async def _close_turns(self, given: dict[str, Any]) -> bytes:
+        turns = None if self.state is None else self.state.turns
+        return b"0" if turns is None else str(await turns.close(given["seconds"])).encode()
+
+    def _leave(self, message: messages.Leave) -> None:
+        if self.state is not None and self.state.turns is not None:
+            self.state.turns.stop()
+        self.web.leave(message.seconds)
 
     def _reload(self) -> None:
         for call in reloads(self.web.certificates, self.state):

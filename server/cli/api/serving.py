@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from trencadis.server.fleet.fleet import Fleet
     from trencadis.server.http.tls import Certificates
     from trencadis.server.routes.state import AppState
+    from trencadis.server.tenants.turns import Turns
 
 log = logging.getLogger("trencadis.server")
 
@@ -64,6 +66,23 @@ class Serving:
         """What is read again at SIGHUP."""
         return ()
 
+    def opened(self) -> int:
+        """Requests that are open in this process."""
+        return self.supervisor.open_requests
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether requests wait for their tenant's turn before they are read."""
+        return False
+
+    def waiting(self) -> int:
+        """Those that do so now."""
+        return 0
+
+    async def close_turns(self, seconds: float) -> int:
+        """Takes no more of them; returns how many had no turn within ``seconds``, and end with an error."""
+        return 0
+
     async def closed(self) -> None:
         """Called last."""
 
@@ -91,8 +110,9 @@ class Serving:
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        collected = asyncio.create_task(heap.keep_collected(self.opened))
         told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
-        return [tidy, told]
+        return [tidy, collected, told]
 
     async def _end(self, helpers: list[asyncio.Task[None]]) -> None:
         for task in helpers:
@@ -125,11 +145,21 @@ class Serving:
 
     async def _drain(self, delay: float) -> None:
         """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
-        supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
+        supervisor, seconds = self.supervisor, float(self.settings.server.shutdown_timeout)
         if delay and supervisor.accepting:
             supervisor.leave()
             log.info("taking requests for %g s more (--drain-delay); a second signal stops at once", delay)
             await asyncio.sleep(delay)
+        end = time.monotonic() + seconds
+        if self.takes_turns:
+            if waiting := self.waiting():
+                supervisor.leave()
+                log.info("%d requests wait for their turn; they are taken, at most for %g s", waiting, seconds)
+            left = await self.close_turns(seconds)
+            if left:
+                log.error("%d requests had no turn in %g s (--shutdown-timeout): they end with an error", left, seconds)
+                self.code = 1
+            seconds = max(end - time.monotonic(), 0.0)
         if supervisor.open_requests:
             line = "finishing %d requests, at most %g s; a second signal stops at once"
             log.info(line, supervisor.open_requests, seconds)
@@ -175,6 +205,34 @@ class WebServing(Serving):
     def again(self) -> Sequence[Callable[[], None]]:
         """See ``Serving``."""
         return reloads(self.web.certificates, self.state)
+
+    def stop_now(self) -> None:
+        """See ``Serving``."""
+        if self.turns is not None:
+            self.turns.stop()
+        super().stop_now()
+
+    def opened(self) -> int:
+        """See ``Serving``."""
+        return len(self.web.server_state.tasks)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The turns of tenants."""
+        return None if self.state is None else self.state.turns
+
+    @property
+    def takes_turns(self) -> bool:
+        """See ``Serving``."""
+        return self.turns is not None
+
+    def waiting(self) -> int:
+        """See ``Serving``."""
+        return 0 if self.turns is None else self.turns.waiting
+
+    async def close_turns(self, seconds: float) -> int:
+        """See ``Serving``."""
+        return 0 if self.turns is None else await self.turns.close(seconds)
 
     async def closed(self) -> None:
         """See ``Serving``."""

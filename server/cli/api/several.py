@@ -103,6 +103,19 @@ class FrontServing(Serving):
         server = self.settings.server
         return [self.processes.reload] if server.api_key_file or server.ssl_certfile else []
 
+    @property
+    def takes_turns(self) -> bool:
+        """See ``Serving``."""
+        return bool(self.settings.server.api_key_file) and self.settings.engine.scheduling_policy == "fair"
+
+    def waiting(self) -> int:
+        """See ``Serving``."""
+        return self.processes.waiting
+
+    async def close_turns(self, seconds: float) -> int:
+        """See ``Serving``."""
+        return await self.processes.close_turns(seconds)
+
     def _built(self) -> None:
         """All API processes are up."""
         if not self._told_built:
