@@ -20,7 +20,7 @@ from trencadis.core.process.children import python_path
 from trencadis.server.config.settings import Settings
 from trencadis.server.front import messages
 from trencadis.server.front.channel import Channel
-from trencadis.server.front.relay import Relay
+from trencadis.server.front.relay import RequestRelay
 from trencadis.server.front.table import SharedTable
 from trencadis.server.metrics.processes import API_MODULE
 
@@ -39,7 +39,7 @@ class Owner(Protocol):
     settings: Settings
     table: SharedTable
 
-    def relay(self, index: int, channel: Channel[messages.Up]) -> Relay: ...
+    def relay(self, index: int, channel: Channel[messages.Up]) -> RequestRelay: ...
     def connected(self, process: ApiProcess) -> None: ...
     def built(self, process: ApiProcess, max_model_len: int) -> None: ...
     def failed(self, process: ApiProcess, message: str, code: int) -> None: ...
@@ -66,7 +66,7 @@ class ApiProcess:
         self._left = asyncio.Event()
         self.handle: subprocess.Popen[bytes] | None = None
         self.channel: Channel[messages.Up] | None = None
-        self._relay: Relay | None = None
+        self._relay: RequestRelay | None = None
         self._sock, self._listener = self._spawn()
 
     def _spawn(self) -> tuple[socket.socket, socket.socket]:

@@ -22,7 +22,7 @@ from trencadis.server.front import messages
 from trencadis.server.front.channel import Channel
 from trencadis.server.front.part import TURNS
 from trencadis.server.front.process import ApiProcess
-from trencadis.server.front.relay import Relay
+from trencadis.server.front.relay import RequestRelay
 from trencadis.server.front.table import SharedTable
 
 if TYPE_CHECKING:
@@ -119,10 +119,10 @@ class ApiProcesses:
 
     # --- what a process does (``Owner``) ---
 
-    def relay(self, index: int, channel: Channel[messages.Up]) -> Relay:
+    def relay(self, index: int, channel: Channel[messages.Up]) -> RequestRelay:
         """What runs the requests of a process."""
         assert self.engine is not None
-        return Relay(self.engine, index, channel.write, len(replicas(self.engine)) > 1, self._learn_vocabulary)
+        return RequestRelay(self.engine, index, channel.write, len(replicas(self.engine)) > 1, self._learn_vocabulary)
 
     def connected(self, process: ApiProcess) -> None:
         """Tells a new process all that the others know."""

@@ -40,7 +40,7 @@ class RelayedRequest(RequestElsewhere):
         request: as the engine gets it.
     """
 
-    def __init__(self, relay: Relay, own: str, request: Request) -> None:
+    def __init__(self, relay: RequestRelay, own: str, request: Request) -> None:
         super().__init__(len(request.spans), self._forward, self._need)
         self.relay, self.own, self.request = relay, own, request
         self.asker: RequestLink | None = None
@@ -56,7 +56,7 @@ class RelayedRequest(RequestElsewhere):
         self.relay.write(wire.NeedMedia(self.own, index))
 
 
-class Relay:
+class RequestRelay:
     """The open requests of one API process.
 
     Args:

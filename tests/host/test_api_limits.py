@@ -34,7 +34,7 @@ from trencadis.server.front import media, table
 from trencadis.server.front.limits import SharedAccount, SharedAdmission, SharedUuids
 from trencadis.server.front.messages import Placed, Produced
 from trencadis.server.front.part import Part
-from trencadis.server.front.relay import Relay
+from trencadis.server.front.relay import RequestRelay
 from trencadis.server.front.table import HELD, UUID_WAYS, SharedTable
 from trencadis.server.http import listen
 from trencadis.server.metrics import added
@@ -320,7 +320,7 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
                 got.extend((d.id, d.choice, d.tokens[0]) for d in message.items)
 
         engine = HandDriven()
-        relay = Relay(engine, 1, write, False, lambda data: None)
+        relay = RequestRelay(engine, 1, write, False, lambda data: None)
         for i in range(8):
             await relay.receive(wire.Add(Request(f"r{i}", [1], SamplingParams(n=2, max_tokens=9))), b"")
         await turns()
@@ -350,7 +350,7 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
 def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_none() -> None:
     async def body() -> None:
         engine, told = HandDriven(), list[msgspec.Struct]()
-        relay = Relay(engine, 0, told.append, True, lambda data: None)
+        relay = RequestRelay(engine, 0, told.append, True, lambda data: None)
 
         def add(id: str) -> wire.Add:
             return wire.Add(Request(id, [1], SamplingParams(n=1, max_tokens=9), replica=2))

@@ -21,7 +21,7 @@ from tests.host.paced_engine import PACED
 from tests.operations.fake_server import FakeServer
 
 ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
-DEADLINE = 60.0
+DEADLINE = 180.0
 API = "server.cli.api.process"
 ANN, BEN = {"authorization": "Bearer key-ann"}, {"authorization": "Bearer key-ben"}
 LONG = 3000
@@ -35,7 +35,7 @@ class Several:
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server
-        server.wait_for("Uvicorn running on")
+        server.wait_for("Uvicorn running on", DEADLINE)
         self.front = psutil.Process(server.process.pid)
         self.clients: dict[int, httpx.Client] = {}
 
