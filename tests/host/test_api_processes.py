@@ -79,7 +79,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
     file.write_text(json.dumps({"keys": keys}))  # JSON is YAML
     file.chmod(0o600)
     flags = ("--api-server-count", "2", "--max-num-seqs", "2", "--max-num-queued-reqs", "2", "--api-key-file",
-             str(file), "--served-model-name", "m", "--shutdown-timeout", "30", "--scheduling-policy", "fair")  # fmt: skip
+             str(file), "--served-model-name", "m", "--shutdown-timeout", "30",
+             "--scheduling-policy", "fair")  # fmt: skip
     with FakeServer(*flags, fakes=ENGINE, TMPDIR=str(folder)) as server:
         yield Several(server)
 
