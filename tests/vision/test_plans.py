@@ -156,11 +156,11 @@ def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> Non
     assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 
-def served(path: Path, kind: str, count: int) -> int:
+def served(path: Path, kind: str, count: int, length: int = 384) -> int:
     """Compilations of a warmed-up card while it answers picture chats: a launch at any new shape would be one."""
     limits: dict[str, Any] = {} if kind in ("llava", "gemma3") else {"mm_processor_kwargs": {"max_pixels": 12_544}}
     llm = LLM(
-        str(path), device="hpu", dtype="float32", max_model_len=384, max_num_seqs=2, max_num_batched_tokens=64,
+        str(path), device="hpu", dtype="float32", max_model_len=length, max_num_seqs=2, max_num_batched_tokens=64,
         block_size=64, **limits,
     )  # fmt: skip
     asked = [conversation(np.random.default_rng(i), most=2, high=200)[0] for i in range(count)]
