@@ -157,7 +157,9 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        work = program.replay if program.state is ProgramState.CAPTURED else program.run
+        def work() -> Any:  # the state is asked at each try: the graph that was given up may be this one
+            return program.replay() if program.state is ProgramState.CAPTURED else program.run()
+
         return self._with_relief(program.bucket, work)
 
     def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:

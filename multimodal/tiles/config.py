@@ -125,6 +125,11 @@ class TileTower(ViTConfig):
         layers = super().activations(slots, itemsize, ranks, unit)
         return max(layers, slots * itemsize * (2 * self.hidden + leaving // self.merge**2))
 
+    @property
+    def crossing(self) -> int:
+        """What is multiplied crosses beside the product."""
+        return super().crossing + self.layer_scale
+
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
         """The projector's collective."""
         if ranks == 1 or not self.projector:
