@@ -20,8 +20,9 @@ from trencadis.core.checkpoint.quant_config import TOWER
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.collected import canonical
-from trencadis.core.models.loader import FLOATS, files_of, read_file
+from trencadis.core.models.loader import FLOATS, read_file
 from trencadis.core.models.registry import family_of
+from trencadis.core.models.weight_files import files_of
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
