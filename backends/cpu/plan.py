@@ -161,17 +161,25 @@ def _group(
     if len(rows) == 1:
         where = _from(blocks[chosen[0]], int(begin[0]), int(lengths[0]), block_size)
         return Group(where_rows, 1, where, longest, None)
+    index, mask = _gathered(blocks[chosen], begin, lengths, longest, block_size)
+    return Group(where_rows, len(rows), index, longest, mask)
+
+
+def _gathered(
+    blocks: NDArray[np.int32], begin: NDArray[np.int64], lengths: NDArray[np.int64], longest: int, block_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """``Group.where`` and ``Group.mask`` of several rows, whose keys lie at the places [begin, lengths)."""
     if begin.any():
         places = begin[:, None] + np.arange(longest)
-        lengths -= begin
-        held = np.take_along_axis(blocks[chosen], np.minimum(places // block_size, blocks.shape[1] - 1), axis=1)
+        lengths = lengths - begin
+        held = np.take_along_axis(blocks, np.minimum(places // block_size, blocks.shape[1] - 1), axis=1)
         index = held.astype(np.int64) * block_size + places % block_size
     else:
-        index = _indices(blocks[chosen], longest, block_size)
+        index = _indices(blocks, longest, block_size)
     hidden = np.arange(longest)[None] >= lengths[:, None]
     index[hidden] = 0  # the ZERO block
     mask = torch.from_numpy(~hidden)[:, None, None] if hidden.any() else None
-    return Group(where_rows, len(rows), torch.from_numpy(index.reshape(-1)), longest, mask)
+    return torch.from_numpy(index.reshape(-1)), mask
 
 
 def _indices(blocks: NDArray[np.int32], length: int, block_size: int) -> NDArray[np.int64]:

@@ -221,10 +221,14 @@ class Lifecycle:
             for seq in step.seated:
                 seq.stats.misses += misses
         if step.encoded:
-            seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
-            for seq in {seq.key: seq for seq in step.encoded}.values():
-                seq.stats.encode += seconds
+            self._account_images(step.encoded, output)
         return buckets
+
+    def _account_images(self, encoded: list[Sequence], output: StepOutput) -> None:
+        """Adds the seconds of the step's VISION launches to each sequence whose images they held."""
+        seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
+        for seq in {seq.key: seq for seq in encoded}.values():
+            seq.stats.encode += seconds
 
     def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])
@@ -333,7 +337,7 @@ class Lifecycle:
         elif seq.status is SequenceStatus.LEAVING:
             seq.requeue = False
         else:
-            self.scheduler.dequeue(seq)
+            self.scheduler.order.remove(seq, self.scheduler.waiting)
             seq.status = SequenceStatus.DONE
 
     def _stats(self, seq: Sequence) -> RequestStats:

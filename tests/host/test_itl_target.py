@@ -91,7 +91,7 @@ def timed(engine: Engine, target: float, rng: random.Random, sizes: tuple[int, .
     clock.tick = lambda: None  # type: ignore[method-assign]
     engine.scheduler.times = StepTimes(target, sizes, True, PAIR)
     made = Machine(engine.executor, clock, rng, **machine)
-    engine.executor = made
+    engine.executor = made  # type: ignore[assignment]
     return made
 
 
