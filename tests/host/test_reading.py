@@ -83,8 +83,8 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
     def load() -> None:
         raise Imported
 
-    monkeypatch.setattr(process.ahead, "begin", lambda folder, form: seen.append((folder, form)))
-    monkeypatch.setattr(process.torch_build, "load", load)
+    monkeypatch.setattr("trencadis.core.process.ahead.begin", lambda folder, form: seen.append((folder, form)))
+    monkeypatch.setattr("trencadis.core.process.torch_build.load", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
     with pytest.raises(Imported):
@@ -94,7 +94,7 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
 
 def test_what_cannot_be_read_ahead_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(ahead.os, "posix_fadvise", lambda *args: asked.append(args))
+    monkeypatch.setattr("os.posix_fadvise", lambda *args: asked.append(args))
     thread = ahead.begin(str(DEMO))
     assert thread is not None
     thread.join(10)

@@ -63,6 +63,9 @@ class Shapes:
     def has(self, name: str) -> bool:
         return False
 
+    def kv_scale(self, name: str, kind: str) -> float:
+        return 1.0
+
 
 class Noted(ReferenceOps):
     """Remembers the shape of each weight."""
