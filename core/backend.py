@@ -77,7 +77,12 @@ class Ops(Protocol):
 
     n tokens, h query heads, g KV heads, d head size, s vision slots, r rows, V vocabulary. Values have the backend's
     dtype unless another one is named.
+
+    Attributes:
+        copies: ``pack_weight`` keeps no view of the weight, whose memory may be used again.
     """
+
+    copies: bool
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """Packs a weight [out, in] and a bias [out]."""

@@ -53,6 +53,8 @@ class PackedWeight:
 class CpuOps(ReferenceOps):
     """``core.backend.Ops`` for CPU tensors."""
 
+    copies = True
+
     @cached_property
     def kernels(self) -> int:
         """Number of own kernels that serve; 0: none."""

@@ -50,6 +50,8 @@ class PlainWeight:
 class ReferenceOps:
     """Implements ``core.backend.Ops``."""
 
+    copies = False
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
 

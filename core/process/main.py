@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
-from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
+from trencadis.core.process import ahead, children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -117,6 +117,7 @@ class EngineProcess:
         if config.engine == EngineConfig().engine:
             for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
                 log.debug("%s", line)  # the server has shown it
+            ahead.begin(config.model, config.load_format)
             self("importing", "torch")
             torch_build.load()
             # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, rese
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.kv.arena import rows_of_run
 from trencadis.core.launches import persistent
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.source import Source, StackedPart, stack
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.decoder import Decoder, Layer, first_rows
@@ -113,6 +113,9 @@ class Overlaid:
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         return self._source.shard(name, shape, dim, start, stop)
+
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        return stack(self, parts, inputs)
 
     def quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
