@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn import Config
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
-            self.cycle.scope["trencadis.connection"] = weakref.ref(self)
+            cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""
