@@ -23,8 +23,8 @@ from trencadis.server.cli.notify import Notifier
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
-from trencadis.server.engine.spawn import EngineHandle, spawn
-from trencadis.server.fleet.deal import deal
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.start import start
 from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
@@ -119,9 +119,8 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     log.info("listening on %s; starting %s", listen.address(sock, bool(settings.server.ssl_certfile)), what)
     handles: list[EngineHandle] = []
     try:
-        configs = deal(settings.engine, settings.server.data_parallel_size)
-        handles += map(spawn, configs)
-        supervisor = supervise(settings.server, configs, handles, settings.server.sleep_after)
+        engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
+        supervisor = supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
