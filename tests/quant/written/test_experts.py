@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families.forms import family_checkpoint
-from tests.families.test_quantised_experts import answers
+from tests.families.test_quantised_experts import prompt_values
 from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from tests.quant.test_writing import TYPES, folder, written
@@ -136,10 +136,10 @@ def test_every_device_serves_what_is_written(
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path / "cache"))
     out = written(source(form), tmp_path / "out", to)
-    found = [answers(str(path), device) for path in (out, twin(source(form), tmp_path / "twin", out))]
-    agree = sum(a == b for x, y in zip(*found, strict=True) for a, b in zip(x, y, strict=True))
-    print(f"{form}, {to}, {device}: {agree} of 24 tokens are the twin's")
-    assert agree >= 18, found
+    got, want = (prompt_values(str(path), device) for path in (out, twin(source(form), tmp_path / "twin", out)))
+    away = abs(got - want) / want.std()
+    print(f"{form}, {to}, {device}: away by {away.max():.1e} of the values' spread at most")
+    assert sorted(away)[len(away) // 2] <= 0.12 and away.max() <= 0.6
 
 
 def test_calibration_sees_the_inputs_of_each_expert(source: Source) -> None:
