@@ -138,6 +138,7 @@ class Calibration:
         config: the 16-bit checkpoint.
         weights: its tensors.
         prompts: each of at most as many tokens as the model takes.
+        threads: of the CPU; 0: as many as this process may use.
 
     Memory: the embedding and the tower while prompts are embedded; then one layer, two times [tokens, hidden] of all
     prompts, and the sums of products of one layer's inputs.
@@ -151,8 +152,9 @@ class Calibration:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         t = config.text
         settings = BackendConfig(
-            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto
-        )
+            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto,
+            options={"threads": str(threads)} if threads else None,
+        )  # fmt: skip
         self.backend: Any = devices.load("cpu")(settings)
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops
