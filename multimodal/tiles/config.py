@@ -88,7 +88,7 @@ class TileTower(ViTConfig):
 
     @property
     def slot(self) -> SlotForm:
-        return SlotForm(CHANNELS * self.patch**2, self.merge**2)
+        return SlotForm(self.planes * CHANNELS * self.patch**2, self.merge**2)
 
     @property
     def cell_width(self) -> int:

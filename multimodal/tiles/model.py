@@ -35,11 +35,15 @@ class CellEntry:
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """([s, hidden] of ``dtype``, what it is added to). int32 positions [s, 2]: the place in the table, and 0."""
-        x, place = self.patch(self.ops.patches(pixels, *self.colours, dtype)), position[:, 0]
+        x, place = self.patch(self.values(pixels, dtype)), position[:, 0]
         x = x * (place != 0).to(dtype)[:, None] + self.ops.gather_rows(self.table, place.long())
         if self.norm is not None:
             x = self.norm(x)[0]
         return x, self.ops.first_residual(x)
+
+    def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """[s, values of a patch] of ``dtype``, of a slot's bytes."""
+        return self.ops.patches(pixels, *self.colours, dtype)
 
 
 class ScaledBlock(ViTBlock):
@@ -128,7 +132,7 @@ class TileModel(Decoder):
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps) if c.first_norm else None
         kind = ScaledBlock if c.layer_scale else ViTBlock
         self.blocks = [kind(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
-        scale, shift = spread(colours, c.slot.values // CHANNELS)
+        scale, shift = spread(colours, c.embedded // CHANNELS)
         self.see = CellEntry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
         self.tell = CellExit(tower, c)
 
