@@ -11,6 +11,7 @@ from trencadis.core.models.family import GENERATE, Described, Family, StoredName
 from trencadis.multimodal.llava.clip import ClipTower
 from trencadis.multimodal.llava.family import CLIP_NAMES
 from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+from trencadis.multimodal.tiles.fine import PLANES
 
 IMAGE_TOKEN = 32044
 TOWER = "openai/clip-vit-large-patch14-336"
@@ -21,8 +22,6 @@ MERGE = 2
 NEWLINE, SEPARATOR = range(2)
 """Constant rows: behind each line of cells, and between a picture's tiles and the whole."""
 
-PLANES = 3
-
 
 @dataclass(frozen=True)
 class CropTower(ClipTower):
@@ -30,14 +29,6 @@ class CropTower(ClipTower):
 
     constants: ClassVar[int] = 2
     planes: ClassVar[int] = PLANES
-
-    def beside(self, ranks: int) -> int:
-        return super().beside(ranks) + self.constants * self.out_hidden
-
-    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
-        """A patch's bytes become float32 before they are added."""
-        entering = slots * (4 * (self.planes + 2) + itemsize) * self._values(unit)
-        return max(super().activations(slots, itemsize, ranks, unit), entering)
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
@@ -56,8 +47,6 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     fields = tile_fields(p, ("clip_vision_model",), USUAL, text.hidden, MERGE)
     layers = fields["depth"]
     depth = layers + 1 + p.integer("layer_idx", -layers, -1, -2)
-    if depth < 1:
-        p.refuse("layer_idx", f"implemented: the output of one of the {layers} layers")
     vision = CropTower(**{**fields, "depth": depth})
     p.only("image_dim_out", (vision.hidden,))
     p.only("num_img_tokens", (vision.tokens,))

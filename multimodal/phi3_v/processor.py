@@ -14,10 +14,10 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.layout import aligned
-from trencadis.multimodal.colours import CLIP, Colours, read_colours
-from trencadis.multimodal.phi3_v import fine
+from trencadis.multimodal.colours import CLIP, read_colours
 from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, CropTower
 from trencadis.multimodal.processor import ImageOutline, Layout, TakenRows
+from trencadis.multimodal.tiles import fine
 from trencadis.multimodal.tiles.processor import (
     TileProcessor,
     UInt8,
@@ -102,8 +102,8 @@ def lines(grid: Size, side: int) -> Layout:
     return tuple(layout)
 
 
-def _settings(config: ModelConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The processor's fields; without a file those of the published checkpoint, for plans."""
+def settings(config: ModelConfig, asked: Mapping[str, Any]) -> CropProcessor:
+    """The processor of a checkpoint folder; without a file that of the published one, for plans."""
     v, given = tower_of(config), check_options(asked, tiles=True)
     colours, crops = CLIP, CROPS
     if has_settings(config.path):
@@ -115,26 +115,21 @@ def _settings(config: ModelConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         colours, crops = read_colours(c), c.integer("num_crops", most=MOST_CROPS, default=1)
     if given is not None and given > MOST_CROPS:
         raise StartupError(f"--mm-processor-kwargs: num_crops={given} is above {MOST_CROPS}")
-    return {**shared_fields(v, colours), "crops": crops if given is None else given}
+    return CropProcessor(**shared_fields(v, colours), crops=crops if given is None else given)
 
 
 def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
     """Every item is one tile; the arena holds the largest picture's."""
     v = tower_of(config)
-    return ImageNeeds(v.tile, v.tile, v.tokens * (1 + int(_settings(config, asked)["crops"])), tile=v.tile)
+    return ImageNeeds(v.tile, v.tile, v.tokens * (1 + settings(config, asked).crops), tile=v.tile)
 
 
 def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> CropProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
     settings_file(config.path)
-    return CropProcessor(**_settings(config, asked))
+    return settings(config, asked)
 
 
 def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
     """What an image becomes by its height and width."""
-    return CropProcessor(**_settings(config, asked)).sizes
-
-
-def colours_of(config: ModelConfig) -> Colours:
-    """How a checkpoint's processor makes values of bytes."""
-    return read_colours(settings_file(config.path)) if has_settings(config.path) else CLIP
+    return settings(config, asked).sizes

@@ -14,11 +14,13 @@ from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.source import Source
-from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
+from trencadis.core.layout import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.interface import Persistent
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.colours import Colours
 from trencadis.multimodal.tiles.config import CHANNELS, TileTower
+from trencadis.multimodal.tiles.fine import OFFSET, PLANES, STEPS
 from trencadis.multimodal.vit_block import ViTBlock, spread
 
 CELL_EPS = 1e-5
@@ -44,6 +46,22 @@ class CellEntry:
     def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """[s, values of a patch] of ``dtype``, of a slot's bytes."""
         return self.ops.patches(pixels, *self.colours, dtype)
+
+
+class FineEntry(CellEntry):
+    """The start of a VISION launch whose values have three bytes each (``fine``).
+
+    ``colours``: (scale, shift), float32 [values of a patch].
+    """
+
+    def __init__(self, ops: Ops, patch: Linear, norm: Norm | None, colours: tuple[Tensor, Tensor]) -> None:
+        scale, shift = colours
+        shifts = [shift - OFFSET * scale, torch.zeros_like(shift), torch.zeros_like(shift)]
+        super().__init__(ops, patch, norm, (torch.cat([scale * step for step in STEPS]), torch.cat(shifts)))
+
+    def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        planes = self.ops.patches(pixels, *self.colours, torch.float32).view(len(pixels), PLANES, -1)
+        return (planes[:, 0] + planes[:, 1] + planes[:, 2]).to(dtype)
 
 
 class ScaledBlock(ViTBlock):
@@ -121,6 +139,8 @@ class TileModel(Decoder):
     ``colours``: how the checkpoint's processor makes values.
     """
 
+    constants: Tensor | None = None
+
     def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, TileTower)
@@ -133,7 +153,8 @@ class TileModel(Decoder):
         kind = ScaledBlock if c.layer_scale else ViTBlock
         self.blocks = [kind(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
         scale, shift = spread(colours, c.embedded // CHANNELS)
-        self.see = CellEntry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
+        entry = CellEntry if c.planes == 1 else FineEntry
+        self.see = entry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
         self.tell = CellExit(tower, c)
 
     def load_from(self, source: Source) -> None:
@@ -149,10 +170,21 @@ class TileModel(Decoder):
         for i, block in enumerate(self.blocks):
             block.load(source, f"visual.blocks.{i}")
         self.tell.load(source)
+        if c.constants:
+            self.constants = self.constant_rows(source)
 
     def places(self, source: Source, at: str) -> Tensor:
         """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included."""
         raise NotImplementedError
+
+    def constant_rows(self, source: Source) -> Tensor:
+        """[constants, width of an arena row]: what is the same for every picture, for towers with ``constants``."""
+        raise NotImplementedError
+
+    def bind(self, persistent: Persistent) -> None:
+        super().bind(persistent)
+        if self.constants is not None:
+            persistent.arena[RESERVED_ROWS : RESERVED_ROWS + len(self.constants)] = self.constants
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed tiles and writes their tokens to ``arena[rows]``."""
@@ -197,4 +229,5 @@ class TileModel(Decoder):
             return super().nbytes()
         own = self.patch.bytes + self.see.table.nbytes + self.tell.nbytes()
         own += 0 if self.first_norm is None else self.first_norm.nbytes()
+        own += 0 if self.constants is None else self.constants.nbytes
         return super().nbytes() + own + sum(block.nbytes() for block in self.blocks)

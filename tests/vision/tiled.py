@@ -180,7 +180,7 @@ COMPARED = {
         lambda theirs, ours, h, w: theirs._get_number_of_features(h, w, ours.image, ours.image) - 1,
         {
             "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
-            "no newline": lambda model, ops: (model, "newline", model.newline * 0),
+            "no newline": lambda model, ops: (model, "constants", model.constants * 0),
             "two tiles changed": _changed,
         },
         (
@@ -293,8 +293,8 @@ COMPARED = {
         lambda theirs, ours, h, w: theirs.count(h, w),
         {
             "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
-            "no separators": lambda model, ops: (model, "separators", model.separators * 0),
-            "separators changed": lambda model, ops: (model, "separators", model.separators.flip(0)),
+            "no separators": lambda model, ops: (model, "constants", model.constants * 0),
+            "separators changed": lambda model, ops: (model, "constants", model.constants.flip(0)),
             "two tiles changed": _changed,
             "low bytes lost": lambda model, ops: (
                 model.see, "colours", (model.see.colours[0] * (torch.arange(1764) < 588), model.see.colours[1])

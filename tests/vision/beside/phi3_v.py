@@ -61,6 +61,9 @@ def settings(image: int, vision: dict[str, Any], **text: Any) -> dict[str, Any]:
 class Composed(torch.nn.Module):
     """The model of a config.json."""
 
+    text: Any
+    generation_config: Any
+
     def __init__(self, held: dict[str, Any]) -> None:
         from transformers import CLIPVisionConfig, CLIPVisionModel, Phi3Config, Phi3ForCausalLM
 
@@ -133,7 +136,7 @@ class Composed(torch.nn.Module):
         return found
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> Any:
-        given = {k: more.pop(k) for k in ("pixel_values", "image_sizes", "numbers") if k in more}
+        given: dict[str, Any] = {k: more.pop(k) for k in ("pixel_values", "image_sizes", "numbers") if k in more}
         return self.text.generate(
             input_ids, inputs_embeds=self._embedded(input_ids, given), attention_mask=attention_mask,
             eos_token_id=[checkpoints.IDS["<|im_end|>"], BOS], pad_token_id=BOS, **more,

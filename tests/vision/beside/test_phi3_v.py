@@ -21,7 +21,7 @@ from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import image_needs, image_processor
 from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.phi3_v.fine import UNIT, fine, shrunk
+from trencadis.multimodal.tiles.fine import UNIT, fine, shrunk
 
 BASE: dict[str, Any] = dict(
     dtype="float32", max_model_len=1024, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=256
@@ -158,3 +158,17 @@ def test_the_template_of_vlm2vec_full_puts_pictures_among_the_texts(folder: Path
     with LLM(str(folder), chat_template=str(template), **BASE) as llm:
         got = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)[0]
     assert got.prompt_token_ids == given["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_separators_of_quantised_weights(kind: str, folder: Path, llm: Any) -> None:
+    """They pass the projector as it is stored; answers begin alike."""
+    image = picture(np.random.default_rng(8), high=100)
+    first = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+
+    def best(one: LLM) -> float:
+        made: Any = one.generate(raw("<|image_1|>What?", image), first, use_tqdm=False)[0].outputs[0]
+        return float(made.logprobs[0].logprob)
+
+    with LLM(str(folder), quantization=kind, **BASE) as other:
+        assert abs(best(other) - best(llm)) < (0.1 if kind == "int8" else 0.5)

@@ -1,13 +1,15 @@
-"""Values finer than a byte: the small picture is interpolated behind the conversion to floats, and is not rounded.
+"""Values finer than a byte, for processors that make a picture smaller behind its conversion to floats.
 
-Its values lie in 1/1024 of a byte's step and leave the bytes' range by up to 40 %. They travel exactly, as three bytes
-each, and the device adds what these stand for. Torch-free.
+Such values lie in 1/1024 of a byte's step and leave the bytes' range by up to 40 %. They travel exactly, as three bytes
+each (``TileTower.planes``), and the device adds what these stand for. Torch-free.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
+PLANES = 3
 
 UNIT = 1024
 """Values are whole numbers of 1 / UNIT."""
