@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of
 from trencadis.core.checkpoint.fields import Fields
@@ -14,23 +12,14 @@ from trencadis.core.models.family import GENERATE, Described, Family, StoredName
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.processor import Prepared
 from trencadis.multimodal.texts import PARTS
-from trencadis.multimodal.tiles.config import TileTower
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
+from trencadis.multimodal.tiles.config import SiglipTower
+from trencadis.multimodal.tiles.fields import BLOCK_NAMES, SIGLIP, placeholder, tile_fields
 
 GEMMA = {
     "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
     "num_attention_heads": 8, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-SIGLIP = Usual(768, 12, 12, 3072, 224, 16, 1e-6, "gelu_pytorch_tanh")
 IMAGE_TOKEN = 256000
-
-
-@dataclass(frozen=True)
-class SiglipTower(TileTower):
-    """One tile without a class token, a norm behind the layers; the projector is one linear."""
-
-    class_token: ClassVar[bool] = False
-    last_norm: ClassVar[bool] = True
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:

@@ -134,3 +134,11 @@ class TileTower(ViTConfig):
             return 0
         inner = self.cell_width + 2 * -(-self.out_hidden // ranks) if cached else 0
         return slots // self.merge**2 * (inner + self.out_hidden) * itemsize
+
+
+@dataclass(frozen=True)
+class SiglipTower(TileTower):
+    """SigLIP: no class token, a norm behind the layers."""
+
+    class_token: ClassVar[bool] = False
+    last_norm: ClassVar[bool] = True

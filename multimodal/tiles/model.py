@@ -174,8 +174,14 @@ class TileModel(Decoder):
             self.constants = self.constant_rows(source)
 
     def places(self, source: Source, at: str) -> Tensor:
-        """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included."""
-        raise NotImplementedError
+        """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included.
+
+        Here SigLIP's, which has no class token: zeros stand for it.
+        """
+        c = self.tower
+        table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
+        table = table + source.take(f"{at}.patch_embedding.bias", (c.hidden,))
+        return torch.cat([torch.zeros_like(table[:1]), table])
 
     def constant_rows(self, source: Source) -> Tensor:
         """[constants, width of an arena row]: what is the same for every picture, for towers with ``constants``."""

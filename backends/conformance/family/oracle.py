@@ -113,7 +113,24 @@ def shown(path: Path, image: Any, token: int) -> Shown:
         processor = library.AutoImageProcessor.from_pretrained(path, backend="pil")
     except (OSError, ValueError, ImportError) as error:
         raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
-    return Shown(dict(processor(images=[image], return_tensors="pt")), token)
+    return Shown(dict(processor(images=[image], return_tensors="pt", **_of_processor(path, processor))), token)
+
+
+def _of_processor(path: Path, images: Any) -> dict[str, Any]:
+    """What the processor of pictures and texts, which needs a tokenizer, asks of the image processor."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    config: Any = transformers.AutoConfig.from_pretrained(path)
+    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type) or "none", None)
+    try:
+        asked = dict(getattr(kind, "images_kwargs", None) or {})
+    except ImportError:  # a class whose module lacks a library
+        asked = {}
+    merge, patch = getattr(config, "spatial_merge_size", 1), getattr(images, "patch_size", None)
+    if merge > 1 and hasattr(patch, "keys"):
+        asked["patch_size"] = {side: merge * patch[side] for side in ("height", "width")}
+    return asked
 
 
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")

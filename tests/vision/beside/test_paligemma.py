@@ -79,7 +79,7 @@ def test_the_example_passes_every_check(folder: Path, capsys: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
-    "no norm behind the layers": ("model_paligemma", "last_norm: ClassVar[bool] = True", "", "pictures.rows"),
+    "another deviation": ("paligemma_tower", "colours_of(config))", "type(colours_of(config))())", "pictures.rows"),
     "resampled otherwise": ("paligemma_processor", "Resampling.BICUBIC", "Resampling.BILINEAR", "pictures.rows"),
     "a causal prompt": ("model_paligemma", "causal=False", "causal=True", "pictures.logits"),
     "embeddings of words without their scale": ("model_paligemma", "heads.hidden**0.5", "1.0", "pictures.logits"),
