@@ -145,7 +145,10 @@ class VideoFrontend:
         with attach_param(part.path):
             asked = part.options.over(scope.video_options.over(self.options))
             without_tiles(asked.num_crops, part.path)
-            fetch = partial(self._timed_load, part) if _any_web_url(part.source) else None
+            fetch = None
+            if _any_web_url(part.source):
+                scope.fetches()
+                fetch = partial(self._timed_load, part)
             async with self._permits.hold(fetch) as content:
                 if part.source is None:
                     made = await self._prepare_by_uuid(part, asked, scope)
