@@ -99,6 +99,7 @@ RULES = {
     "multimodal/internvl": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava_next": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/phi3_v": Rule(("core", "core/families", "multimodal"), torch("model")),
     "multimodal/tiles": Rule(("core", "multimodal"), torch("model")),
     "multimodal/gemma3": Rule(("core", "core/families", "multimodal"), torch("model")),
     "multimodal/qwen2_vl": Rule(("core", "multimodal"), torch("model", "tower")),

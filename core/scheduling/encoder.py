@@ -195,9 +195,10 @@ def uncut(seq: Sequence, count: int, limits: SchedulerLimits) -> int:
 
 
 def seen_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[SeenSpan, ...]:
-    """Which tokens of the chunk [start, end) see each other."""
+    """Which tokens of the chunk [start, end) see each other; what was drawn sees what stands before it."""
     if limits.whole:
-        return (SeenSpan(0, end - start),)
+        prompt = min(end, len(seq.request.tokens))
+        return (SeenSpan(0, prompt - start),) if start < prompt else ()
     if not limits.joined:
         return ()
     inside = (span for span in seq.request.spans if span.offset < end and span.end > start)

@@ -14,6 +14,7 @@ from trencadis.core.models.registry import family_of
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.placeholders import Numbered
 from trencadis.multimodal.stages import record_media_times
 from trencadis.server.prompts import params
 from trencadis.server.prompts.chat import PAIR_ROLES, MessageRules, parse
@@ -84,6 +85,7 @@ class TextService:
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
         side = family_of(config.architecture).vision
         self._around = ("", "") if side is None else side.around
+        self._marks = Numbered(*side.numbered) if side is not None and any(side.numbered) else None
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -145,6 +147,8 @@ class TextService:
             text = template.render(talk.messages, **how)
             check()
             text = self._with_room(text, marked=True)
+            if talk.media and self._marks is not None:
+                return talk.media, self._apart(text, check, marked=True), self.tokenizer.unmark(text)
             cut = None if talk.media or truncation_side == "right" else truncate
             return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
 
@@ -254,6 +258,10 @@ class TextService:
         """
         if not isinstance(prompt, str):
             return await self._joined(list(prompt), parts, scope, None)
+        if self._marks is not None:
+            text, parts = self._marks.placed(prompt, parts, self.tokenizer.token(self.config.placed) or "")
+            tokens = await _run(lambda check: self._apart(text, check, marked=False), prompt)
+            return await self._joined(tokens, parts, scope, prompt)
         text = self._with_room(prompt, marked=False)
         tokens = await _run(lambda check: self._encode(text, check, add_special_tokens=True), prompt)
         return await self._joined(tokens, parts, scope, prompt)
@@ -312,6 +320,16 @@ class TextService:
         name = self.tokenizer.token(self.config.placed) or ""
         mark = self.tokenizer.mark(name) if marked else name
         return text.replace(mark, f"{before}{mark}{behind}") if mark else text
+
+    def _apart(self, text: str, check: Check, *, marked: bool) -> list[int]:
+        """The ids of a text whose parts between pictures are prompts of their own."""
+        name = self.tokenizer.token(self.config.placed) or ""
+        begin, end = self.tokenizer.framing if marked else ([], [])
+        tokens: list[int] = []
+        for i, part in enumerate(text.split(self.tokenizer.mark(name) if marked else name)):
+            tokens += [self.config.placed] * (i > 0)
+            tokens += [*begin, *self._encode(part, check, marked=marked, add_special_tokens=True), *end]
+        return tokens
 
     def _placeholder(self, token: int) -> str:
         """Marked text of a medium, between the vision marks if the checkpoint has them."""
