@@ -34,9 +34,10 @@ class Engine:
     """In place of a process: says back what it is sent, until it is killed or its socket is closed."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config, self.returncode = config, None
+        self.config, self.pid = config, 0
+        self.returncode: int | None = None
         ours, self.sock = socket.socketpair()
-        self.handle = EngineHandle(self, ours)  # type: ignore[arg-type]
+        self.handle = EngineHandle(self, ours)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

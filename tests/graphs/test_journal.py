@@ -30,6 +30,7 @@ class Ended:
     """In place of an engine's process."""
 
     returncode: int | None = 1
+    pid = 0
 
     def poll(self) -> int | None:
         return 1
