@@ -65,9 +65,12 @@ RULES = {
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cpu/native": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
-    "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
+    "backends/cuda/kernels": Rule(
+        ("core", "backends/cuda/weights", "backends/cuda/kernels/coded", "backends/cuda/kernels/layers"), EVERY
+    ),
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/layers": Rule(("core", "backends/cpu", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
