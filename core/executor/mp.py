@@ -340,7 +340,7 @@ class Multiproc:
             child.gone.set()
             if not self._closing and self._failure is None:
                 how = child.how(str(error))
-                self._trouble(child.number, RankDied(f"rank {child.number}{child.at} died: {how}"))
+                self._trouble(child.number, RankDied(f"rank {child.number}{child.at} died: {how}", child.capturing))
         finally:
             child.gone.set()
 
@@ -351,6 +351,8 @@ class Multiproc:
                     self._settle(child.ready, None)
                 case frames.Met(facts):
                     self._settle(child.met, facts)
+                case frames.Capturing(bucket, begun):
+                    child.capturing = bucket if begun else ""
                 case frames.Compiled(number, problem):
                     self._compiled(number, problem)
                 case frames.Done(number, digest):

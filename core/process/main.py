@@ -241,7 +241,7 @@ class EngineProcess:
             return 2
         except BaseException as error:
             log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
-            self.send(wire.Fatal(f"{type(error).__name__}: {error}"[:500], 1))
+            self.send(wire.Fatal(f"{type(error).__name__}: {error}"[:500], 1, getattr(error, "capture", "")))
             return 1
         return 0
 

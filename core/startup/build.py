@@ -127,9 +127,9 @@ def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[
     return group, opened
 
 
-def rank_of(config: EngineConfig, place: Place) -> OpenedRank:
+def rank_of(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
     """Opens a rank other than 0, in a process of its own."""
-    return open_rank(config, place, Silent())
+    return open_rank(config, place, progress)
 
 
 def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
