@@ -1,4 +1,7 @@
-"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host."""
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host.
+
+Small sums may go over the memory of peers instead (``peers``).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.peers import memory, sums
+from trencadis.backends.cuda.peers.sums import PeerRoom
+from trencadis.core import envs
 from trencadis.core.backend import BackendConfig
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -34,11 +40,24 @@ class CudaComm:
                 self._group, self._host = cards, host
         if self.world > 1:
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self.notes: tuple[str, ...] = ()
+        self._room: PeerRoom | None = None
+        if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
+            self._room, why = memory.room(self._group, self._host, self.rank, self.world, device)
+            self.notes = (why,) if why else ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """The sum over ranks, in place or in other memory."""
+        if self._room is not None and sums.takes(x, self._room):
+            return sums.all_reduce(x, self._room)
         torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def sum_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """The sum over ranks and ``residual``, rounded once; None where only ``all_reduce`` sums such a message."""
+        if self._room is None or not sums.takes(x, self._room):
+            return None
+        return sums.all_reduce(x, self._room, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, c] -> [n, world x c], ranks in order."""
