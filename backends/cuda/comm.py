@@ -6,15 +6,16 @@ Small sums may go over the memory of peers instead (``peers``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.peers import memory, sums
-from trencadis.backends.cuda.peers.sums import PeerRoom
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from trencadis.backends.cuda.kernels.peers.memory import PeerSums
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """torch 2.13 renames it and warns of the old name."""
@@ -41,23 +42,25 @@ class CudaComm:
         if self.world > 1:
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
         self.notes: tuple[str, ...] = ()
-        self._room: PeerRoom | None = None
+        self._peers: PeerSums | None = None
         if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
-            self._room, why = memory.room(self._group, self._host, self.rank, self.world, device)
+            from trencadis.backends.cuda.kernels.peers import memory  # imports triton, which a twin does without
+
+            self._peers, why = memory.opened(self._group, self._host, self.rank, self.world, device)
             self.notes = (why,) if why else ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place or in other memory."""
-        if self._room is not None and sums.takes(x, self._room):
-            return sums.all_reduce(x, self._room)
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.all_reduce(x)
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
     def sum_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """The sum over ranks and ``residual``, rounded once; None where only ``all_reduce`` sums such a message."""
-        if self._room is None or not sums.takes(x, self._room):
+        if self._peers is None or not self._peers.takes(x):
             return None
-        return sums.all_reduce(x, self._room, residual)
+        return self._peers.all_reduce(x, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, c] -> [n, world x c], ranks in order."""

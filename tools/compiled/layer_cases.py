@@ -13,7 +13,7 @@ from trencadis.backends.cpu.reference import PlainWeight
 from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.attn import SingleAttn
 from trencadis.backends.cuda.kernels.layers import attend, skinny
-from trencadis.backends.cuda.peers import sums
+from trencadis.backends.cuda.kernels.peers import sums
 from trencadis.core.backend import LayerKV, Rotary
 
 Case = tuple[str, Callable[[], None]]

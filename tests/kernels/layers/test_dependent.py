@@ -14,6 +14,7 @@ from tests.oracles.layers.dependent_launches import DependentLaunch, recorded, u
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
 from trencadis.backends.cuda.kernels.layers import attend, dependent
 from trencadis.backends.cuda.ops import CudaOps
+from trencadis.core.backend import Rotary
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -29,7 +30,7 @@ def layers(device: torch.device, count: int = 2) -> list[DependentLaunch]:
     ops: Any = CudaOps()
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)
-    rotary = attend.Rotary(run.ready.cos, run.ready.sin)
+    rotary = Rotary(run.ready.cos, run.ready.sin)
 
     def chain() -> None:
         x, residual = run.x, None
@@ -72,7 +73,7 @@ def planted_kernel(out, source, other, count, KIND: tl.constexpr, N: tl.constexp
     if KIND == "counts early":
         tl.atomic_add(count, 1)
     if KIND == "tells early and reads what is older" or KIND == "tells early":
-        dependent.gdc_launch_dependents()
+        dependent.gdc_launch_dependents()  # type: ignore[attr-defined]
     if KIND == "ends early" and tl.program_id(0) == 0:
         return
     if KIND != "never waits":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles.layers.rank_turns import RankTurns
 from trencadis.backends.cuda.comm import CudaComm
-from trencadis.backends.cuda.peers import memory, sums
+from trencadis.backends.cuda.kernels.peers import memory, sums
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 LAUNCHES = 4
@@ -169,5 +169,7 @@ def test_long_messages_go_over_the_library() -> None:
     assert sums.takes(torch.zeros(64), room) and not sums.takes(torch.zeros(65), room)
     assert not sums.takes(torch.zeros(4, 4).t(), room) and not sums.takes(torch.zeros(0), room)
     comm: Any = CudaComm.__new__(CudaComm)
-    comm._room = room
+    comm._peers = memory.PeerSums(room)
     assert comm.sum_added(torch.zeros(65), torch.zeros(65)) is None
+    comm._peers = None
+    assert comm.sum_added(torch.zeros(8), torch.zeros(8)) is None

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trencadis.backends.cuda.peers.sums import BLOCK, MOST, PeerRoom, programs
+from trencadis.backends.cuda.kernels.peers import sums
+from trencadis.backends.cuda.kernels.peers.sums import BLOCK, MOST, PeerRoom, programs
 
 LEAST_VALUE = 2
 """Bytes of the shortest value: the longest message has so many more programs."""
@@ -32,8 +34,21 @@ def unreachable(names: Sequence[str], devices: Sequence[int], rank: int, reaches
     return ""
 
 
-def room(group: Any, host: Any, rank: int, world: int, device: torch.device) -> tuple[PeerRoom | None, str]:
-    """(a rank's room, "") or (None, why); collective: all ranks have a room, or none has.
+class PeerSums:
+    """Sums of small messages in one rank's room."""
+
+    def __init__(self, room: PeerRoom) -> None:
+        self._room = room
+
+    def takes(self, x: Tensor) -> bool:
+        return sums.takes(x, self._room)
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return sums.all_reduce(x, self._room, residual)
+
+
+def opened(group: Any, host: Any, rank: int, world: int, device: torch.device) -> tuple[PeerSums | None, str]:
+    """(a rank's sums, "") or (None, why); collective: all ranks have them, or none has.
 
     Args:
         group, host: process groups of the ranks, of cards and of their hosts.
@@ -45,7 +60,7 @@ def room(group: Any, host: Any, rank: int, world: int, device: torch.device) -> 
     if not (why := _agreed(why, host, world)):
         made, why = _made(group, rank, world, device)
         if not (why := _agreed(why, host, world)):
-            return made, ""
+            return None if made is None else PeerSums(made), ""
     return None, f"small sums over ranks go over NCCL: {why}"
 
 
@@ -64,7 +79,8 @@ def _made(group: Any, rank: int, world: int, device: torch.device) -> tuple[Peer
         count = programs(MOST // LEAST_VALUE)
         held = symmetric.empty(2 * MOST + 4 * count * world, dtype=torch.uint8, device=device)
         held.zero_()
-        handle = symmetric.rendezvous(held, group=group or torch.distributed.group.WORLD)
+        everyone: Any = group or torch.distributed.group.WORLD
+        handle = symmetric.rendezvous(held, group=everyone)
         torch.cuda.synchronize(device)
         torch.distributed.barrier(group=group)
         views = [handle.get_buffer(i, (held.numel(),), torch.uint8, 0) for i in range(world)]
@@ -84,5 +100,5 @@ def room_of(views: Sequence[torch.Tensor], rank: int, device: torch.device) -> P
     starts = [view.data_ptr() for view in views]
     count = (views[0].numel() - 2 * MOST) // (4 * world)
     assert count >= programs(MOST // LEAST_VALUE) and MOST % BLOCK == 0
-    addresses = [torch.tensor([start + more for start in starts], device=device) for more in (0, 2 * MOST)]
-    return PeerRoom(rank, world, *addresses, torch.zeros(count, dtype=torch.int32, device=device), MOST)
+    messages, flags = (torch.tensor([start + more for start in starts], device=device) for more in (0, 2 * MOST))
+    return PeerRoom(rank, world, messages, flags, torch.zeros(count, dtype=torch.int32, device=device), MOST)
