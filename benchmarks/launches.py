@@ -1,11 +1,11 @@
-"""Operations and bytes of Gaudi's launches on traffic, by the emulator's own books: no value is computed, no time told.
+"""Operations and bytes of Gaudi's launches on traffic, as the emulator counts them: no values, no times.
 
 python -m benchmarks.launches [--requests 120] [--seed 401] [--json FILE]
 
-Each trace is cut into launches of a 7B plan, each distinct bucket is run once on a card without values, and its
-figures count as often as the bucket was launched. *Operations* are those that Python hands to the card, views too.
-*Bytes made* are those of every tensor that a launch makes, which is about what it writes; *peak* is the most that is
-held at a time. SAMPLE and RESET are left out.
+Each trace is cut into launches of a 7B plan. Each distinct bucket is run once on a card without values, and its
+figures count as often as the trace launches it. *Operations* are those that Python hands to the card, views too.
+*Bytes made* are those of every tensor that a launch makes, which is about what it writes; *peak* is the most that
+is held at a time. SAMPLE and RESET are left out.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TRAFFIC: dict[str, Callable[[int, int], Iterator[Record]]] = {
 
 
 def planned() -> Planned:
-    """The guide's line for Qwen2.5-VL-7B on 96 GiB."""
+    """The plan of Qwen2.5-VL-7B on a card of 96 GiB."""
     config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, max_model_len=32768)
     images = ImageNeeds(65536, 64, 16384)
     return DryRun(config, qwen_7b(), SERVING, BucketOptions(), images, PlannedDevice("hpu", 96 << 30)).planned()
@@ -85,7 +85,7 @@ def launches(name: str, plan: Planned, seed: int, requests: int) -> Counter[Buck
 
 
 class Card:
-    """A card without values that counts what each launch makes; a repeated layer counts as its equal did."""
+    """A card without values that counts what each launch makes; a repeated layer counts what its first run did."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -103,7 +103,7 @@ class Card:
         )
 
     def figures(self, bucket: Bucket) -> LaunchFigures:
-        """Of one launch of ``bucket``."""
+        """The figures of one launch of ``bucket``."""
         body = {"text": self.model.text, "vision": self.model.vision}[body_of(bucket)]
         program = self.backend.program(bucket, body)
         self.made = 0

@@ -97,7 +97,7 @@ _NEUTRAL = {
         "VLLM_GDN_LEGACY_PHASE_B", "VLLM_GDN_COMPUTE_FP32", "VLLM_GDN_EXACT_SOLVE",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
     ),
-    "there is no FP8 whose scales it would tune": (
+    "`--quantization` and the checkpoint say which scales there are": (
         "VLLM_DISABLE_MARK_SCALES_AS_CONST", "VLLM_HPU_FORCE_CHANNEL_FP8", "VLLM_SCALE_ADJUSTMENT",
     ),
     "weights are copied once, and waited for": ("VLLM_WEIGHT_LOAD_FORCE_SYNC",),
@@ -134,8 +134,10 @@ _PLUGIN: tuple[Env, ...] = (
     Env("VLLM_PROFILE_DECODE", "str", "", "it would profile one shape and end; benchmarks do that", REFUSED, ALWAYS),
     Env("VLLM_PROFILE_STEPS", "str", "", "it would profile some steps and end; benchmarks do that", REFUSED, ALWAYS),
     Env("QUANT_CONFIG", "str", "", "neural-compressor's JSON, whose files hold the scales of `--quantization inc`"),
-    Env("VLLM_HPU_CONVERT_TO_FP8UZ", "bool", "false", "FP8 is not built", REFUSED, "true"),
-    Env("VLLM_DYNAMIC_KV_QUANT", "bool", "false", "the KV cache has the dtype of the model", REFUSED, "true"),
+    Env("VLLM_HPU_CONVERT_TO_FP8UZ", "bool", "false", "fp8 codes are fitted to the card's range as they load", REFUSED,
+        "true"),
+    Env("VLLM_DYNAMIC_KV_QUANT", "bool", "false", "`--kv-cache-dtype fp8` keeps 8 bits and a scale a token", REFUSED,
+        "true"),
     Env("VLLM_HPU_HETERO_KV_LAYOUT", "bool", "false", "KV caches are not sent to other servers", REFUSED, "true"),
     Env("VLLM_HPU_NIXL_JOINT_KV", "bool", "false", "KV caches are not sent to other servers", REFUSED, "true"),
     Env("VLLM_HPU_MULTI_MODEL_CONFIG", "str", "", "a server has one model", REFUSED, ALWAYS),

@@ -13,7 +13,7 @@ image that are new, 16 greedy tokens each, and what ran between a request and it
   package; a file beside a top folder's packages is a room of its own. A step comes to a room as often as it likes: it
   stays there once.
 
-``--list`` prints the lines by file and the rooms; ``--bars`` ends with 1 where a figure is above its bar.
+``--list`` prints the lines by file and function, and the rooms; ``--bars`` ends with 1 where a figure is above its bar.
 """
 
 from __future__ import annotations
@@ -245,6 +245,13 @@ def lines(ran: frozenset[Called]) -> dict[str, int]:
     return {file: len(numbers) for file, numbers in sorted(found.items()) if numbers}
 
 
+def by_function(ran: frozenset[Called], file: str) -> str:
+    """``name lines`` of the functions of a file that ran, the longest first."""
+    found = functions(file)
+    sizes = [(len(found[c.line, c.name]), c.name) for c in ran if c.file == file and (c.line, c.name) in found]
+    return ", ".join(f"{name} {count}" for count, name in sorted(sizes, reverse=True))
+
+
 def room(file: str) -> str:
     """The package of a file, or the file where it lies beside a top folder's packages."""
     folder = str(Path(file).parent)
@@ -254,7 +261,7 @@ def room(file: str) -> str:
 def main() -> int:
     """Prints the figures; 1 with ``--bars`` where one is above its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="lines by file, and the rooms")
+    parser.add_argument("--list", action="store_true", help="lines by file and function, and the rooms")
     parser.add_argument("--bars", action="store_true", help="end with 1 where a figure is above its bar")
     args = parser.parse_args()
     figures = {}
@@ -263,7 +270,8 @@ def main() -> int:
         count, stays = sum(by_file.values()), len(rooms)
         print(f"{kind}: {count} lines of functions in {len(by_file)} files; the runner's step makes {stays} stays")
         if args.list:
-            print("\n".join(f"{n:6d} {file}" for file, n in sorted(by_file.items(), key=lambda item: -item[1])))
+            for file, n in sorted(by_file.items(), key=lambda item: -item[1]):
+                print(f"{n:6d} {file}: {by_function(ran.all, file)}")
             print("stays: " + ", ".join(rooms))
         figures[kind], figures["stays"] = count, max(stays, figures.get("stays", 0))
     above = [f"{name} {figures[name]} > {bar}" for name, bar in BARS.items() if figures[name] > bar]

@@ -20,8 +20,8 @@ class Logprob:
 class FlatLogprobs(Sequence[Any]):
     """A sequence of ``{token id: log-probability}``, one a place; a place without any is empty.
 
-    The ids of place ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``; the other lists
-    go with them. Places are only appended.
+    The ids of place ``i``, the token itself first, are ``token_ids[start_indices[i]:end_indices[i]]``, and so are their
+    ``logprobs``, ``ranks`` and ``decoded_tokens``. Places are only appended.
     """
 
     start_indices: list[int] = field(default_factory=list)

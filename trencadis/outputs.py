@@ -14,7 +14,7 @@ from trencadis.server.text.tokenizer import Tokenizer
 
 
 class PositionLogprobs(dict[int, Logprob]):
-    """Token id -> Logprob at one place: the token that stands there first, then the likeliest ones.
+    """Token id -> Logprob at one position of the text: first the token that stands there, then the likeliest.
 
     The engine's own form stays beside it: ``token``, ``logprob``, ``rank``, ``top_ids`` and ``top_logprobs``.
     """
@@ -79,7 +79,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``cumulative_logprob`` and ``logprobs`` are there where the parameters ask for ``logprobs``."""
+    """One choice. ``cumulative_logprob`` and ``logprobs`` are None unless the parameters ask for ``logprobs``."""
 
     index: int
     text: str = ""
@@ -121,7 +121,7 @@ class AnswerBuilder:
     """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says.
 
     Args:
-        streams: of its choices; they know what came with the pieces.
+        streams: one a choice; they know what came beside the pieces, such as the prompt's log-probabilities.
     """
 
     def __init__(self, request: Request, prompt: Prompt, streams: Sequence[ChoiceStream], tokenizer: Tokenizer) -> None:
@@ -166,7 +166,7 @@ class AnswerBuilder:
         self._look(choice, now)
 
     def output(self) -> RequestOutput | None:
-        """The output that is due now; None where nothing is new, or only the end counts."""
+        """The output that is due now; None if nothing is new, or if only the final one is wanted and more may come."""
         ended = self.finished
         if not self._new or (self._kind is RequestOutputKind.FINAL_ONLY and not ended):
             return None
@@ -184,7 +184,7 @@ class AnswerBuilder:
         )
 
     def _copy(self, choice: CompletionOutput) -> CompletionOutput:
-        """What goes out while more may come; a delta leaves nothing behind but its sum."""
+        """A copy to hand out while more may follow; after a delta the choice is empty but for its cumulative score."""
         scores = choice.logprobs
         out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else scores.copy())
         if self._kind is RequestOutputKind.DELTA:
@@ -192,7 +192,7 @@ class AnswerBuilder:
         return out
 
     def _look(self, choice: int, now: float) -> None:
-        """Takes what the choice's stream knows of the prompt, and of the whole once it ends."""
+        """Copies what the choice's stream knows of the prompt and, once the choice has ended, of the whole request."""
         stream, whole, metrics = self._streams[choice], self._whole, self._whole.metrics
         assert metrics is not None
         whole.num_cached_tokens = max(whole.num_cached_tokens, stream.cached_tokens)

@@ -70,10 +70,11 @@ async def read_prompt(service: TextService, prompt: PromptType, params: Sampling
 
 
 def rule_of(service: TextService, prompt: Prompt, params: SamplingParams) -> None:
-    """Gives a prompt the rule that ``params`` ask for; how the model marks its thoughts is known by its template.
+    """Gives a prompt the rule that ``params`` ask for; its template tells how the model marks thoughts.
 
     Raises:
-        BadRequest: an id is outside of the vocabulary, there are too many bad words, or thoughts cannot be told.
+        BadRequest: an id is outside of the vocabulary, there are too many bad words, or a thinking budget has
+            no marks of thoughts to go by.
     """
     form = reasoning_form("auto", service.template.source if service.template is not None else None)
     add_rule(prompt, params, service.tokenizer, service.limits.vocab, form)

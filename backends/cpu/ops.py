@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
+from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import library, panels
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
-from trencadis.backends.cpu.plan import ChunkSpan, Group, Where, plan_of
+from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
@@ -79,14 +80,18 @@ class CpuOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
+        if x.dtype != torch.float32:
+            return self._narrow_rms_norm(x, weight, eps, residual)
+        total = x if residual is None else x.add_(residual)
+        mean = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps)
+        return (total * mean.rsqrt_()).mul_(weight), total
+
+    def _narrow_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``rms_norm`` of 16-bit values, by an own kernel where there is one."""
         made = rms_norm(x, weight, eps, residual, self.kernels)
         if made is not None:
             return made, x
-        total = x if residual is None else x.add_(residual)
-        if x.dtype != torch.float32:
-            return super().rms_norm(total, weight, eps)
-        mean = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps)
-        return (total * mean.rsqrt_()).mul_(weight), total
+        return super().rms_norm(x if residual is None else x.add_(residual), weight, eps)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
@@ -96,7 +101,7 @@ class CpuOps(ReferenceOps):
         return functional.layer_norm(total, weight.shape, weight, bias, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        made = silu_mul(gate_up, self.kernels)
+        made = None if gate_up.dtype == torch.float32 else silu_mul(gate_up, self.kernels)
         if made is not None:
             return made
         gate, up = gate_up.chunk(2, dim=-1)
@@ -111,6 +116,24 @@ class CpuOps(ReferenceOps):
             return self.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
+
+    def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """In the pieces that ``by_sizes`` cuts, so that what is between two products stays in the cache.
+
+        Each product would cut its rows alike, so that no bit depends on it.
+        """
+        sizes = pieces(len(x))
+        if len(sizes) < 2:
+            return run(x)
+        out, start = None, 0
+        for size in sizes:
+            y = run(x[start : start + size])
+            if out is None:
+                out = y.new_empty((len(x), y.shape[1]))
+            out[start : start + len(y)] = y
+            start += size
+        assert out is not None
+        return out
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         ups, downs = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
@@ -149,12 +172,18 @@ class CpuOps(ReferenceOps):
         return turned[:, :heads], turned[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], window=window)
-        if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
+        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
+        if not plan.surplus and plan.singles is None and plan.parts == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
+        return self._attend_parts(q, kv, plan, scale, window)
+
+    def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
+        """``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
             out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
+        if plan.singles is not None:
+            native_attend.attend(q, kv, plan.singles, scale, out, self.kernels)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -292,20 +321,26 @@ def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) ->
     queries = q.view(n, groups, repeat, d).permute(1, 2, 0, 3)
     stored = stored_at(kv, span.where, q.dtype)
     keys, values = (t.transpose(0, 1)[:, None].expand(-1, repeat, -1, -1) for t in stored)
-    attention = functional.scaled_dot_product_attention
     if span.whole or (span.context == 0 and span.upto is None and not 0 < window < n):
-        out = attention(queries, keys, values, is_causal=not span.whole, scale=scale)
-        return out.permute(2, 0, 1, 3).reshape(n, heads, d)
+        out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=not span.whole, scale=scale)
+    else:
+        out = _tiles(queries, keys, values, span, scale, window)
+    return out.permute(2, 0, 1, 3).reshape(n, heads, d)
+
+
+def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale: float, window: int) -> Tensor:
+    """[g, h / g, n, d]: attention under masks, which exist for ``QUERY_TILE`` queries at a time."""
     parts = []
-    for start in range(0, n, QUERY_TILE):
-        stop = min(start + QUERY_TILE, n)
-        first, end, mask = tile_mask(span, start, stop, window)
+    for start in range(0, queries.shape[2], QUERY_TILE):
+        tile = queries[:, :, start : start + QUERY_TILE]
+        first, end, mask = tile_mask(span, start, start + tile.shape[2], window)
         some = slice(first - span.first, end - span.first)
-        part = attention(
-            queries[:, :, start:stop], keys[:, :, some], values[:, :, some], attn_mask=mask[None, None], scale=scale
+        parts.append(
+            functional.scaled_dot_product_attention(
+                tile, keys[:, :, some], values[:, :, some], attn_mask=mask[None, None], scale=scale
+            )
         )
-        parts.append(part.permute(2, 0, 1, 3).reshape(stop - start, heads, d))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:

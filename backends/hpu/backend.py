@@ -19,7 +19,7 @@ from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
 from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.launches.host_blocks import HpuBlockCopies
-from trencadis.backends.hpu.launches.inputs import Seen
+from trencadis.backends.hpu.launches.inputs import LaunchForm
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.memory import HpuMemory
 from trencadis.backends.hpu.ops import HpuOps
@@ -124,10 +124,10 @@ class HpuBackend:
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> GraphProgram | CompiledProgram:
         check_bucket(bucket, self.cfg.block_size, self.settings.context_slice)
-        kind = GraphProgram if self.bridge.is_lazy() else CompiledProgram
-        sizes = self.cfg.block_size, self.cfg.vocab_size
-        seen = Seen(any(self.cfg.windows), self.cfg.upto)
-        made = kind(bucket, body, self.bridge, self.hpu_ops, *sizes, self._contexts, self.slot, seen)
+        cfg, lazy = self.cfg, self.bridge.is_lazy()
+        form = LaunchForm(cfg.block_size, cfg.vocab_size, self.slot, any(cfg.windows), cfg.upto, shared=not lazy)
+        kind = GraphProgram if lazy else CompiledProgram
+        made = kind(bucket, body, self.bridge, self.hpu_ops, form, self._contexts)
         made.static.staging = self._staging
         return made
 

@@ -1,9 +1,9 @@
 """CPU of the API process for a streamed token: a real server, clients on sockets, an engine that computes nothing.
 
-python -m benchmarks.host.stream [--clients 256] [--tokens 200] [--pace 20] [--model assets/demo]
+python -m benchmarks.host.stream [--clients 256] [--tokens 200] [--pace 20] [--repeats 3] [--model assets/demo]
 
 The engine sends every client one token each ``--pace`` milliseconds. CPU seconds are the server process's own, from the
-moment when all clients stream until the first has ended, divided by the tokens between the two.
+moment when all clients stream until the first has ended, divided by the tokens that arrive in that time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PacedEngine:
         return cls()
 
     def info(self) -> EngineInfo:
-        """Sizes that admit everything."""
+        """Sizes so large that every request is admitted."""
         return EngineInfo("paced", "float32", 4096, 16, 1 << 20, 1024, 0)
 
     def add(self, request: Request) -> None:
@@ -121,7 +121,7 @@ class Clients:
             await self.changed.wait()
 
     async def measure(self, pid: int) -> dict[str, float]:
-        """All streams; CPU while all of them run."""
+        """Runs all streams; the CPU time of ``pid`` counts while all of them run."""
         tasks = [asyncio.create_task(self.one()) for _ in range(self.count)]
         await self.reach(lambda: self.begun == self.count)
         await asyncio.sleep(0.3)

@@ -106,7 +106,7 @@ class GraphManager:
         if first:
             self._prepare(bucket)
         self.backend.fill(program, inputs)
-        out = self._launch(program)
+        out = self._launch(program) if self.counted else program.run()
         planned = not self.planned or bucket in self.planned
         miss = ""
         if self.counted:
@@ -157,9 +157,7 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        def work() -> Any:
-            return program.replay() if program.state is ProgramState.CAPTURED else program.run()
-
+        work = program.replay if program.state is ProgramState.CAPTURED else program.run
         return self._with_relief(program.bucket, work)
 
     def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:

@@ -27,8 +27,8 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
     """Inputs of one text launch: the rows one after the other.
 
     Args:
-        first_out: for each row, where the hidden row of its first token goes in the persistent hidden tensor, the
-            others following; empty: from 1 on, one row after the other.
+        first_out: for each row, the index in the persistent hidden tensor at which its first token's hidden state is
+            stored; those of its other tokens follow. Empty: all of them from index 1 on, row by row.
     """
     lengths = [len(r.tokens) for r in rows]
     n = sum(lengths)
@@ -64,7 +64,7 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
 
 
 def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
-    """int32 [n]: the place in its row of the last key that each token sees: its own, or the end of its span."""
+    """int32 [n]: the index in its sequence of the last key that each token sees: itself, or the end of its span."""
     upto = own_places(row_start, np.fromiter((r.context for r in rows), np.int32, len(rows)))
     for i, row in enumerate(rows):
         for span in row.spans:
@@ -74,7 +74,7 @@ def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
 
 
 def own_places(row_start: Int32, context: Int32) -> Int32:
-    """int32 [n]: each token's place in its row; the arguments are ``StepInputs``'s."""
+    """int32 [n]: each token's index in its sequence; the arguments are fields of ``StepInputs``."""
     lengths = np.diff(row_start[: len(context) + 1])
     within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(row_start[: len(context)], lengths)
     return (np.repeat(context, lengths) + within).astype(np.int32)
@@ -89,7 +89,7 @@ class SampleRow(NamedTuple):
 
 
 FillMask = Callable[[int, UInt8, Sequence[int]], None]
-"""Makes a row uint8 [ceil(vocabulary / 8)] the mask of a handle; the last argument are ids banned by min_tokens."""
+"""(handle, row, banned): writes the handle's mask to ``row``, uint8 [ceil(vocabulary / 8)], without the banned ids."""
 
 
 def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
@@ -120,7 +120,7 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
 
 
 def joined(first: HeadInputs | None, then: HeadInputs) -> HeadInputs:
-    """The rows of both; those of ``first`` take no mask but the one that allows everything."""
+    """The rows of ``first``, then those of ``then``, whose masks are kept: rows of ``first`` must have none."""
     if first is None:
         return then
     names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
@@ -154,7 +154,7 @@ def _late_masks(
     mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
     fill: FillMask,
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """``_masks`` with a mask more for each sample that has a handle."""
+    """The result of ``_masks`` with one more mask for each sample that has a handle."""
     late = [i for i, s in enumerate(samples) if s.handle]
     more = np.empty((len(late), masks.shape[1]), np.uint8)
     for row, i in enumerate(late):
@@ -164,7 +164,7 @@ def _late_masks(
 
 
 def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
-    """Inputs of one POOL launch; ``groups``: of each row, from 1."""
+    """Inputs of one POOL launch; ``groups``: each row's group, counted from 1."""
     return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
 
 

@@ -19,19 +19,19 @@ class Matcher(Protocol):
     """Follows one choice."""
 
     def restrict(self, row: UInt8) -> None:
-        """Takes the ids that must not be drawn next out of a mask."""
+        """Removes from a mask the ids that must not be drawn next."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Goes one token on; False: the matcher cannot go on."""
+        """Moves on by a drawn token; False: the matcher cannot, and the choice has to end."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Takes the last ``count`` accepted tokens back."""
+        """Undoes the last ``count`` accepted tokens."""
         ...
 
     def fork(self) -> Self:
-        """A matcher in the same state, which goes its own way."""
+        """A matcher in the same state, independent of this one."""
         ...
 
 
@@ -48,7 +48,7 @@ def holds(row: UInt8, token: int) -> bool:
 
 
 def remove(row: UInt8, tokens: Iterable[int]) -> None:
-    """Takes ids out of a mask."""
+    """Removes ids from a mask."""
     for token in tokens:
         row[token >> 3] &= 255 ^ (1 << (token & 7))
 
@@ -80,7 +80,7 @@ Endings = dict[int, dict[tuple[int, ...], tuple[int, ...]]]
 
 
 class BadWords:
-    """Sequences of ids that must not occur: the last id of each is banned behind the others."""
+    """Words that must not occur: the last id of each is banned where the output ends with all its others."""
 
     def __init__(self, endings: Endings, output: Sequence[int] = ()) -> None:
         self._endings = endings
@@ -112,7 +112,7 @@ class BadWords:
         del self._output[len(self._output) - count :]
 
     def fork(self) -> BadWords:
-        """The same words behind a copy of the tokens."""
+        """The same words, with a copy of the output."""
         return BadWords(self._endings, self._output)
 
 
@@ -123,7 +123,7 @@ class ThinkingMatcher:
         self._budget = budget
         self._output = list(output)
         self._spent = list(spent) or [0 if budget.open else -1]
-        """Tokens of the thought after each token of the output, from before the first on; -1: outside of a thought."""
+        """``_spent[i]``: tokens that the thought has after ``i`` tokens of output; -1: outside a thought."""
 
     @property
     def forced(self) -> int:
@@ -137,7 +137,7 @@ class ThinkingMatcher:
         return end[0]
 
     def restrict(self, row: UInt8) -> None:
-        """Leaves the forced id alone, unless something else forbids it: then the thought goes on."""
+        """Allows the forced id and no other, unless the mask already forbids it: then the thought goes on."""
         forced = self.forced
         if forced >= 0 and holds(row, forced):
             row[:] = 0
@@ -155,12 +155,12 @@ class ThinkingMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Takes tokens and counts back."""
+        """Forgets the last tokens and their counts."""
         del self._output[len(self._output) - count :]
         del self._spent[len(self._spent) - count :]
 
     def fork(self) -> ThinkingMatcher:
-        """The same budget, as far spent."""
+        """The same budget, spent as far as here."""
         return ThinkingMatcher(self._budget, self._output, self._spent)
 
     def _ends_with(self, ids: tuple[int, ...]) -> bool:

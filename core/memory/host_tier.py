@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.memory.units import gib
@@ -41,6 +42,11 @@ def blocks(config: EngineConfig, block_bytes: int, ranks: int, free: int | None 
     if config.kv_offloading_size and not count:
         raise StartupError(f"{asked(config)}: a KV block of all ranks takes {gib(ranks * block_bytes)}")
     return count
+
+
+def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
+    """Bytes of a KV block over all pipeline stages; ``block_bytes``: of its part on the stage that ``model`` is."""
+    return block_bytes // len(model.share.layers) * model.text.layers
 
 
 def note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:

@@ -125,6 +125,13 @@ class RunningBatch:
         for seq, block in zip(builder.grown, blocks, strict=True):
             seq.blocks.append(block)
 
+    def serve_one(self, seq: Sequence, builder: StepBuilder) -> None:
+        """As ``serve`` for one of them, which has its block already."""
+        seq.scheduled = builder.number
+        builder.tokens -= 1
+        if len(seq.blocks) * self._size - seq.computed == self._size:
+            builder.grown.append(seq)
+
     def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Sequence]]:
         """Takes every sequence that has a seat one token further; step ``number`` computes it.
 

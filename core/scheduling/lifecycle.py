@@ -10,6 +10,7 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import ALL, MEAN
+from trencadis.core.graphs.misses import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import rows_at_once
 from trencadis.core.request import Delta, Request, RequestStats
@@ -145,6 +146,9 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
+        if step.work is not None and self.scheduler.times is not None:
+            regular = all(s.miss not in (UNPLANNED, SKIP, WARMING) for s in output.stats)
+            self.scheduler.times.learn(step.work, self.scheduler.clock(), regular)
         if output.targets or output.pooled:
             self._of_prompts(output)
         if step.seated:
@@ -217,10 +221,14 @@ class Lifecycle:
             for seq in step.seated:
                 seq.stats.misses += misses
         if step.encoded:
-            seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
-            for seq in {seq.key: seq for seq in step.encoded}.values():
-                seq.stats.encode += seconds
+            self._account_images(step.encoded, output)
         return buckets
+
+    def _account_images(self, encoded: list[Sequence], output: StepOutput) -> None:
+        """Adds the seconds of the step's VISION launches to each sequence whose images they held."""
+        seconds = sum(s.seconds for s in output.stats if s.bucket.stage is Stage.VISION)
+        for seq in {seq.key: seq for seq in encoded}.values():
+            seq.stats.encode += seconds
 
     def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])
@@ -329,7 +337,7 @@ class Lifecycle:
         elif seq.status is SequenceStatus.LEAVING:
             seq.requeue = False
         else:
-            self.scheduler.dequeue(seq)
+            self.scheduler.order.remove(seq, self.scheduler.waiting)
             seq.status = SequenceStatus.DONE
 
     def _stats(self, seq: Sequence) -> RequestStats:

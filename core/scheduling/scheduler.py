@@ -28,6 +28,7 @@ from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
 
@@ -42,8 +43,9 @@ class Scheduler:
         slots: int,
         clock: Callable[[], float] = time.monotonic,
         packer: Packer | None = None,
+        times: StepTimes | None = None,
     ) -> None:
-        self.limits = limits
+        self.limits, self.times = limits, times
         self.pool = pool
         self.arena = arena
         self.clock = clock
@@ -76,10 +78,6 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.order.insert(seq, self.waiting)
 
-    def dequeue(self, seq: Sequence) -> None:
-        """Takes a sequence out of the queue, if it is there."""
-        self.order.remove(seq, self.waiting)
-
     @property
     def admits(self) -> bool:
         """Whether a row and a slot are free."""
@@ -107,6 +105,7 @@ class Scheduler:
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
+        builder.bounded(self.times)
         if self.lanes.batch.suffices(unseated, self.limits, self.pool):
             self.lanes.batch.serve(builder, self.pool)
             self._serve(unseated, builder)
@@ -133,16 +132,15 @@ class Scheduler:
         if not builder.rows and not images and not seated:
             return None
         self.steps += 1
-        lane = self.lanes.now
-        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, builder.vision.owners, lane))
+        lane, work, owners = self.lanes.now, builder.work(self.clock()), builder.vision.owners
+        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
-        openings = tuple(builder.openings)
         moves = () if self.pool.host is None else self.pool.host.take_moves()
         change = self.lanes.batch.change(grown)
         rows, resets = tuple(builder.rows), tuple(builder.resets)
-        return Step(self.steps, rows, images, resets, openings, closings, moves, change, lane)
+        return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, lane)
 
     def _serve(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances sequences that run, in order, while tokens are left."""
@@ -178,17 +176,18 @@ class Scheduler:
         if count > 0:
             count = uncut(seq, self._allocate_blocks(seq, count, builder), self.limits)
         if count > 0 and not (self.limits.whole and count < seq.due):
-            self._add_row(seq, count, builder)
+            if seq.seat < 0:
+                self._add_row(seq, count, builder)
+            else:
+                self.lanes.batch.serve_one(seq, builder)
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
-        """How many tokens of ``seq`` could run: its due ones, the budget, and up to an image that is not resident."""
-        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
-        left = builder.tokens if seq.due == 1 or not self.limits.chunked else max(builder.tokens - builder.decoding, 1)
-        count = min(seq.due, left)
-        if self.limits.chunk:
-            count = min(count, self.limits.chunk)
-        if not self.limits.chunked and seq.computed < seq.prompt and count < seq.due:
-            return 0
+        """How many tokens of ``seq`` could run: as the step allows, and up to an image that is not resident."""
+        count = builder.most(seq, self.limits)
+        return self._up_to_image(seq, count, builder) if seq.request.spans else count
+
+    def _up_to_image(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
+        """How many of the next ``count`` tokens come before an image that is not resident."""
         start = seq.computed
         for index, span in enumerate(seq.request.spans):
             if span.offset >= start + count:
@@ -201,38 +200,36 @@ class Scheduler:
         """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
         size = self.limits.block_size
         need = -(-(seq.computed + count) // size) - len(seq.blocks)
-        while need > self.pool.free - builder.reserved:
-            if self._pending_frees() and need <= self.pool.free - builder.reserved + self._pending_frees():
-                builder.reserved += need
+        if need > self.pool.free - builder.reserved:
+            need = self._make_room(seq, need, builder)
+            if need < 0:
                 return 0
+        if need > 0:
+            seq.blocks += self.pool.take(need) or []
+        return min(count, len(seq.blocks) * size - seq.computed)
+
+    def _make_room(self, seq: Sequence, need: int, builder: StepBuilder) -> int:
+        """Preempts later sequences; returns how many of ``need`` blocks are free; -1: they soon are, ``seq`` waits."""
+        while need > self.pool.free - builder.reserved:
+            # Free once their last launch is fetched: blocks that only leaving sequences hold.
+            pending = sum(self.pool.references(b) == 1 for gone in self.leaving for b in gone.blocks)
+            if pending and need <= self.pool.free - builder.reserved + pending:
+                builder.reserved += need
+                return -1
             if self.running[-1] is seq or self.running[-1].scheduled == builder.number:
                 if not self.park(seq):
                     break
                 continue
             self._preempt(self.running[-1], builder)
-        need = min(need, max(self.pool.free - builder.reserved, 0))
-        if need > 0:
-            seq.blocks += self.pool.take(need) or []
-        return min(count, len(seq.blocks) * size - seq.computed)
-
-    def _pending_frees(self) -> int:
-        """Blocks that only leaving sequences hold: free once their last launch is fetched."""
-        return sum(self.pool.references(b) == 1 for seq in self.leaving for b in seq.blocks)
+        return min(need, max(self.pool.free - builder.reserved, 0))
 
     def _add_row(self, seq: Sequence, count: int, builder: StepBuilder) -> None:
-        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token.
-
-        A sequence that has a seat needs no Row: it advances with the others.
-        """
+        """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
         seq.scheduled = builder.number
-        if seq.seat >= 0:
-            builder.tokens -= 1
-            if len(seq.blocks) * self.limits.block_size - seq.computed == self.limits.block_size:
-                builder.grown.append(seq)
-            return
         start, end = seq.computed, seq.computed + count
-        if not seq.entered:
-            seq.entered = self.clock()
+        if builder.room is not None and seq.due > 1:
+            builder.room.take(start, count)
+        seq.entered = seq.entered or self.clock()
         if seq.fresh_state:
             builder.reset(seq, self._biased)
         images = self.encoder.rows_of(seq, start, end, builder.vision) if seq.request.spans else ()
@@ -291,7 +288,7 @@ class Scheduler:
         """
         size = self.limits.block_size
         at = self.held_back = 0
-        while at < len(self.waiting) and builder.tokens and self.admits and self.lanes.room(len(self.waiting) - at):
+        while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
             if self.order.reserves(seq := self.waiting[at], self.running):
                 return
             if seq.outgrows(self.limits.long_from):

@@ -19,19 +19,14 @@ def rows(config: EngineConfig, sized: Sized, block_size: int) -> tuple[LedgerRow
     """Bytes of each, of all ranks."""
     block, ranks = sized.block_bytes(block_size), sized.ranks
     weights = host_weights.moved(config, sized).bytes
-    blocks = host_tier.blocks(config, _on_all_stages(sized, block), ranks)
+    blocks = host_tier.blocks(config, host_tier.on_all_stages(sized.model, block), ranks)
     found = (("weights", weights * ranks), ("KV cache", blocks * block * ranks))
     return tuple(LedgerRow(name, held) for name, held in found if held)
 
 
 def notes(config: EngineConfig, sized: Sized, block_size: int) -> list[str]:
     """A line about each."""
-    block, ranks = _on_all_stages(sized, sized.block_bytes(block_size)), sized.ranks
+    block, ranks = host_tier.on_all_stages(sized.model, sized.block_bytes(block_size)), sized.ranks
     blocks = host_tier.blocks(config, block, ranks)
     lines = [host_tier.note(blocks, block, block_size, ranks)] if blocks else []
     return [*host_weights.notes(config, sized), *lines]
-
-
-def _on_all_stages(sized: Sized, block: int) -> int:
-    """Bytes of a block of which a pipeline stage's share takes ``block``."""
-    return block // len(sized.model.share.layers) * sized.model.text.layers

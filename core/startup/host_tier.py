@@ -54,8 +54,7 @@ def with_host_blocks(
         return plan
     backend, blocks = runner.backend, plan.num_blocks + RESERVED_BLOCKS
     block, world = _block_bytes(held.kv, blocks), backend.comm.world
-    share = runner.model.config.share
-    whole = block // len(share.layers) * runner.model.config.text.layers  # on all pipeline stages
+    whole = host_tier.on_all_stages(runner.model.config, block)
     (count,) = Agreement(backend).over_stages(host_tier.blocks(config, whole, world, free_host()))
     note = host_tier.note(count, whole, plan.block_size, world)
     plan = replace(plan, host_blocks=count, notes=(*plan.notes, note))

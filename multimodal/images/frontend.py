@@ -121,7 +121,10 @@ class ImageFrontend:
     async def _prepare_part(self, part: MediaPart, scope: MediaScope) -> Prepared:
         with attach_param(part.path):
             processor = self.processor.with_options(part.options.over(scope.options), part.path)
-            download = partial(self._download, part.source, part.path) if is_web_url(part.source) else None
+            download = None
+            if is_web_url(part.source):
+                scope.fetches()
+                download = partial(self._download, part.source, part.path)
             async with self._permits.hold(download) as data:
                 part = part if data is None else part._replace(source=data)
                 if part.source is None:

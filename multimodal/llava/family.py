@@ -32,7 +32,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
 
 
 def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
-    """The fields of a ``ClipTower``, up to the layer that is read; ``width``: of the decoder."""
+    """The fields of a ``ClipTower`` that ends with the layer that is read; ``width``: the decoder's hidden size."""
     root.only("vision_feature_select_strategy", ("default",), "default")
     fields = tile_fields(c, ("clip_vision_model",), CLIP_USUAL, width)
     layers = fields["depth"]

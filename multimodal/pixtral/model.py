@@ -1,4 +1,4 @@
-"""A decoder of Mistral with Pixtral's tower: heads turn by row and column, norms are RMS, nothing has biases."""
+"""Mistral's decoder with Pixtral's tower, which has rotary positions by row and column, RMS norms and no biases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def positions(h: int, w: int, merge: int) -> Int32:
 
 
 def frequencies(head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Frequencies and axes, [head_dim / 2] each: every other one turns by the row, those between by the column."""
+    """Frequencies and their axes, [head_dim / 2] each: those of even index belong to the row, others to the column."""
     every = inverse_frequencies(head_dim, theta)
     return torch.cat([every[0::2], every[1::2]]), torch.arange(2).repeat_interleave(head_dim // 4)
 
@@ -48,7 +48,7 @@ class LineEntry:
         self.ops, self.patch, self.norm, self.colours, self.angles = ops, patch, norm, colours, angles
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Rotary]:
-        """([s, hidden] of ``dtype``, what it is added to, rotary factors)."""
+        """(x, residual, rotary factors): x is [s, hidden] of ``dtype``, the residual like it, or None for zeros."""
         x = self.norm(self.patch(self.ops.patches(pixels, *self.colours, dtype)))[0]
         return x, self.ops.first_residual(x), self.ops.rotary(position.t(), *self.angles)
 
@@ -71,7 +71,7 @@ class LineExit:
             self.norm.load(source, "visual.projector.norm")
             shape = (c.hidden, c.hidden * c.merge**2)
             weight = source.take("visual.merger.weight", shape).view(c.hidden, c.hidden, c.merge**2)
-            # Stored feature by feature, each with all patches of a cell; slots hold patch by patch.
+            # The checkpoint's columns are [feature, patch of the cell]; a cell's slots are [patch, feature].
             self.merger.pack(weight.transpose(1, 2).reshape(shape), None)
         self.widen.load(source, "visual.projector")
         self.project.load(source, "visual.projector.linear_2")
@@ -121,7 +121,7 @@ class LineModel(Decoder):
         self.tell.load(source)
 
     def vision(self, inputs: VisionTensors) -> None:
-        """Encodes packed pictures and writes their tokens to ``arena[rows]``."""
+        """Encodes packed images and writes their tokens to ``arena[rows]``."""
         ops = self.ops
         x, residual, rotary = ops.region(self.see, inputs.pixels, inputs.position, self.backend.dtype)
         segments = ops.prepare_segments(inputs.segments)
@@ -133,7 +133,7 @@ class LineModel(Decoder):
         ops.by_rows(self.tell, (x.view(count, -1), residual.view(count, -1), inputs.rows), self.persistent.arena)
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
-        """Lays pictures out one after the other, each from a new window on; the rest of ``slots`` is padding."""
+        """Lays images out one after the other, each from a window's start; the rest of ``slots`` is padding."""
         c, cell = self.tower, self.tower.slot.cell
         packed = VisionInputs(
             pixels=np.zeros((slots, c.slot.values), np.uint8),

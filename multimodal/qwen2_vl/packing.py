@@ -21,25 +21,21 @@ def positions(h: int, w: int) -> Int32:
     return np.stack([row * MERGE + part // MERGE, column * MERGE + part % MERGE], axis=1).astype(np.int32)
 
 
-def empty(slots: int, values: int, cell: int) -> VisionInputs:
-    """A launch of padding: each window is a segment of its own, of zeros, whose rows go to the sink."""
-    return VisionInputs(
-        pixels=np.zeros((slots, values), np.uint8),
-        position=np.zeros((slots, 2), np.int32),
-        segment=np.zeros(slots // WINDOW_SLOTS, np.int32),
-        count=np.full(slots // WINDOW_SLOTS, WINDOW_SLOTS, np.int32),
-        rows=np.full(slots // cell, SINK_ROW, np.int32),
-    )
-
-
 def pack_whole(images: Sequence[Encode], slots: int) -> VisionInputs:
-    """Packs images one after the other into ``slots`` slots; each temporal patch is one segment of attention.
+    """Packs images one after the other into ``slots`` slots; each temporal patch, and each window of padding, is
+    one segment of attention.
 
     Args:
         images: their ``pixels`` are uint8 [patches, patch values], their ``rows`` int32 [tokens].
         slots: a multiple of 64 that holds them all.
     """
-    packed = empty(slots, images[0].pixels.shape[1] if images else 0, CELL)
+    packed = VisionInputs(
+        pixels=np.zeros((slots, images[0].pixels.shape[1] if images else 0), np.uint8),
+        position=np.zeros((slots, 2), np.int32),
+        segment=np.zeros(slots // WINDOW_SLOTS, np.int32),
+        count=np.full(slots // WINDOW_SLOTS, WINDOW_SLOTS, np.int32),
+        rows=np.full(slots // CELL, SINK_ROW, np.int32),
+    )
     slot = segment = 0
     for image in images:
         t, h, w = image.grid

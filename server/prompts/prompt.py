@@ -37,8 +37,9 @@ class Prompt:
 
     Args:
         reader: makes the reader of each answer to it; None if answers are all content.
-        shown: special tokens that the readers must see; ``rule``: what answers may hold.
-        interval: tokens in a piece of an answer, except its first and its last one.
+        shown: special tokens that are text for the readers, where other special tokens are left out.
+        rule: what answers may hold.
+        interval: tokens that a streamed piece waits for; the first piece and the last do not wait.
     """
 
     tokens: list[int]
@@ -75,7 +76,7 @@ class Prompt:
 
     @property
     def pixels(self) -> list[Any]:
-        """uint8 [patches, PATCH_VALUES] per image or temporal patch, one per span."""
+        """uint8 [patches, values of a patch], one array per span: an image or a temporal patch of a video."""
         return [item.pixels for item in items_of(self.media)]
 
     def request(

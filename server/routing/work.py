@@ -1,4 +1,4 @@
-"""What a request asks of a replica, as far as it matters for the choice among replicas."""
+"""What the router must know of a request to choose a replica for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 Key = int
 """What names cached content: the first 8 bytes of a ``Chain`` key or of a picture's arena key, as an integer."""
 
-EVERY, EIGHTH, SIXTY_FOURTH = 64, 512, 64
-"""Prefixes are known at each unit up to EVERY, at each 8th up to EIGHTH, then at each SIXTY_FOURTH."""
+EVERY_UP_TO, EIGHTH_UP_TO, THEN_EACH = 64, 512, 64
+"""Prefixes of every length up to the first are known, of every 8th up to the second, then of every 64th, in units."""
 
 
 class Picture(NamedTuple):
@@ -46,8 +46,8 @@ class Demand(NamedTuple):
 def anchored(unit: int) -> bool:
     """Whether a prefix of that many units is kept in the index.
 
-    The distance of two such prefixes is at most an eighth of their length, so a request of 128k tokens has 128 of them
-    where a unit is 128 tokens, and what is found is too short by an eighth at most. The rule looks at the length alone:
-    a longer prompt with the same start has the same ones.
+    Two neighbours differ by at most an eighth of their length: the prefix that is found is at most an eighth too short,
+    and a request of 128k tokens, in units of 128, has 128 of them. The rule depends on the length alone, so that a
+    longer prompt with the same start has the same ones.
     """
-    return unit <= EVERY or (unit % 8 == 0 and unit <= EIGHTH) or unit % SIXTY_FOURTH == 0
+    return unit <= EVERY_UP_TO or (unit % 8 == 0 and unit <= EIGHTH_UP_TO) or unit % THEN_EACH == 0

@@ -22,7 +22,7 @@ def echo(data, options):
 
 def sleep(data, options):
     time.sleep(options["seconds"])
-    return {}, []
+    return {"pid": os.getpid()}, []
 
 
 def spin(data, options):

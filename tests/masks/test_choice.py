@@ -165,7 +165,7 @@ def test_a_full_bucket_holds_a_mask_of_its_own_for_each_row(rows: int) -> None:
     samples = [SampleRow(i + 1, i + 1, Sample(full=True, handle=i + 1)) for i in range(rows)]
     inputs = head_inputs(samples, VOCAB, lambda handle, row, banned: row.fill(handle))
     bucket = Bucket(Stage.SAMPLE, (rows,), "full")
-    for made in (hpu.arrays(bucket, inputs, 16, VOCAB), cuda.arrays(bucket, inputs, SIZES)):
+    for made in (hpu.arrays(bucket, inputs, hpu.LaunchForm(16, VOCAB)), cuda.arrays(bucket, inputs, SIZES)):
         assert made.masks[made.mask_row[:rows]].tolist() == [[i % 256] * 8 for i in range(1, rows + 1)]
     name, shape = cuda.growing(bucket, SIZES)
     assert (name, shape) == ("masks", (rows + 1, 8)) and needed(bucket, SIZES) >= inputs.masks.nbytes

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.packing import packing
 from trencadis.backends.hpu.launches.trees import leaves
 from trencadis.backends.hpu.policy import policy
@@ -148,6 +148,6 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
     for lazy in (True, False):
-        made = packing(leaves(arrays(bucket, None, 16, 1003, shared=not lazy, slot=SLOT)))
+        made = packing(leaves(arrays(bucket, None, LaunchForm(16, 1003, SLOT, shared=not lazy))))
         counted = policy("", {}, lazy).inputs
         assert counted is not None and counted(bucket, InputSizes(1003, slot=SLOT)) == made.bytes

@@ -1,8 +1,8 @@
 """Attention of the vision tower over packed slots: inside windows of 64 slots, and over whole images.
 
 The first ``real`` slots of a window are patches, the others padding that no query may see; padding lies inside images
-as well as behind them. No mask of [slots, slots] is made: an image is a range of windows, and a key counts where it
-lies before its window's ``real``.
+as well as behind them. No mask of [slots, slots] is made: an image is a range of windows, and a key counts if
+its index in its window is below the window's ``real``.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def attend_images(
 
 
 def halves(d: int) -> tuple[int, int]:
-    """Lanes of a head's two parts, where that spares products of twice the first: 80 is 64 and 16, 72 is 64 and 16 of
-    which 8 are filled. Any other: (its padded lanes, 0)."""
+    """Lanes of the two parts that a head of ``d`` values is multiplied in, powers of two; (lanes, 0) where one serves.
+
+    A head of 80 in two parts has 64 and 16 lanes, where one part would have 128; a head of 72 fills half of its second.
+    """
     whole = tiles.power(d) // 2
     tail = tiles.lanes(d - whole)
     return (whole, tail) if tail < whole else (tiles.lanes(d), 0)
@@ -78,7 +80,7 @@ def windows_kernel(
     out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one head, which divide a window, and all N keys of that window: a single tile."""
+    """M queries of one head (M divides a window) over all N keys of their window, in a single tile."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
     window = tile * M // N
@@ -95,7 +97,7 @@ def windows_kernel(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if TAIL:
         behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
-        # A constant where every lane is filled, so that masks of such heads stay what they are without it.
+        # A constant where every lane is filled, so that the masks of such heads need no comparison.
         inside = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
         queries_behind = tl.load(q + query * Q_TOKEN + behind, mask=inside, other=0.0)
         keys_behind = tl.load(k + key * K_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
@@ -114,10 +116,10 @@ def windows_kernel(
 
 
 class ImageRun(NamedTuple):
-    """Attention over the keys of an image so far, and the window of the next tile."""
+    """The running sums of attention over an image's keys, and the window of the next tile."""
 
     acc: Any  # float32 [M, LANES]
-    behind: Any  # float32 [M, TAIL]; without a second part never read
+    behind: Any  # float32 [M, TAIL]; never read where TAIL is 0
     peak: Any  # float32 [M]
     total: Any  # float32 [M]
     window: Any  # int32

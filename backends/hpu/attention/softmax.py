@@ -15,7 +15,7 @@ QUERY_TILE = 1024
 """Queries whose mask, or scores, exist at a time."""
 
 SCORES = QUERY_TILE * 8192
-"""Scores of a head that exist at a time where no fused kernel hides them: tiles get shorter over long rows."""
+"""Most scores of a head that exist at a time without a fused kernel: over more keys a tile has fewer queries."""
 
 MASK_BYTES = (1 << 31) - 1
 """The fused kernel addresses a head's mask by 32 signed bits; beyond them it answers NaN, without an error."""
@@ -49,7 +49,7 @@ class AttentionPart(NamedTuple):
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """What hides a score: finite."""
+    """The value of a hidden score, which must be finite."""
     return torch.finfo(dtype).min
 
 
@@ -71,9 +71,9 @@ def plain_rows(keys: int) -> int:
 
 
 def times(a: Tensor, b: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[..., S, d] @ [..., d, T]. Where float32 is asked for, the product itself is made and kept in it:
+    """[..., S, d] @ [..., d, T], in float32 from the start if ``fp32``.
 
-    widened afterwards, scores would have bfloat16's rounding, 2**-9 of the largest of them.
+    A bfloat16 product that is widened afterwards keeps its rounding, 2**-9 of the largest score.
     """
     if not fp32 or a.dtype == torch.float32:
         return a @ b
@@ -108,7 +108,7 @@ def plain_part(
 
 
 def _folded_scores(q: Tensor, k: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[R, g, h / g, S, T]: query heads that share a KV head are folded beside its queries, so no key is repeated."""
+    """[R, g, h / g, S, T]: query heads that share a KV head are multiplied as further queries of it: no key repeats."""
     rows, heads, count, d = q.shape
     groups = k.shape[1]
     scores = times(q.reshape(rows, groups, -1, d), k.transpose(2, 3), fp32, kernels)

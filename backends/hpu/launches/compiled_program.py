@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
+from trencadis.backends.hpu.launches.inputs import LaunchForm
 from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.launches.regions import own_code, part
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class CompiledProgram(HpuProgram):
@@ -29,13 +28,10 @@ class CompiledProgram(HpuProgram):
         body: Body,
         bridge: Bridge,
         ops: HpuOps,
-        block_size: int,
-        vocab: int,
+        form: LaunchForm,
         contexts: LaunchContexts,
-        slot: SlotForm = NO_SLOT,
-        seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts, slot, seen)
+        super().__init__(bucket, bridge, form, contexts)
         regional = ops.regions is not None
         whole: Any = part if regional else bridge.compile(own_code(part), fullgraph=ops.settings.fullgraph)
         self._launch = partial(whole, body)

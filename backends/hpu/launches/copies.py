@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen, arrays
+from trencadis.backends.hpu.launches.inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.packing import Array, packing, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import Inputs, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 TURNS = 2
 """Staging areas of a kind: the host writes one while the copy of the other is under way."""
@@ -59,26 +58,13 @@ class StaticInputs:
     """A bucket's inputs, which stay where they are on the card: views of one or two pieces (``packing``).
 
     A graph reads the views and never writes to them. A check may write to one from outside: that changes its piece.
-
-    Args:
-        vocab: ids of the vocabulary, which size the masks and counts of the sampler.
-        slot: the form of a slot of VISION.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        bridge: Bridge,
-        block_size: int,
-        vocab: int,
-        slot: SlotForm = NO_SLOT,
-        seen: Seen = CAUSAL,
-    ) -> None:
-        self.bucket, self.block_size, self.vocab, self.slot, self.seen = bucket, block_size, vocab, slot, seen
+    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm) -> None:
+        self.bucket, self.form = bucket, form
         self.staging = Staging(bridge)
         """A backend puts the one that its programs share in this place."""
-        self._shared = not bridge.is_lazy()
-        blank = arrays(bucket, None, block_size, vocab, self._shared, slot, seen)
+        blank = arrays(bucket, None, form)
         self._sent: list[Array] = leaves(blank)
         self.types = types_of(self._sent)
         """What the body expects of each array, whatever a piece holds it in."""
@@ -95,8 +81,7 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs | None) -> None:
         """Queues the copies of the pieces that differ from those sent last: at most two."""
-        sizes = self.block_size, self.vocab, self._shared, self.slot, self.seen
-        filled: list[Array] = leaves(arrays(self.bucket, inputs, *sizes))
+        filled: list[Array] = leaves(arrays(self.bucket, inputs, self.form))
         changed = {
             place.piece
             for place, last, new in zip(self.packing.places, self._sent, filled, strict=True)

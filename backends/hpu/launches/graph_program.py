@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
+from trencadis.backends.hpu.launches.inputs import LaunchForm
 from trencadis.backends.hpu.launches.packing import typed
 from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class GraphProgram(HpuProgram):
@@ -26,13 +25,10 @@ class GraphProgram(HpuProgram):
         body: Body,
         bridge: Bridge,
         ops: HpuOps,
-        block_size: int,
-        vocab: int,
+        form: LaunchForm,
         contexts: LaunchContexts,
-        slot: SlotForm = NO_SLOT,
-        seen: Seen = CAUSAL,
     ) -> None:
-        super().__init__(bucket, bridge, block_size, vocab, contexts, slot, seen)
+        super().__init__(bucket, bridge, form, contexts)
         self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
 
     def run(self) -> Any:

@@ -23,47 +23,44 @@ from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs,
 Array = NDArray[Any]
 
 
-class Seen(NamedTuple):
-    """What a model's attention needs of its launches beyond causality: ``BackendConfig``'s fields of these names."""
+class LaunchForm(NamedTuple):
+    """What all launches of a model have in common: the inputs of one follow from it and its bucket.
 
+    Args:
+        vocab: ids of the vocabulary, which size the masks and counts of the sampler.
+        slot: the form of a slot of VISION.
+        windows: whether a layer has a sliding window, so that DECODE needs ``BlockDecodeAttn.rest``.
+        upto: whether tokens see beyond their own place, so that prompts need ``Attn.upto``.
+        shared: whether what starts a text launch has a size that buckets share (``sharing.padded_start``).
+    """
+
+    block_size: int
+    vocab: int
+    slot: SlotForm = NO_SLOT
     windows: bool = False
     upto: bool = False
+    shared: bool = False
 
 
-CAUSAL = Seen()
-
-
-def arrays(
-    bucket: Bucket,
-    inputs: Inputs | None,
-    block_size: int,
-    vocab: int,
-    shared: bool = False,
-    slot: SlotForm = NO_SLOT,
-    seen: Seen = CAUSAL,
-) -> Any:
-    """The stage's tensors as numpy arrays; ``None``: padding alone.
-
-    ``shared``: what starts a text launch is padded to a size that buckets share (``sharing.padded_start``); ``slot``:
-    of a VISION launch; ``seen``: the inputs that the model needs beyond those of causal attention over all keys.
-    """
-    match inputs if inputs is not None else nothing(bucket.stage, vocab, slot):
+def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone."""
+    match inputs if inputs is not None else nothing(bucket.stage, form.vocab, form.slot):
         case StepInputs() as x:
-            return text(bucket, x, block_size, shared, seen)
+            return text(bucket, x, form)
         case VisionInputs() as x:
-            return _vision(x, bucket.dims[0], slot)
+            return _vision(x, bucket.dims[0], form.slot)
         case HeadInputs() as x:
-            return head(x, bucket.dims[0], _masks(x, bucket, vocab))
+            return head(x, bucket.dims[0], _masks(x, bucket, form.vocab))
         case ResetInputs() as x:
-            return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], vocab), np.int32))
+            return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], form.vocab), np.int32))
         case PoolInputs() as x:
             return pool(x, bucket.dims[0])
 
 
-def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False, seen: Seen = CAUSAL) -> Any:
+def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
     """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
     count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
-    place, start = _places(bucket, x), padded_start(count) if shared else count
+    place, start = _places(bucket, x), padded_start(count) if form.shared else count
 
     def put(values: Array, width: int = start, dtype: type = np.int32) -> Any:
         out: Array = np.zeros((*values.shape[:-1], width), dtype)
@@ -76,7 +73,7 @@ def text(bucket: Bucket, x: StepInputs, block_size: int, shared: bool = False, s
         positions=put(x.positions),
         image_row=put(x.image_row),
         out_row=put(x.out_row, count, np.int64),
-        attn=_any(_attn(bucket, x, count, place, block_size, seen)),
+        attn=_any(_attn(bucket, x, count, place, form)),
     )
 
 
@@ -92,15 +89,16 @@ def _places(bucket: Bucket, x: StepInputs) -> Array:
     return row * width + token - x.row_start[row]
 
 
-def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int, seen: Seen) -> Any:
+def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, form: LaunchForm) -> Any:
     """Where tokens are stored, and what the stage's attention reads besides."""
+    size = form.block_size
     slot = SINK_BLOCK * size + np.arange(count) % size
     lengths = np.diff(x.row_start[: len(x.context) + 1])
     row = np.repeat(np.arange(len(x.context)), lengths)
     index = x.context[row] + np.arange(len(x.tokens)) - x.row_start[row]
     slot[place] = x.blocks[row, index // size].astype(np.int64) * size + index % size
     if bucket.stage is Stage.FRESH:
-        upto = _upto(x, place, np.tile(np.arange(bucket.dims[1], dtype=np.int32), bucket.dims[0]), seen)
+        upto = _upto(x, place, np.tile(np.arange(bucket.dims[1], dtype=np.int32), bucket.dims[0]), form)
         return FreshAttn(_any(slot), pad(lengths, (bucket.dims[0],), np.int32, 1), upto)
     listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
     if bucket.stage is Stage.CONTEXT:
@@ -109,16 +107,16 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, place: Array, size: int, se
         listed[:held] = x.blocks[:1, :held].reshape(-1)
         context = pad(x.context, (1,), np.int32)
         own = (context + np.arange(count)).astype(np.int32)
-        return ContextAttn(_any(slot), _any(listed), context, _upto(x, place, own, seen))
+        return ContextAttn(_any(slot), _any(listed), context, _upto(x, place, own, form))
     group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
     rest = np.ones(bucket.dims[1], np.int32)
     _list_blocks(x, size, listed, group, usage, rest)
-    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage), _any(rest) if seen.windows else None)
+    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage), _any(rest) if form.windows else None)
 
 
-def _upto(x: StepInputs, place: Array, own: Array, seen: Seen) -> Any:
+def _upto(x: StepInputs, place: Array, own: Array, form: LaunchForm) -> Any:
     """``Attn.upto`` where the model has it: of padding its ``own`` place, so that it sees a key."""
-    if not seen.upto:
+    if not form.upto:
         return None
     own[place] = upto_of(x)
     return own

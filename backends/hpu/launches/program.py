@@ -11,11 +11,10 @@ from torch import nn
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.launches.copies import StaticInputs
-from trencadis.backends.hpu.launches.inputs import CAUSAL, Seen
+from trencadis.backends.hpu.launches.inputs import LaunchForm
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
-from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 
 class BodyModule(nn.Module):
@@ -40,19 +39,10 @@ class LaunchContexts(NamedTuple):
 class HpuProgram:
     """The half of ``core.backend.Program`` that both modes share."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        bridge: Bridge,
-        block_size: int,
-        vocab: int,
-        contexts: LaunchContexts,
-        slot: SlotForm = NO_SLOT,
-        seen: Seen = CAUSAL,
-    ) -> None:
+    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, contexts: LaunchContexts) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
         self.state = ProgramState.PLANNED
-        self.static = StaticInputs(bucket, bridge, block_size, vocab, slot, seen)
+        self.static = StaticInputs(bucket, bridge, form)
         self.bytes = self.static.bytes
 
     @property

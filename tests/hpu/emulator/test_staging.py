@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trencadis.backends.hpu.emulator.queue import QueueEvent
-from trencadis.backends.hpu.launches.inputs import arrays
+from trencadis.backends.hpu.launches.inputs import LaunchForm, arrays
 from trencadis.backends.hpu.launches.packing import packing, typed, types_of
 from trencadis.backends.hpu.launches.trees import leaves, rebuilt
 from trencadis.core.backend import HeadTensors, HeadTensorsOut
@@ -146,7 +146,7 @@ class ArrayByArray:
 
     def __call__(self, program: Any, x: Any) -> None:
         static = program.static
-        filled = leaves(arrays(program.bucket, x, static.block_size, VOCAB))
+        filled = leaves(arrays(program.bucket, x, static.form))
         for target, source in zip(leaves(static.tensors), filled, strict=True):
             target.copy_(torch.from_numpy(source).to(target.dtype), non_blocking=True)
 
@@ -159,7 +159,7 @@ class OneArea:
 
     def __call__(self, program: Any, x: Any) -> None:
         static = program.static
-        filled = leaves(arrays(program.bucket, x, static.block_size, VOCAB))
+        filled = leaves(arrays(program.bucket, x, static.form))
         for piece, target in enumerate(static.pieces):
             area = self.areas.setdefault(id(target), program.bridge.pin(torch.empty(target.shape, dtype=target.dtype)))
             static.packing.write(piece, filled, area.numpy())
@@ -239,7 +239,7 @@ STAGES: dict[Stage, tuple[tuple[int, ...], str, int]] = {
 def test_every_stage_fits_two_pieces_and_comes_out_as_it_was(stage: Stage) -> None:
     """Every array, of any type, in its place: through a piece and back, in the type that the body expects."""
     dims, variant, pieces = STAGES[stage]
-    blank = arrays(Bucket(stage, dims, variant), None, 16, VOCAB, slot=SlotForm(1176, 4))
+    blank = arrays(Bucket(stage, dims, variant), None, LaunchForm(16, VOCAB, SlotForm(1176, 4)))
     rng = np.random.default_rng(1)
     filled = [rng.integers(0, 200, a.shape).astype(a.dtype) for a in leaves(blank)]
     made = packing(filled)
