@@ -65,6 +65,7 @@ RULES = {
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cpu/native": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
+    "backends/cuda/kernels/peers": Rule((), EVERY),
     "backends/cuda/kernels": Rule(
         ("core", "backends/cuda/weights", "backends/cuda/kernels/coded", "backends/cuda/kernels/layers"), EVERY
     ),
