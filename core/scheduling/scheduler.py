@@ -66,8 +66,7 @@ class Scheduler:
         self.fair = self.order.fair
         self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
-        self._had_vision = False  # the last step had a VISION launch
-        self._starved_text = False  # the last step left a text-only request without tokens
+        self._had_vision = self._starved_text = False  # the last step had VISION; left a text-only request no tokens
 
     # The queue
 
