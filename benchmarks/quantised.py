@@ -1,22 +1,30 @@
 """What quantised weights gain: a token at 1 and 8 requests and a prompt of 512 tokens, against 16 and 32 bits.
 
-python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5]
-python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"]
+python -m benchmarks.quantised [--smoke] [--threads N] [--shape half] [--rounds 5] [--peer llamacpp --python PATH]
+python -m benchmarks.quantised --questions 2000 [--ways "int8,int4,int8 KV"] [--resume]
 
 Random weights (``--load-format dummy``); the ways take turns, so that what else runs on the machine slows all of them.
+With ``--peer``: llama.cpp's Q8_0 and Q4_0 take turns with them, on a GGUF file of the same sizes with every matrix in
+those bits. PATH is a Python that has llama-cpp-python, built from source so that it is made for this CPU:
+
+  python3 -m venv peer && peer/bin/pip install --no-binary llama-cpp-python llama-cpp-python
+  python -m benchmarks.quantised --peer llamacpp --python peer/bin/python
+
 With ``--questions``: how many of the demo's held-out questions each form answers as 16 bits do.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import questions
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import BUSY, Others, machine, median, table
+from benchmarks.harness.common import BENCH, BUSY, Others, machine, median, table
+from benchmarks.harness.llamacpp import FORMS, MISSING, LlamaCpp, PeerMissing, ids
 from trencadis.core.cpus import available_cpus
 
 WAYS = {
@@ -33,6 +41,9 @@ BARS = {
     ("int4", "bfloat16", "token, 1 request"): 0.45,
 }  # fmt: skip
 """(way, against, figure) -> the most that their ratio may be."""
+
+PEER_BARS = {("int8", "Q8_0"): 1 / 0.8, ("int4", "Q4_0"): 1 / 0.8}
+"""(way, llama.cpp's form) -> the most that the ratio of a token's times may be, at 1 request; below 1 is the aim."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,7 @@ class Way:
     def _seconds(self, count: int, length: int, out: int, seed: int) -> float:
         from trencadis import SamplingParams
 
-        prompts: list[Any] = [
-            {"prompt_token_ids": [(seed * 97 + i * 31 + j * 7) % 900 + 5 for j in range(length)]} for i in range(count)
-        ]
+        prompts: list[Any] = [{"prompt_token_ids": ids(length, seed, i)} for i in range(count)]
         params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
         begun = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
@@ -93,21 +102,67 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--questions", type=int, default=0, help="ask as many held-out questions instead")
     parser.add_argument("--ways", default=",".join(questions.WAYS), help="forms that are asked, with commas between")
+    parser.add_argument("--resume", action="store_true", help="--questions: keep answers, and go on where a run ended")
+    parser.add_argument("--peer", choices=("", "llamacpp"), default="", help="measure it beside these")
+    parser.add_argument("--python", default=sys.executable, help="the peer's Python")
     args = parser.parse_args()
     if args.questions:
         print(", ".join(f"{k}: {v}" for k, v in machine().items()))
-        print(questions.report(args.questions, args.ways.split(",")))
+        kept = BENCH / "results" / f"questions-{args.questions}.json" if args.resume else None
+        print(questions.report(args.questions, args.ways.split(","), kept))
         return
     sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
     model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds
-    others = Others()
+    others, shape = Others(), "tiny" if args.smoke else args.shape
     ways = {name: Way(name, model, args.threads, sizes) for name in WAYS}
+    peers, why = peers_of(args.peer, args.python, shape, args.threads, sizes)
     for number in range(rounds + 1):
         for way in ways.values():
             way.round(number)
-    for way in ways.values():
-        way.figures = {figure: found[1:] or found for figure, found in way.figures.items()}  # the first makes kernels
+        for peer in peers.values():
+            peer.round(number, sizes.short, sizes.long, sizes.out)
+    for one in (*ways.values(), *peers.values()):
+        one.figures = {figure: found[1:] or found for figure, found in one.figures.items()}  # the first makes kernels
     print(report(ways, args.threads, others.cores()))
+    print(f"\n{peer_report(ways, peers, why)}")
+    for peer in peers.values():
+        peer.close()
+
+
+def peers_of(peer: str, python: str, shape: str, threads: int, sizes: Sizes) -> tuple[dict[str, LlamaCpp], str]:
+    """llama.cpp in each form; none, and why, where it cannot run."""
+    found = dict[str, LlamaCpp]()
+    if not peer:
+        return found, "no --peer llamacpp --python PATH"
+    try:
+        for form in FORMS:
+            found[form] = LlamaCpp(python, form, shape, threads, 2 * sizes.long)
+    except PeerMissing as error:
+        return {}, str(error)
+    return found, ""
+
+
+def peer_report(ways: dict[str, Way], peers: dict[str, LlamaCpp], why: str) -> str:
+    """llama.cpp's medians and the ratios that have a bar; ``unproven`` where it did not run."""
+    if not peers:
+        return f"llama.cpp: {MISSING} ({why})"
+    figures = list(next(iter(peers.values())).figures)
+    rows = [
+        (name, round(peer.bytes / 2**20), round(peer.start, 1), *(median(peer.figures[f]) for f in figures))
+        for name, peer in peers.items()
+    ]
+    ratios = []
+    for (way, form), bar in PEER_BARS.items():
+        for figure in figures:
+            pairs = zip(ways[way].figures[figure], peers[form].figures[figure], strict=True)
+            least = bar if figure.startswith("token") else ""
+            ratios.append((f"{way} / {form}", figure, median(a / b for a, b in pairs), least))
+    version = next(iter(peers.values())).version
+    return "\n".join([
+        f"llama.cpp (llama-cpp-python {version})", "",
+        table(("weights", "MiB", "start s", *(f"{f}, ms" for f in figures)), rows), "",
+        table(("ratio", "figure", "median", "at most"), ratios),
+    ])  # fmt: skip
 
 
 def report(ways: dict[str, Way], threads: int, others: float) -> str:

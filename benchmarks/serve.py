@@ -1,19 +1,20 @@
 """Our server under load: time to first token, time per token, gaps, tokens and images per second, padding, start-up.
 
 python -m benchmarks.serve [--model DIR] [--clients 1,8,32,128] [--quick] [--enforce-eager]
-                              [--vllm] [-- FLAGS OF serve]
+                              [--vllm [PYTHON]] [--vllm-flags=FLAGS] [-- FLAGS OF serve]
 
 The server runs as a process on the loopback and is ended afterwards; ``--enforce-eager`` adds a second one without
-graphs, ``--vllm`` one of vLLM, where that is installed, each started when the one before has ended. Clients are a
-closed loop, so at the start they all ask at once: the first token then waits for the prompts of the others.
+graphs, ``--vllm`` one of vLLM, from this Python or from one of its own, each started when the one before has ended.
+Clients are a closed loop, so at the start they all ask at once: the first token then waits for the prompts of others.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import re
+import shlex
+import subprocess
 import sys
 from typing import Any
 
@@ -22,7 +23,7 @@ import httpx
 from benchmarks.harness.common import RESULTS, Others, report, table
 from benchmarks.harness.loadgen import Load, drive
 from benchmarks.harness.plots import bars
-from benchmarks.harness.server import Server, serving, vllm_command
+from benchmarks.harness.server import Server, memory_of, serving, vllm_command
 
 COLUMNS = {
     "clients": "c", "requests": "requests", "errors": "errors", "prompt_tokens": "prompt", "ttft_p50_ms": "TTFT p50 ms",
@@ -81,7 +82,8 @@ def run(name: str, flags: list[str], args: argparse.Namespace, command: list[str
         for kind, load in loads([int(c) for c in args.clients.split(",")], args.quick, args.side):
             found.append({"server": name, **measure(server, kind, load)})
             print(found[-1], file=sys.stderr, flush=True)
-    return {"startup": startup, "loads": found}
+        memory = sum(memory_of(pid).get("pss", 0) for pid in server.pids())
+    return {"startup": startup, "memory": memory, "loads": found}
 
 
 def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -93,8 +95,29 @@ def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if args.enforce_eager:
         found["eager"] = run("eager", [*flags, "--enforce-eager"], args)
     if args.vllm:
-        found["vllm"] = run("vllm", model, args, vllm_command())
+        found["vllm"] = run("vllm", [*model, *shlex.split(args.vllm_flags)], args, vllm_command(args.vllm))
     return found
+
+
+def against(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A table of what ours is of another server's: time to the first token, rates, start-up and memory."""
+    keys = ("ttft_p50_ms", "tpot_p50_ms", "tokens_per_second", "images_per_second")
+    rows = [
+        (f"{a['kind']}, c={a['clients']}", *(f"{a[k] / b[k]:.2f}" if b.get(k) else "" for k in keys))
+        for a, b in zip(ours["loads"], theirs["loads"], strict=True)
+    ]
+    start, memory = ours["startup"]["ready"] / theirs["startup"]["ready"], ours["memory"] / theirs["memory"]
+    names = ("ours of vLLM's", "TTFT p50", "TPOT p50", "tokens/s", "images/s")
+    return f"{table(names, rows)}\nstart-up {start:.3f}, memory with the cache {memory:.2f} of vLLM's"
+
+
+def has_vllm(python: str) -> bool:
+    """Whether an interpreter finds vLLM; nothing of it is run."""
+    asked = [python, "-P", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"]
+    try:
+        return subprocess.run(asked, check=False, capture_output=True, timeout=60).returncode == 0
+    except OSError:
+        return False
 
 
 def main() -> None:
@@ -106,11 +129,17 @@ def main() -> None:
     parser.add_argument("--kv", default="1GiB", help="our KV cache")
     parser.add_argument("--quick", action="store_true", help="one request per client")
     parser.add_argument("--enforce-eager", action="store_true", help="then repeat without graphs")
-    parser.add_argument("--vllm", action="store_true", help="then repeat with vLLM, which must be installed")
+    parser.add_argument(
+        "--vllm", nargs="?", const=sys.executable, default="", metavar="PYTHON",
+        help="then repeat with the vLLM of this Python, or of another one, such as that of an environment of its own",
+    )  # fmt: skip
+    parser.add_argument("--vllm-flags", default="", help="flags of vLLM's server, as one word")
     parser.add_argument("flags", nargs="*", help="after --: flags of our server, such as --device cuda")
     args = parser.parse_args()
-    if args.vllm and (not args.model or importlib.util.find_spec("vllm") is None):
-        parser.error("--vllm needs vLLM installed, and --model")
+    if args.vllm and not args.model:
+        parser.error("--vllm needs --model: it does not know the demo by name")
+    if args.vllm and not has_vllm(args.vllm):
+        parser.error(f"{args.vllm} finds no vLLM; name the python of an environment that has it")
     others = Others()
     found = servers(args)
     all_loads = [row for one in found.values() for row in one["loads"]]
@@ -118,6 +147,8 @@ def main() -> None:
     text = table(("server", "load", *COLUMNS.values()), rows)
     listed = ((name, phase, at) for name, one in found.items() for phase, at in one["startup"].items())
     text += "\n\n" + table(("server", "start-up phase", "at s"), listed)
+    if "vllm" in found:
+        text += "\n\n" + against(found["ours"], found["vllm"])
     bars(RESULTS / "serve.png", "output tokens a second",
          [(f"{f['server']}, {f['kind']}, c={f['clients']}", f["tokens_per_second"]) for f in all_loads])  # fmt: skip
     settings = vars(args) | {"model": args.model or "demo"}

@@ -175,6 +175,10 @@ class EngineConfig:
         kind="count",
         bound=Bound(1, 65536),
     )
+    itl_target: float = opt(
+        0.0, "milliseconds that an answer may wait for its next token while prompts of others are computed, which are "
+        "then cut smaller; 0: no bound", bound=Bound(0, 600_000),
+    )  # fmt: skip
     enable_chunked_prefill: bool = opt(True, "cut long prompts to fit a step's token budget")
     scheduling_policy: str = opt(
         "fcfs",

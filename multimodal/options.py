@@ -122,6 +122,10 @@ def _no_charge(pixels: int) -> None:
     """Charges nothing."""
 
 
+def _nobody_waits() -> None:
+    """Tells nobody."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaScope:
     """Who sends the media of a request, and under which options and limits.
@@ -132,6 +136,7 @@ class MediaScope:
         options: options of the whole request; a part's own options win.
         charge: called with the number of resized pixels before they are decoded; raises QueueFull if there is no room.
         videos: options of the request's videos; None: ``options``.
+        fetches: called before something is downloaded: until then the request takes this process's time.
     """
 
     salt: str = ""
@@ -139,6 +144,7 @@ class MediaScope:
     options: MediaOptions = NO_OPTIONS
     charge: Callable[[int], None] = field(default=_no_charge, compare=False)
     videos: MediaOptions | None = None
+    fetches: Callable[[], None] = field(default=_nobody_waits, compare=False)
 
     @property
     def video_options(self) -> MediaOptions:
@@ -205,7 +211,11 @@ def request_options(
 
 
 def media_scope(
-    salt: str, kwargs: Mapping[str, Any] | None, tenant: str = "", charge: Callable[[int], None] = _no_charge
+    salt: str,
+    kwargs: Mapping[str, Any] | None,
+    tenant: str = "",
+    charge: Callable[[int], None] = _no_charge,
+    fetches: Callable[[], None] = _nobody_waits,
 ) -> MediaScope:
     """The scope of a request with these ``mm_processor_kwargs``.
 
@@ -213,9 +223,9 @@ def media_scope(
         BadRequest: see ``request_options``.
     """
     if not kwargs:
-        return MediaScope(salt, tenant, charge=charge)
+        return MediaScope(salt, tenant, charge=charge, fetches=fetches)
     images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
-    return MediaScope(salt, tenant, images, charge, videos)
+    return MediaScope(salt, tenant, images, charge, videos, fetches)
 
 
 def part_uuid(part: Mapping[str, Any], path: str) -> str | None:

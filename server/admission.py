@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,9 +64,39 @@ class Admission:
             BadRequest: the request alone exceeds a bound.
             QueueFull: a bound is reached now, or a limit of the request's tenant.
         """
-        ticket = Ticket(self, account=CURRENT.get())
-        ticket.charge(requests=requests)
+        ticket = _EARLY.get()
+        if ticket is None:
+            ticket = Ticket(self, account=CURRENT.get())
+            ticket.charge(requests=requests)
+            return ticket
+        _EARLY.set(None)
+        try:
+            ticket.charge(requests=requests - ticket.held.requests)
+        except Exception:
+            ticket.leave()
+            raise
         return ticket
+
+    @contextmanager
+    def early(self) -> Iterator[None]:
+        """Holds the place of one choice for a request that waits before its route knows what it needs.
+
+        The ticket that the route asks for is this one; if none asks, nothing stays charged.
+
+        Raises:
+            QueueFull: as ``enter``.
+        """
+        ticket = Ticket(self, account=CURRENT.get())
+        ticket.charge(requests=1)
+        _EARLY.set(ticket)
+        try:
+            yield
+        finally:
+            if _EARLY.get() is ticket:
+                _EARLY.set(None)
+                if ticket.account is not None:
+                    ticket.account.refund("requests_per_minute", 1)
+                ticket.leave()
 
     def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
         """Raises as ``enter`` does where ``wanted`` does not fit, for a caller that holds ``held`` already."""
@@ -136,7 +168,7 @@ class Ticket:
         if wanted.pixels:
             account.take("pixels_per_minute", wanted.pixels)
         if wanted.requests:
-            account.enter(wanted.requests)
+            account.enter(wanted.requests, more=bool(self.held.requests))
 
     def leave(self) -> None:
         """Releases everything; a second call does nothing."""
@@ -147,6 +179,10 @@ class Ticket:
         if self.account is not None:
             self.account.leave(held.requests)
         self.admission.give(held)
+
+
+_EARLY: ContextVar[Ticket | None] = ContextVar("trencadis_early_ticket", default=None)
+"""What the request of this task holds before its route has asked for a ticket."""
 
 
 class BodyBudget:
@@ -192,6 +228,12 @@ class BodyCharge:
             self.room(count)
             self.held += count
             self.budget.inside += count
+
+    def give(self, count: int) -> None:
+        """``count`` bytes of them are gone."""
+        if not self.done:
+            self.held -= count
+            self.budget.inside -= count
 
     def leave(self) -> None:
         """The bytes are gone; a second call does nothing."""

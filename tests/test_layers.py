@@ -65,9 +65,12 @@ RULES = {
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cpu/native": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
-    "backends/cuda/kernels": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels/coded"), EVERY),
+    "backends/cuda/kernels": Rule(
+        ("core", "backends/cuda/weights", "backends/cuda/kernels/coded", "backends/cuda/kernels/layers"), EVERY
+    ),
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/layers": Rule(("core", "backends/cpu", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
@@ -109,7 +112,8 @@ RULES = {
     "server/config": Rule(("core", "server/config/foreign")),
     "server/config/foreign": Rule(("core", "server/config")),
     "server/engine": Rule(("core",)),
-    "server/fleet": Rule(("core", "server/engine", "server/routing")),
+    "server/engine/on_ray": Rule(("core", "core/executor/on_ray", "server/engine")),
+    "server/fleet": Rule(("core", "server/engine", "server/engine/on_ray", "server/routing")),
     "server/routing": Rule(()),
     "server/reasoning": Rule(("core", "server/text")),
     "server/grammars": Rule(("core", "multimodal/workers", "server/text")),

@@ -29,6 +29,8 @@ OWN_NAMES = (
     "trencadis.metrics",
     "trencadis.tenant",
     "trencadis.record",
+    "trencadis.turn",
+    "trencadis.connection",
     "trencadis.buckets",
     "trencadis.outcome",
     "trencadis.tool_parsers",

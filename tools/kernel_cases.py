@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tools import row_kernel_cases
+from tools.compiled import layer_cases
 from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope, tiles
 from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.blocks import FEW
@@ -180,6 +181,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_prefill_codes": over_codes("attend_prefill_codes"),
     "attend_decode_codes": over_codes("attend_decode_codes"),
     "kv_codes": stored_codes,
+    "layers": layer_cases.layers,
     "attend_windows": vision("attend_windows", attend_vision.attend_windows),
     "attend_images": vision("attend_images", attend_vision.attend_images),
     "rope": rotary,

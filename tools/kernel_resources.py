@@ -2,19 +2,21 @@
 ``docs/kernels.md`` for readers.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
-                                     [--json FILE] [--read FILE ...] [--write] [--page]
+                                     [--json FILE] [--write] [--seconds N] [--again] [--page]
 
 Every entry of every tile table is compiled for its architecture with the constants its launcher passes: launchers run
 on small CPU tensors while Triton's launch is replaced by a recorder. Registers and stack come from the ``cuobjdump``
-that Triton ships; what a kernel keeps on the stack is what it spills. Ends with 1 where a float16 or bfloat16 attention
-kernel or product spills or a kernel does not fit the shared memory of its architecture.
+that Triton ships; what a kernel keeps on the stack is what it spills.
+
+A launch is compiled where its key (compiled/digests.py) is neither in docs/kernels.csv nor in build/kernels.jsonl, to
+which each is added as it ends. ``--seconds`` begins none after that time, and the next call goes on; 16-bit attention
+and products come first. Ends with 1 where a float16 or bfloat16 attention kernel or product spills or a kernel does not
+fit the shared memory of its architecture.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import multiprocessing
 import os
@@ -22,7 +24,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,26 +33,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-
-@dataclass(frozen=True)
-class Card:
-    """Limits of one streaming multiprocessor; bytes of shared memory that one program may take, and that there are."""
-
-    shared: int
-    shared_all: int
-    warps: int
-    programs: int
-
-
-CARDS = {
-    80: Card(163 << 10, 164 << 10, 64, 32),
-    86: Card(99 << 10, 100 << 10, 48, 16),
-    89: Card(99 << 10, 100 << 10, 48, 24),
-    90: Card(227 << 10, 228 << 10, 64, 32),
-    100: Card(227 << 10, 228 << 10, 64, 32),
-    120: Card(99 << 10, 100 << 10, 48, 24),
-}
-REGISTERS = 65536
+from tools.compiled.digests import FIGURES, Known, Progress, key_of  # noqa: E402
+from tools.compiled.table import (  # noqa: E402
+    CARDS,
+    DATA,
+    PAGE,
+    Report,
+    Row,
+    compiled_lines,
+    markdown,
+    merged,
+    rows,
+    stored,
+    written,
+)
 
 
 @dataclass(frozen=True)
@@ -61,39 +58,6 @@ class Launch:
     constants: dict[str, Any]
     divisible: tuple[str, ...]
     options: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one kernel needs on one architecture; ``error``: it does not compile."""
-
-    case: str
-    kernel: str
-    arch: int
-    registers: int = 0
-    stack: int = 0
-    shared: int = 0
-    warps: int = 0
-    stages: int = 0
-    constants: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether one program fits the shared memory."""
-        return not self.error and self.shared <= CARDS[self.arch].shared
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the warps that a multiprocessor can hold."""
-        card = CARDS[self.arch]
-        if not self.fits or not self.registers:
-            return 0.0
-        a_warp = -(-self.registers // 8) * 8 * 32
-        held = min(REGISTERS // (a_warp * self.warps), card.warps // self.warps, card.programs)
-        if self.shared:
-            held = min(held, card.shared_all // (self.shared + 1024))
-        return held * self.warps / card.warps
 
 
 def record(run: Any) -> list[Launch]:
@@ -114,8 +78,11 @@ def record(run: Any) -> list[Launch]:
     return found
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+
+
 def _launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Launch:
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     for name in ("grid", "warmup"):
         kwargs.pop(name, None)
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
@@ -183,29 +150,73 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _work(job: tuple[str, int, str]) -> list[dict[str, Any]]:
-    """Compiles the cases of one group for one architecture; ``match``: only those whose name contains it."""
+@dataclass(frozen=True)
+class Slice:
+    """Which launches one process sees to: every ``of``-th from ``first`` on, and begins none after ``until``."""
+
+    groups: tuple[str, ...]
+    archs: tuple[int, ...]
+    match: str = ""
+    first: int = 0
+    of: int = 1
+    until: float = float("inf")  # by time.time
+    known: Known = field(default_factory=dict)
+
+
+def _work(part: Slice) -> list[dict[str, Any]]:
+    """Reports of what is known or was compiled in time."""
+    import triton
+
+    progress, known = Progress(PROGRESS), dict(part.known)
+    found = []
+    for case, launch, arch in _launches(part)[part.first :: part.of]:
+        key = key_of(launch, arch, triton.__version__)
+        if key not in known and time.time() < part.until:
+            begun = time.time()
+            made = asdict(compiled(case, launch, arch))
+            progress.add(key, time.time() - begun, made)
+            known[key] = made
+        if key in known:
+            found.append(asdict(_report(case, launch, arch, key, known[key])))
+    return found
+
+
+def _launches(part: Slice) -> list[tuple[str, Launch, int]]:
+    """All launches of the slice's groups: attention and products first, float32 last."""
     from tools.kernel_cases import CASES
 
-    group, arch, match = job
-    cases = ((case, run) for case, run in CASES[group](arch) if match in case)
-    return [asdict(report) for case, run in cases for report in _reports(case, run, arch)]
+    found = [
+        (case, launch, arch)
+        for arch in part.archs
+        for group in part.groups
+        for case, run in CASES[group](arch)
+        if part.match in case
+        for launch in record(run)
+    ]
+    return sorted(found, key=lambda one: ("float32" in one[0], not one[1].kernel.__name__.startswith(ATTENTION)))
 
 
-def _reports(case: str, run: Any, arch: int) -> Iterator[Report]:
-    for launch in record(run):
-        yield compiled(case, launch, arch)
+def _report(case: str, launch: Launch, arch: int, key: str, figures: dict[str, Any]) -> Report:
+    options = launch.options
+    told = {name: figures[name] for name in FIGURES}
+    warps, stages = options.get("num_warps", 4), options.get("num_stages", 0)
+    return Report(case, launch.kernel.__name__, arch, warps=warps, stages=stages, constants=launch.constants, key=key,
+                  **told)  # fmt: skip
 
 
-def reports(groups: Sequence[str], archs: Sequence[int], jobs: int = 1, match: str = "") -> list[Report]:
+def reports(
+    groups: Sequence[str], archs: Sequence[int], jobs: int = 1, match: str = "", seconds: float = float("inf"),
+    known: Known | None = None,
+) -> list[Report]:  # fmt: skip
     """Compiles the cases of ``groups`` for ``archs``, in ``jobs`` processes, or in this one where that is 1."""
-    work = [(group, arch, match) for group in groups for arch in archs]
+    known, until = known or {}, time.time() + seconds
+    work = [Slice(tuple(groups), tuple(archs), match, i, jobs, until, known) for i in range(jobs)]
     with tempfile.TemporaryDirectory() as cache:
         if jobs == 1:
             _set_cache(cache)
-            done = [_work(job) for job in work]
+            done = [_work(work[0])]
         else:
-            with multiprocessing.get_context("spawn").Pool(jobs, _set_cache, (cache,), maxtasksperchild=1) as pool:
+            with multiprocessing.get_context("spawn").Pool(jobs, _set_cache, (cache,)) as pool:
                 done = pool.map(_work, work, chunksize=1)
     return [Report(**report) for part in done for report in part]
 
@@ -228,99 +239,9 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
-ATTENTION = ("items", "join", "windows", "images", "quantised", "added", "experts")
+ATTENTION = ("items", "turned_items", "join", "windows", "images", "skinny", "quantised", "added", "experts")
 
-DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
-FIELDS = (
-    "kernel",
-    "case",
-    "arch",
-    "tile",
-    "warps",
-    "stages",
-    "registers",
-    "stack",
-    "shared_kib",
-    "held",
-    "error",
-    "triton",
-)
-Row = dict[str, str]
-
-HEAD = """# Kernels
-
-What the CUDA kernels need, compiled ahead of time without a GPU. Each compilation is a line of
-[kernels.csv](kernels.csv): tile, warps and stages; registers and stack of a thread (the stack is what spills, in
-bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
-time, limited by registers and shared memory. This page sums them up: the number of compilations, then the least and
-the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
-sm_90 and sm_100, which `tiles.py` checks of every tile when it is imported. Nothing here is a speed.
-
-`python tools/kernel_resources.py --write` compiles everything again (triton {version} made these lines), `--page`
-writes this page from the file.
-
-"""
-
-
-def rows(found: Sequence[Report], version: str) -> list[Row]:
-    """The lines of the data file."""
-    return [
-        {
-            "kernel": r.kernel, "case": r.case, "arch": str(r.arch),
-            "tile": "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants),
-            "warps": str(r.warps), "stages": str(r.stages or ""), "registers": str(r.registers), "stack": str(r.stack),
-            "shared_kib": f"{r.shared / 1024:.1f}", "held": f"{r.occupancy:.0%}", "error": r.error, "triton": version,
-        }
-        for r in found
-    ]  # fmt: skip
-
-
-def markdown(lines: Sequence[Row]) -> str:
-    """One table: a line per kernel, a column per architecture."""
-    archs = sorted({int(r["arch"]) for r in lines})
-    version = ", ".join(sorted({r["triton"] for r in lines}))
-    out = [HEAD.format(version=version), "| kernel | " + " | ".join(f"sm_{a}" for a in archs) + " |\n"]
-    out.append("|---" * (len(archs) + 1) + "|\n")
-    for kernel in dict.fromkeys(r["kernel"] for r in lines):
-        own = {a: [r for r in lines if r["kernel"] == kernel and r["arch"] == str(a)] for a in archs}
-        out.append(f"| `{kernel}` | " + " | ".join(_cell(own[a]) for a in archs) + " |\n")
-    return "".join(out)
-
-
-def _cell(lines: Sequence[Row]) -> str:
-    good = [r for r in lines if not r["error"]]
-    failed = f"**{len(lines) - len(good)} do not compile** " if len(good) < len(lines) else ""
-    if not good:
-        return failed.strip()
-    large = [r for r in good if float(r["shared_kib"]) * 1024 > CARDS[int(r["arch"])].shared]
-    stack = max(int(r["stack"]) for r in good)
-    parts = [
-        f"{failed}{len(good)}: {_span(int(r['registers']) for r in good)} reg",
-        *([f"**stack {stack}**"] if stack else []),
-        f"{_span(float(r['shared_kib']) for r in good)} KiB" + (f" **{len(large)} too large**" if large else ""),
-        f"{_span(int(r['held'].rstrip('%')) for r in good)}%",
-    ]
-    return ", ".join(parts)
-
-
-def _span(values: Iterable[float]) -> str:
-    least, *_, most = sorted([*values] * 2)
-    return f"{least}" if least == most else f"{least} to {most}"
-
-
-def written(lines: Sequence[Row]) -> str:
-    """The data file."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
-
-
-def stored() -> list[Row]:
-    """The data file's lines."""
-    with DATA.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+PROGRESS = ROOT / "build" / "kernels.jsonl"
 
 
 def main() -> int:
@@ -329,8 +250,9 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="*", help="groups of cases (tools/kernel_cases.py); all by default")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no compilation after so long")
+    parser.add_argument("--again", action="store_true", help="compile what is known, too")
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
-    parser.add_argument("--read", type=Path, nargs="*", help="read figures that --json wrote instead of compiling")
     parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and docs/kernels.md")
     parser.add_argument(
         "--page", action="store_true", help="write docs/kernels.md from docs/kernels.csv; compile nothing"
@@ -340,29 +262,32 @@ def main() -> int:
         PAGE.write_text(markdown(stored()), encoding="utf-8")
         return 0
     os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which is below
-    found = _read(args.read) if args.read else _compile(args.kernels, args.arch, args.jobs, args.match)
     import triton
 
+    from tools.kernel_cases import CASES
+
+    known = {} if args.again else compiled_lines(stored()) | Progress(PROGRESS).known()
+    found = reports(args.kernels or list(CASES), args.arch, args.jobs, args.match, args.seconds, known)
     if args.json:
         args.json.write_text(json.dumps([asdict(r) for r in found], indent=1), encoding="utf-8")
     lines = rows(found, triton.__version__)
     if args.write:
-        DATA.write_text(written(lines), encoding="utf-8")
-        PAGE.write_text(markdown(lines), encoding="utf-8")
-    print(f"docs/kernels.csv: {len(found)} compilations" if args.write else written(lines))
+        _write(lines, args)
+    else:
+        print(written(lines))
     wrong = faults(found)
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 
 
-def _compile(groups: Sequence[str] | None, archs: Sequence[int], jobs: int, match: str) -> list[Report]:
-    from tools.kernel_cases import CASES
-
-    return reports(groups or list(CASES), archs, jobs, match)
-
-
-def _read(files: Sequence[Path]) -> list[Report]:
-    return [Report(**r) for file in files for r in json.loads(file.read_text(encoding="utf-8"))]
+def _write(lines: list[Row], args: argparse.Namespace) -> None:
+    """Writes both files; a call that began no compilation too late leaves nothing of earlier sources."""
+    whole = args.seconds == float("inf") and not (args.kernels or args.match) and {*args.arch} == {*CARDS}
+    kept = merged(lines, [] if whole else stored())
+    DATA.write_text(written(kept), encoding="utf-8")
+    PAGE.write_text(markdown(kept), encoding="utf-8")
+    old = sum(not r.get("key") for r in kept)
+    print(f"docs/kernels.csv: {len(lines)} launches compiled from these sources, {old} lines of earlier ones")
 
 
 if __name__ == "__main__":

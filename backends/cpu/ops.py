@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
+from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import library, panels
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -118,6 +119,24 @@ class CpuOps(ReferenceOps):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
 
+    def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """In the pieces that ``by_sizes`` cuts, so that what is between two products stays in the cache.
+
+        Each product would cut its rows alike, so that no bit depends on it.
+        """
+        sizes = pieces(len(x))
+        if len(sizes) < 2:
+            return run(x)
+        out, start = None, 0
+        for size in sizes:
+            y = run(x[start : start + size])
+            if out is None:
+                out = y.new_empty((len(x), y.shape[1]))
+            out[start : start + len(y)] = y
+            start += size
+        assert out is not None
+        return out
+
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         ups, downs = ([self.pack_weight(one) for one in some] for some in (gate_up, down))
         return SeparateExperts(ups, downs, len(downs), down[0].shape[1])
@@ -155,8 +174,8 @@ class CpuOps(ReferenceOps):
         return turned[:, :heads], turned[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], window=window)
-        if not plan.surplus and len(plan.spans) + len(plan.groups) == 1:
+        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
+        if not plan.surplus and plan.singles is None and plan.parts == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         return self._attend_parts(q, kv, plan, scale, window)
 
@@ -165,6 +184,8 @@ class CpuOps(ReferenceOps):
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         for span in plan.spans:
             out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
+        if plan.singles is not None:
+            native_attend.attend(q, kv, plan.singles, scale, out, self.kernels)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out

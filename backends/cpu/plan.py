@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.cpu.native.attend import Singles
 from trencadis.core.backend import Attn
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
@@ -54,11 +55,17 @@ class Group:
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """All rows of a launch; ``surplus``: some tokens belong to no request."""
+    """All rows of a launch; ``surplus``: some tokens belong to no request. ``singles``: for the library's kernel."""
 
     spans: list[ChunkSpan] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     surplus: bool = False
+    singles: Singles | None = None
+
+    @property
+    def parts(self) -> int:
+        """Calls that attend."""
+        return len(self.spans) + len(self.groups) + (self.singles is not None)
 
 
 class CpuAttn(Attn):
@@ -67,34 +74,37 @@ class CpuAttn(Attn):
     block_size: int
 
     @cached_property
-    def plans(self) -> dict[tuple[bool, int], AttendPlan]:
+    def plans(self) -> dict[tuple[bool, int, bool], AttendPlan]:
         return {}
 
 
-def plan_of(attn: Attn, block_size: int, grouped: bool = True, window: int = 0) -> AttendPlan:
+def plan_of(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, native: bool = False) -> AttendPlan:
     """The launch's plan; ``CpuAttn`` keeps it, other tensors are planned anew."""
     if not isinstance(attn, CpuAttn):
-        return plan(attn, block_size, grouped, window)
-    made = attn.plans.get((grouped, window))
+        return plan(attn, block_size, grouped, window, native)
+    made = attn.plans.get((grouped, window, native))
     if made is None:
-        made = attn.plans[grouped, window] = plan(attn, block_size, grouped, window)
+        made = attn.plans[grouped, window, native] = plan(attn, block_size, grouped, window, native)
     return made
 
 
-def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0) -> AttendPlan:
+def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, native: bool = False) -> AttendPlan:
     """Plans from lengths and block tables.
 
     Args:
         grouped: rows of one token are attended to together.
         window: keys that a token sees, itself included; 0: all.
+        native: rows of one token are for the library's kernel, which gathers nothing.
     """
     starts: NDArray[np.int32] = attn.row_start.numpy()
     context: NDArray[np.int32] = attn.context.numpy()
     blocks: NDArray[np.int32] = attn.blocks.numpy()
     counts = np.diff(starts)
-    made = AttendPlan(surplus=bool(counts[-1]))
+    made = AttendPlan(
+        surplus=bool(counts[-1]), singles=_singles(attn, starts, context, counts, window) if native else None
+    )
     single: list[int] = []
-    for row in np.nonzero(counts[:-1])[0].tolist():
+    for row in np.nonzero(counts[:-1] > native)[0].tolist():
         if grouped and counts[row] == 1:
             single.append(row)
             continue
@@ -108,6 +118,17 @@ def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0) -> 
             made.groups.append(_group(single[first:i], starts, context, blocks, block_size, window))
             first = i
     return made
+
+
+def _singles(
+    attn: Attn, starts: NDArray[np.int32], context: NDArray[np.int32], counts: NDArray[np.int32], window: int
+) -> Singles | None:
+    rows = np.flatnonzero(counts[:-1] == 1).astype(np.int32)
+    if not len(rows):
+        return None
+    length = context[rows] + np.int32(1)
+    first = np.maximum(length - np.int32(window), 0) if window else np.zeros_like(length)
+    return Singles(starts[rows], rows, first, length, attn.blocks)
 
 
 def _span(

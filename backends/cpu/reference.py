@@ -255,6 +255,9 @@ class ReferenceOps:
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
         run(*rows, *shared)
 
+    def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return run(x)
+
     def cut(self, kind: str) -> None:
         """Does nothing: only devices that build graphs cut them."""
 

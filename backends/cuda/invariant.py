@@ -25,6 +25,7 @@ from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weigh
 class InvariantCudaOps(TriedOps, CudaOps):
     """``core.backend.Ops`` for a card: a token gets the same bits in any launch."""
 
+    whole_layers = False
     shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn
 from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
 from trencadis.backends.cuda.kernels.experts import products
 from trencadis.backends.cuda.kernels.experts.products import StackedExperts
+from trencadis.backends.cuda.kernels.layers import skinny, whole
 from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
+from trencadis.core import envs
 from trencadis.core.backend import (
     Attn,
     ExpertWeights,
@@ -43,13 +46,34 @@ from trencadis.core.backend import (
 )
 from trencadis.core.quant.tensor import QTensor
 
+T = TypeVar("T")
+
 
 class CudaOps(HostLayerOps, ReferenceOps):
     """``core.backend.Ops``.
 
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
-    is read from the device.
+    is read from the device. Layers whose weights take turns in two buffers run op by op: their copies are ordered by
+    layer.
     """
+
+    whole_layers: ClassVar[bool] = True
+    """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
+
+    _arrived: Tensor | None = None
+
+    def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
+        """As ``core.backend.Ops``. The first one makes what whole layers count by: a capture would take it from the
+        pool of its graph."""
+        if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
+            self._arrived = skinny.counters(weight.device)
+        return super().pack_weight(weight, bias)
+
+    def layer(self, run: Callable[..., T], *args: Any) -> T:
+        """As ``core.backend.Ops``; a decoder layer of few rows in six launches where it fits."""
+        if self._arrived is not None and self.host_layers is None and whole.takes(run, args[0], args[-1]):
+            run = whole.WholeLayer(run, self._arrived)  # type: ignore[arg-type, assignment]
+        return super().layer(run, *args)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """The codes as they are, with their scales."""

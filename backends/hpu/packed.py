@@ -47,7 +47,7 @@ def packed4_weight(q: QTensor, bias: Tensor | None, device: torch.device) -> Pac
     """Packs a weight of 4 bits, whose tensors lie on the host; None where the card's operation does not take it."""
     rows, columns = q.shape
     groups = q.scale.shape[1]
-    if q.scheme.bits != 4 or not packs4(rows, columns, columns // groups) or columns % groups:
+    if q.scheme.bits != 4 or q.shared or columns % groups or not packs4(rows, columns, columns // groups):
         return None
     data, gather = q.data, None
     if groups > 1:

@@ -5,7 +5,10 @@ A form is a set of options of ``LLM`` (``python -m benchmarks.quantised --questi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -119,19 +122,63 @@ def _share(value: float) -> str:
     return f"{value:.2f}"
 
 
-def report(count: int, ways: Sequence[str]) -> str:
-    """A row for each form; those that this build refuses are named and left out."""
+class Kept:
+    """What forms answered, in a file that a run which was stopped goes on from; another code or count starts anew.
+
+    Args:
+        path: JSON; None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None, count: int) -> None:
+        self.path, self.head = path, {"count": count, "sources": sources()}
+        self.found: dict[str, list[Any]] = {}
+        if path is not None and path.is_file():
+            held = json.loads(path.read_text(encoding="utf-8"))
+            if {key: held[key] for key in self.head} == self.head:
+                self.found = held["answers"]
+
+    def answered(self, name: str, **options: Any) -> Answered:
+        """``answered``, or what the file has."""
+        if name not in self.found:
+            self.found[name] = list(answered(self.head["count"], **options))
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                work = self.path.with_suffix(".part")
+                work.write_text(json.dumps({**self.head, "answers": self.found}), encoding="utf-8")
+                work.replace(self.path)
+        right, tokens = self.found[name]
+        return Answered(right, tokens)
+
+
+def sources() -> str:
+    """A digest of the code that answers."""
+    found = hashlib.sha256()
+    for folder in ("core", "backends", "multimodal", "server", "tools/demo"):
+        for file in sorted((ROOT / folder).rglob("*.[cph]*")):
+            if file.suffix in (".py", ".c", ".h"):
+                found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def report(count: int, ways: Sequence[str], kept: Path | None = None) -> str:
+    """A row for each form; those that this build refuses are named and left out.
+
+    Each is said on stderr as it comes. ``kept``: where answers stay, so that a run that was stopped goes on.
+    """
     from trencadis.core.errors import StartupError
 
-    reference, said = answered(count), list[str]()
+    known = Kept(kept, count)
+    reference, said = known.answered("16 bits"), list[str]()
     rows: list[tuple[Any, ...]] = [("16 bits", _share(100 * sum(reference.right) / count), "", "", "", "")]
     for name in ways:
         options, bar = WAYS[name]
+        begun = time.monotonic()
         try:
-            found = cost(answered(count, **options), reference)
+            found = cost(known.answered(name, **options), reference)
         except StartupError as error:
             said.append(f"{name}: left out: {error}")
             continue
         exact, lost, agreed = map(_share, found)
         rows.append((name, exact, lost, bar.lost, agreed, bar.agreed))
+        print(f"{name}: exact {exact}, lost {lost}, agree {agreed} ({time.monotonic() - begun:.0f} s)", file=sys.stderr)
     return "\n".join([*said, table(("form", "exact %", "lost", "at most", "agree %", "at least"), rows)])

@@ -110,7 +110,6 @@ def aliases(module: str, inner: tuple[tuple[str, str], ...] = ()) -> tuple[str, 
         stored = stored.replace(ours, theirs)
     if stored[:-1] != module:
         return (*aliases(module), *aliases(stored[:-1]))
-        return module, f"model.{module}"
     if module.startswith("lm_head"):
         return module, f"model.{module}", f"language_model.{module}"
     own = f"model.{module}", f"model.language_model.{module}", f"language_model.model.{module}"

@@ -158,7 +158,14 @@ class Rows(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in of this rank] -> [n, out], summed over ranks, of the backend's dtype."""
-        y = super().__call__(x)
+        return self.summed(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return super().__call__(x)
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum of the ranks' parts."""
         if self.comm.world == 1:
             return y
         self.ops.cut("collective")

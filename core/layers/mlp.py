@@ -33,7 +33,11 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, width] -> [n, width] in the backend's dtype."""
-        return self.down(self.ops.act_mul(self.gate_up(x), self.act))
+        return self.down.summed(self.ops.by_pieces(self._own, x))
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return self.down.product(self.ops.act_mul(self.gate_up(x), self.act))
 
     def nbytes(self) -> int:
         return self.gate_up.bytes + self.down.bytes
@@ -57,7 +61,11 @@ class PlainMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, width] -> [n, width] in the backend's dtype."""
-        return self.down(self.ops.act(self.up(x), self.act))
+        return self.down.summed(self.ops.by_pieces(self._own, x))
+
+    def _own(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return self.down.product(self.ops.act(self.up(x), self.act))
 
     def nbytes(self) -> int:
         return self.up.bytes + self.down.bytes

@@ -91,6 +91,11 @@ class KeyedLink:
             self.close()
             raise
 
+    @property
+    def backlog(self) -> int:
+        """Frames that wait to be sent."""
+        return self._outbox.backlog
+
     def close(self) -> None:
         """Closes both directions."""
         self._outbox.end()

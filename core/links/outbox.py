@@ -64,6 +64,11 @@ class Outbox:
         """Whether nothing waits to be sent."""
         return not self._waiting
 
+    @property
+    def backlog(self) -> int:
+        """Frames that wait to be sent."""
+        return len(self._waiting)
+
     def end(self) -> None:
         """Forgets what waits."""
         with self._changed:

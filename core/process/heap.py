@@ -28,6 +28,13 @@ LATEST = 60.0
 YOUNG = 5.0
 """Seconds between two collections of what was made lately, in a process that is busy."""
 
+FEW = 64
+"""Open requests with which an event loop collects everything: what lives is walked in a few milliseconds."""
+
+SELDOM = 100
+"""Collections of the middle generation (7,000 new objects each) after which the interpreter collects everything by
+itself."""
+
 
 def trim() -> None:
     """Returns unused pages to the system, if the C library can."""
@@ -91,3 +98,24 @@ async def keep_tidy(steps: Callable[[], int], trim: Callable[[], None] = trim, o
         if steps() != seen:
             seen = steps()
             await asyncio.to_thread(trim)
+
+
+async def keep_collected(
+    opened: Callable[[], int], clock: Callable[[], float] = time.monotonic, collect: Callable[[], object] = gc.collect
+) -> None:
+    """Collects all garbage of an event loop's process while few requests are open, else once a minute, until it is
+    cancelled.
+
+    The interpreter would rather do it while a flood comes in, and walk all that waits: 90 ms for 2,000 requests.
+
+    Args:
+        opened: counts open requests.
+    """
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, SELDOM)
+    last = clock()
+    while True:
+        await asyncio.sleep(YOUNG)
+        if opened() <= FEW or clock() - last >= LATEST:
+            collect()
+            last = clock()

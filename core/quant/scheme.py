@@ -32,7 +32,8 @@ FACTOR = 4
 """Bytes of the float32 factor of a row, which both keep."""
 
 CELL = 16
-"""Where codes are kept, a scale counts for a multiple of so many neighbouring columns."""
+"""Where codes are kept, a scale counts for a multiple of so many neighbouring columns; in panels, where ranks cut an
+order of their own."""
 
 
 class Cells(NamedTuple):
@@ -63,6 +64,15 @@ def panel_columns(columns: int, group: int, ordered: bool = False) -> Cells:
     whole, rest = divmod(columns, group)
     kept = filled(group, 8)
     return Cells(whole * kept + filled(rest, 8), kept, ordered or kept != group)
+
+
+def cut_columns(columns: int, groups: int) -> int:
+    """Columns that are kept of a share that ranks cut in an order of its own, where ``groups`` are the whole matrix's.
+
+    How many columns of a group a share has is the file's secret, so that every share has room for the worst: n columns
+    of g groups fill (n + (``CELL`` - 1) g) / ``CELL`` cells at most. It has two at least, and with them scales.
+    """
+    return max((columns + (CELL - 1) * min(columns, groups)) // CELL, 2) * CELL
 
 
 def filled(count: int, to: int) -> int:
@@ -153,10 +163,22 @@ def packs4(rows: int, columns: int, group: int) -> bool:
     return rows % WORD == 0 and (not group or columns % group == 0)
 
 
+def _share(scheme: Scheme, columns: int, whole: int) -> Cells | None:
+    """The layout of a share that ranks cut in an order of its own; None: it is no such."""
+    groups = groups_of(whole, scheme.group)
+    if not scheme.ordered or columns >= whole or groups == 1:
+        return None
+    return Cells(cut_columns(columns, groups), CELL, True)
+
+
+def _whole_group(scheme: Scheme, columns: int, whole: int) -> int:
+    """The group, which a cut through it makes smaller."""
+    return gcd(scheme.group, columns) if scheme.group and columns < whole else scheme.group
+
+
 def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: int, first: bool) -> int:
     """Codes, a factor a row, a scale of the engine's size a group, a byte a zero point, 4 a column of another order."""
-    cut = scheme.group and columns < whole and not scheme.ordered
-    kept = cells(columns, gcd(scheme.group, columns) if cut else scheme.group, scheme.ordered)
+    kept = _share(scheme, columns, whole) or cells(columns, _whole_group(scheme, columns, whole), scheme.ordered)
     groups = groups_of(kept.columns, kept.group)
     each = code_bytes(scheme.bits, kept.columns, kept.group) + FACTOR
     each += groups * itemsize if kept.group else 0
@@ -166,8 +188,9 @@ def _codes_bytes(scheme: Scheme, rows: int, columns: int, itemsize: int, whole: 
 
 def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
     """Whole panels: codes, a factor a row, 2 bytes a group, one a zero point; 4 a column in another order."""
-    cut = scheme.group and columns < whole and not scheme.ordered
-    kept = panel_columns(columns, gcd(scheme.group, columns) if cut else scheme.group, scheme.ordered)
+    kept = _share(scheme, columns, whole) or panel_columns(
+        columns, _whole_group(scheme, columns, whole), scheme.ordered
+    )
     groups = groups_of(kept.columns, kept.group)
     each = kept.columns * scheme.bits // 8 + FACTOR
     each += 2 * groups if kept.group else 0

@@ -7,6 +7,7 @@ from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trencadis.core.quant.scheme import Scheme, groups_of
 
@@ -37,6 +38,12 @@ class QTensor:
     order: Tensor | None
     dtype: torch.dtype
     activation: float | None = None
+
+    @property
+    def shared(self) -> bool:
+        """It is a share of columns that have an order of their own."""
+        ordered = self.scheme.ordered and self.order is not None
+        return ordered and self.scale.shape[1] != groups_of(self.shape[1], self.scheme.group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,11 +93,8 @@ class QTensor:
         if self.scale.shape[1] == 1:
             order = None if self.order is None else self.order[start:stop]
             return replace(self, data=data, group=stop - start, order=order)
-        if self.order is not None:
-            used, order = torch.unique(self.order[start:stop].long(), return_inverse=True)
-            return replace(
-                self, data=data, scale=self.scale[:, used], zero=_columns(self.zero, used), order=order.int()
-            )
+        if self.order is not None:  # every share has all groups, so that its size is known before its columns are
+            return replace(self, data=data, order=self.order[start:stop])
         end = stop if stop < self.shape[1] else 0
         whole = self.regrouped(gcd(gcd(self.group, start), end))
         first, last = start // whole.group, groups_of(stop, whole.group)
@@ -117,13 +121,20 @@ class QTensor:
             value = self.zero if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
             data = torch.cat([self.data, value.to(self.data.dtype).expand(-1, right)], 1)
             found = replace(self, data=data, group=columns, order=None)
-        elif right:
+        elif right and self.order is not None:  # no group more: zeros in the first one
+            value = self.zero[:, :1] if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
+            data = torch.cat([self.data, value.to(self.data.dtype).expand(-1, right)], 1)
+            found = replace(self, data=data, order=functional.pad(self.order, (0, right)))
+        elif right:  # what is left of the last group, then groups of zeros
+            more = groups_of(columns, self.group) - self.scale.shape[1]
+            inside = min(self.scale.shape[1] * self.group, columns) - self.shape[1]
+            value = self.zero[:, -1:] if self.zero is not None else self.data.new_zeros((self.shape[0], 1))
+            data = torch.cat([self.data, value.to(self.data.dtype).expand(-1, inside)], 1)
             found = replace(
                 self,
-                data=torch.cat([self.data, self.data.new_zeros((self.shape[0], right))], 1),
-                scale=torch.cat([self.scale, self.scale.new_ones((self.shape[0], 1))], 1),
-                zero=None if self.zero is None else torch.cat([self.zero, self.zero.new_zeros((self.shape[0], 1))], 1),
-                order=torch.cat([self.columns(), self.columns().new_full((right,), self.scale.shape[1])]).int(),
+                data=torch.cat([data, data.new_zeros((self.shape[0], right - inside))], 1),
+                scale=functional.pad(self.scale, (0, more), value=1.0),
+                zero=None if self.zero is None else functional.pad(self.zero, (0, more)),
             )
         if below:
             each = found.scale.shape[1]

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from trencadis.core.request import TokenLogprob
 from trencadis.core.scheduling.encoder import VisionBuilder
+from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.shapes.step_times import ChunkRoom, StepTimes, StepWork
 from trencadis.core.step import PENDING, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
 
 
@@ -22,11 +24,42 @@ class StepBuilder:
     image_prompts: bool = False  # a prompt with images took tokens
     reserved: int = 0  # blocks reserved for sequences that wait for pending frees
     preempted: bool = False
+    room: ChunkRoom | None = None  # for prompts beside decoding rows, where these have a bound
     rows: list[Row] = field(default_factory=list)
     scheduled: list[Sequence] = field(default_factory=list)
     grown: list[Sequence] = field(default_factory=list)  # have a seat and got a block
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
+
+    def bounded(self, times: StepTimes | None) -> None:
+        """Gives decoding rows the bound of ``times``, if there is one."""
+        if times is not None:
+            self.room = times.room(self.decoding, sum(w.span.slots for w in self.vision.chosen.values()))
+
+    @property
+    def open(self) -> bool:
+        """Whether another sequence could begin in this step."""
+        return self.tokens > 0 and (self.room is None or self.room.open)
+
+    def most(self, seq: Sequence, limits: SchedulerLimits) -> int:
+        """How many tokens of ``seq`` could run: its due ones within the budget and the bound of decoding rows."""
+        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
+        left = self.tokens if seq.due == 1 or not limits.chunked else max(self.tokens - self.decoding, 1)
+        count = min(seq.due, left, limits.chunk or left)
+        if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
+            return 0
+        if self.room is None or seq.due == 1:
+            return count
+        start = seq.computed
+        whole = (s.end - start for s in seq.request.spans if limits.joined and s.end > start)  # a picture is not cut
+        return self.room.fits(start, count, next(whole, 0))
+
+    def work(self, now: float) -> StepWork | None:
+        """What the step computes, where its time is learned."""
+        if self.room is None:
+            return None
+        slots = sum(image.slots for image in self.vision.images)
+        return StepWork(self.room.rows, self.room.tokens, self.room.work, slots, now)
 
     def reset(self, seq: Sequence, biased: set[int]) -> None:
         """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds.
@@ -57,7 +90,7 @@ class StepBuilder:
 
         This is temporary: no new images are admitted meanwhile.
         """
-        if self.tokens or not self.image_prompts:
+        if self.open or not self.image_prompts:
             return False
         return any(not seq.request.spans for seq in sequences if seq.scheduled != self.number)
 
@@ -66,7 +99,8 @@ class StepBuilder:
 class InFlightStep:
     """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
 
-    ``seated``: those that had a seat, in the order of their draws. ``lane``: whose sequences it names.
+    ``seated``: those that had a seat, in the order of their draws. ``lane``: whose sequences it names. ``work``: what
+    it computes, where its time is learned.
     """
 
     number: int
@@ -74,6 +108,7 @@ class InFlightStep:
     scheduled: list[Sequence]
     encoded: list[Sequence]
     lane: int = 0
+    work: StepWork | None = None
 
 
 def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:

@@ -1,8 +1,7 @@
 """Shares by weight: the place of a choice in the order is the virtual time at which its tenant is served.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a choice starts at the later of the virtual time now and the end
-of its tenant's choice before it, and ends its cost divided by the tenant's weight later. A place is fixed when it is
-first asked for, so the order is total and does not change, as the scheduler's progress needs it.
+A place is fixed when it is first asked for, so the order is total and does not change, as the scheduler's progress
+needs it. The API process orders by the same virtual time whose request is prepared next (``server.tenants.turns``).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ RECENT = 0.1
 """Weight of the newest answer in the expected length of the next."""
 
 MOST_IDLE = 4096
-"""Tenants without a choice that are remembered; the ends of the others lie in the past, or they are few."""
-
+"""Tenants that are remembered without having anything to wait for."""
 
 KEPT_FREE = 16
 """One row of so many is kept from the tenant that runs half of them, while others come too."""
@@ -30,8 +28,39 @@ LATELY = 512
 """Starts of choices for which a tenant counts as one that comes."""
 
 
+class VirtualTime:
+    """Start-time fair queueing (Goyal, Vin and Cheng, 1996): service starts at the later of the virtual time now and
+    the end of its tenant's service before it, and ends its cost divided by the tenant's weight later.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ends: dict[str, float] = {}
+
+    def place(self, tenant: str, cost: float, weight: float) -> float:
+        """The start of service that costs ``cost``; the tenant's next one starts behind it."""
+        start = max(self.now, self.ends.get(tenant, 0.0))
+        self.ends[tenant] = start + cost / weight
+        return start
+
+    def served(self, place: float) -> None:
+        """Service that starts at ``place`` begins: time is there now, unless it is later already."""
+        self.now = max(self.now, place)
+
+    def settle(self, tenant: str, cost: float, weight: float) -> None:
+        """Service cost so much more than its place was made for, or less."""
+        self.ends[tenant] = self.ends.get(tenant, self.now) + cost / weight
+
+    def forget(self) -> bool:
+        """Drops tenants that have nothing to wait for, once there are many; whether it did."""
+        if len(self.ends) <= MOST_IDLE:
+            return False
+        self.ends = {tenant: end for tenant, end in self.ends.items() if end > self.now}
+        return True
+
+
 class FairQueue:
-    """Virtual time, and where each tenant's service ends in it. Costs are tokens that must be computed.
+    """The virtual time of the scheduler, whose costs are tokens that must be computed.
 
     By order alone a flood takes every row, and the next request of another tenant waits until an answer ends. So
     the last rows are kept for others, as long as one of them was served lately; alone, a tenant has them all.
@@ -45,8 +74,7 @@ class FairQueue:
         self._starts = 0
         self._last: tuple[str, int] = ("", -LATELY)
         self._other = -LATELY
-        self.now = 0.0
-        self._ends: dict[str, float] = {}
+        self._time = VirtualTime()
         self._answers: dict[str, float] = {}
 
     def place(self, seq: Sequence) -> float:
@@ -56,13 +84,12 @@ class FairQueue:
             answer = min(seq.limit, self._answers.get(request.tenant, FIRST_GUESS))
             prompt = len(request.tokens) if seq.index == 0 else 0
             seq.charged = prompt + answer
-            seq.place = max(self.now, self._ends.get(request.tenant, 0.0))
-            self._ends[request.tenant] = seq.place + seq.charged / request.weight
+            seq.place = self._time.place(request.tenant, seq.charged, request.weight)
         return seq.place
 
     def started(self, seq: Sequence) -> None:
         """``seq`` runs: virtual time is its place, unless it is later already."""
-        self.now = max(self.now, self.place(seq))
+        self._time.served(self.place(seq))
         tenant = seq.request.tenant
         if tenant != self._last[0]:
             self._other = self._last[1]
@@ -86,9 +113,8 @@ class FairQueue:
             return
         tenant, answer = seq.request.tenant, float(seq.known() - seq.prompt)
         computed = max(len(seq.request.tokens) - seq.stats.cached_tokens, 0) if seq.index == 0 else 0
-        self._ends[tenant] += (computed + answer - seq.charged) / seq.request.weight
+        self._time.settle(tenant, computed + answer - seq.charged, seq.request.weight)
         before = self._answers.get(tenant)
         self._answers[tenant] = answer if before is None else before + RECENT * (answer - before)
-        if len(self._ends) > MOST_IDLE:
-            self._ends = {t: end for t, end in self._ends.items() if end > self.now}
-            self._answers = {t: n for t, n in self._answers.items() if t in self._ends}
+        if self._time.forget():
+            self._answers = {t: n for t, n in self._answers.items() if t in self._time.ends}

@@ -10,6 +10,7 @@ import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import ALL, MEAN
+from trencadis.core.graphs.misses import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import rows_at_once
 from trencadis.core.request import Delta, Request, RequestStats
@@ -141,6 +142,9 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
+        if step.work is not None and self.scheduler.times is not None:
+            regular = all(s.miss not in (UNPLANNED, SKIP, WARMING) for s in output.stats)
+            self.scheduler.times.learn(step.work, self.scheduler.clock(), regular)
         if output.targets or output.pooled:
             self._of_prompts(output)
         if step.seated:
@@ -210,14 +214,11 @@ class Lifecycle:
             seq.first_buckets = seq.first_buckets or buckets
             seq.last_buckets = buckets
         if misses:
-            self._account_misses(step.seated, misses)
+            for seq in step.seated:
+                seq.stats.misses += misses
         if step.encoded:
             self._account_images(step.encoded, output)
         return buckets
-
-    def _account_misses(self, seated: list[Sequence], misses: int) -> None:
-        for seq in seated:
-            seq.stats.misses += misses
 
     def _account_images(self, encoded: list[Sequence], output: StepOutput) -> None:
         """Adds the seconds of the step's VISION launches to each sequence whose images they held."""

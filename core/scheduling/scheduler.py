@@ -28,6 +28,7 @@ from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
 
@@ -42,8 +43,9 @@ class Scheduler:
         slots: int,
         clock: Callable[[], float] = time.monotonic,
         packer: Packer | None = None,
+        times: StepTimes | None = None,
     ) -> None:
-        self.limits = limits
+        self.limits, self.times = limits, times
         self.pool = pool
         self.arena = arena
         self.clock = clock
@@ -102,6 +104,7 @@ class Scheduler:
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
+        builder.bounded(self.times)
         if self.lanes.batch.suffices(unseated, self.limits, self.pool):
             self.lanes.batch.serve(builder, self.pool)
             self._serve(unseated, builder)
@@ -130,8 +133,8 @@ class Scheduler:
         if not builder.rows and not images and not seated:
             return None
         self.steps += 1
-        lane = self.lanes.now
-        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, builder.vision.owners, lane))
+        lane, work, owners = self.lanes.now, builder.work(self.clock()), builder.vision.owners
+        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
@@ -181,14 +184,8 @@ class Scheduler:
                 self.lanes.batch.serve_one(seq, builder)
 
     def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
-        """How many tokens of ``seq`` could run: its due ones, the budget, and up to an image that is not resident."""
-        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
-        left = builder.tokens if seq.due == 1 or not self.limits.chunked else max(builder.tokens - builder.decoding, 1)
-        count = min(seq.due, left)
-        if self.limits.chunk:
-            count = min(count, self.limits.chunk)
-        if not self.limits.chunked and seq.computed < seq.prompt and count < seq.due:
-            return 0
+        """How many tokens of ``seq`` could run: as the step allows, and up to an image that is not resident."""
+        count = builder.most(seq, self.limits)
         return self._up_to_image(seq, count, builder) if seq.request.spans else count
 
     def _up_to_image(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
@@ -232,6 +229,8 @@ class Scheduler:
         """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
         seq.scheduled = builder.number
         start, end = seq.computed, seq.computed + count
+        if builder.room is not None and seq.due > 1:
+            builder.room.take(start, count)
         seq.entered = seq.entered or self.clock()
         if seq.fresh_state:
             builder.reset(seq, self._biased)
@@ -291,7 +290,7 @@ class Scheduler:
         """
         size = self.limits.block_size
         at = self.held_back = 0
-        while at < len(self.waiting) and builder.tokens and self.admits and self.lanes.room(len(self.waiting) - at):
+        while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
             if self.order.reserves(seq := self.waiting[at], self.running):
                 return
             if seq.outgrows(self.limits.long_from):

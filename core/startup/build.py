@@ -49,7 +49,9 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.costs import work_of
 from trencadis.core.shapes.stages import check_ranks, staged
+from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
 from trencadis.core.startup import host_side
 from trencadis.core.startup.captured import DeviceStart
 from trencadis.core.startup.dry_run import shape_limits
@@ -100,6 +102,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
         Arena(plan.arena_rows, reserved_rows(model_config)),
         limits.max_rows + SPARE_SLOTS,
         packer=Packer(opened.rank.plan, backend.policy.encoder_slots),
+        times=_times(config, model_config, opened.rank.plan, limits.max_tokens),
     )
     if config.report_evictions:
         scheduler.pool.log = scheduler.arena.log = EvictionLog()
@@ -314,6 +317,17 @@ def _limits(config: EngineConfig, model: ModelConfig, plan: CachePlan, tokens: i
         slot_values=0 if model.vision is None else model.vision.slot.values,
         long_from=model.text.long_from,
     )
+
+
+def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) -> StepTimes | None:
+    """What learns how long steps take, where ``--itl-target`` sets a bound; with stages each has a part of it."""
+    if not config.itl_target:
+        return None
+    if not config.enable_chunked_prefill:
+        raise StartupError("--itl-target cuts prompts into chunks; it needs --enable-chunked-prefill")
+    pair = work_of(model, plan.block_size or 1).pair
+    target = config.itl_target / 1000 / config.pipeline_parallel_size
+    return StepTimes(target, chunk_sizes(plan, tokens), plan.policy.mixed, pair)
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:

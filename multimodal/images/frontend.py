@@ -123,7 +123,10 @@ class ImageFrontend:
             options, processor = part.options.over(scope.options), self.processor
             if options != NO_OPTIONS:
                 processor = processor.with_options(options, part.path)
-            download = partial(self._download, part.source, part.path) if is_web_url(part.source) else None
+            download = None
+            if is_web_url(part.source):
+                scope.fetches()
+                download = partial(self._download, part.source, part.path)
             async with self._permits.hold(download) as data:
                 part = part if data is None else part._replace(source=data)
                 if part.source is None:

@@ -143,7 +143,10 @@ class VideoFrontend:
     async def _prepare_part(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with attach_param(part.path):
             asked = part.options.over(scope.video_options.over(self.options))
-            fetch = partial(self._timed_load, part) if _any_web_url(part.source) else None
+            fetch = None
+            if _any_web_url(part.source):
+                scope.fetches()
+                fetch = partial(self._timed_load, part)
             async with self._permits.hold(fetch) as content:
                 if part.source is None:
                     made = await self._prepare_by_uuid(part, asked, scope)

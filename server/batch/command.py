@@ -21,8 +21,8 @@ from trencadis.server.batch.runner import BatchLimits, BatchRunner, Target
 from trencadis.server.cli import logs, run, signals
 from trencadis.server.config import argv, cmdline, dump
 from trencadis.server.config.settings import Settings, resolve
-from trencadis.server.engine.spawn import EngineHandle, spawn
-from trencadis.server.fleet.deal import deal
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.start import start
 
 log = logging.getLogger("trencadis.server")
 
@@ -147,11 +147,10 @@ def _own(args: argparse.Namespace, settings: Settings, source: Path, out: Path) 
     limits = BatchLimits(running, longest=settings.server.max_body_bytes)
     handles: list[EngineHandle] = []
     try:
-        configs = deal(settings.engine, size)
-        handles += map(spawn, configs)
+        engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
 
         async def work() -> int:
-            async with targets.own_engine(settings, configs, handles) as target:
+            async with targets.own_engine(settings, engines.configs, engines.handles) as target:
                 with _metrics(args, target):
                     await target.wait_ready()
                     return await _run(args, target, source, out, limits)

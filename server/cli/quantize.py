@@ -26,13 +26,14 @@ USAGE = """\
 usage: trencadis quantize MODEL OUT --to fp8|int8|int4 [--group 32|64|128] [--calibrate FILE]
 
 Writes the checkpoint MODEL (a folder or hub id, 16- or 32-bit safetensors) to the new folder OUT as compressed-tensors
-files: the decoder's linear layers in fewer bits, everything else as it is. `trencadis serve OUT` loads it, as do
-transformers with that library, and vLLM.
+files: the decoder's linear layers, experts among them, in fewer bits, everything else as it is. `trencadis serve OUT`
+loads it, as do transformers with that library, and vLLM.
 
   --to TYPE          fp8 and int8: a scale a row, activations of 8 bits; int4: groups of columns, activations of 16 bits
   --group N          int4: columns that share a scale, 32 (the default), 64 or 128
   --calibrate FILE   prompts as JSON lines, {"messages": [...]} or {"prompt": "..."}, pictures as in the chat API or as
-                     paths beside FILE: each layer's rounding makes up for its errors over them (GPTQ)
+                     paths beside FILE: each layer's rounding makes up for its errors over them (GPTQ); experts that
+                     few of them reach take the nearest codes, and a line says so
   --max-tokens N     of a calibration prompt without pictures, which is cut there (default 2048)
 """
 
@@ -56,9 +57,10 @@ def main(words: Sequence[str]) -> int:
     torch_build.load()
     # Imported by name, because torch comes with it.
     convert: Any = import_module("trencadis.core.quant.writing.convert")
+    stored: Any = import_module("trencadis.core.quant.writing.stored")
     calibration: Any = import_module("trencadis.core.quant.writing.calibration")
     config = EngineConfig(model=names[0])
-    checkpoint = convert.opened(hub.model_folder(config))
+    checkpoint = stored.opened(hub.model_folder(config))
     recipe = convert.recipe_for(checkpoint, to, group)
     prompts: list[Any] = []
     if "calibrate" in values:

@@ -23,8 +23,8 @@ from trencadis.server.cli.notify import Notifier
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
-from trencadis.server.engine.spawn import EngineHandle, spawn
-from trencadis.server.fleet.deal import deal
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.start import start
 from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
@@ -119,9 +119,8 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     log.info("listening on %s; starting %s", listen.address(sock, bool(settings.server.ssl_certfile)), what)
     handles: list[EngineHandle] = []
     try:
-        configs = deal(settings.engine, settings.server.data_parallel_size)
-        handles += map(spawn, configs)
-        supervisor = supervise(settings.server, configs, handles, settings.server.sleep_after)
+        engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
+        supervisor = supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
@@ -222,8 +221,9 @@ class _Serving:
         assert self.supervisor.task is not None
         self.supervisor.task.add_done_callback(self.supervision_ended)
         tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
+        collected = asyncio.create_task(heap.keep_collected(lambda: len(self.web.server_state.tasks)))
         told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
-        return [tidy, told]
+        return [tidy, collected, told]
 
     async def _end(self, helpers: list[asyncio.Task[None]]) -> None:
         for task in helpers:
@@ -257,11 +257,22 @@ class _Serving:
 
     async def _drain(self, delay: float) -> None:
         """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
-        supervisor, seconds = self.supervisor, self.settings.server.shutdown_timeout
+        supervisor, seconds = self.supervisor, float(self.settings.server.shutdown_timeout)
         if delay and supervisor.accepting:
             supervisor.leave()
             log.info("taking requests for %g s more (--drain-delay); a second signal stops at once", delay)
             await asyncio.sleep(delay)
+        end = time.monotonic() + seconds
+        turns = None if self.state is None else self.state.turns
+        if turns is not None:
+            if turns.waiting:
+                supervisor.leave()
+                log.info("%d requests wait for their turn; they are taken, at most for %g s", turns.waiting, seconds)
+            left = await turns.close(seconds)
+            if left:
+                log.error("%d requests had no turn in %g s (--shutdown-timeout): they end with an error", left, seconds)
+                self.code = 1
+            seconds = max(end - time.monotonic(), 0.0)
         if supervisor.open_requests:
             line = "finishing %d requests, at most %g s; a second signal stops at once"
             log.info(line, supervisor.open_requests, seconds)
@@ -281,6 +292,8 @@ class _Serving:
 
         uvicorn's ``force_exit`` would cancel the lifespan task, which logs a traceback.
         """
+        if self.state is not None and self.state.turns is not None:
+            self.state.turns.stop()
         self.supervisor.kill()
         self.web.config.timeout_graceful_shutdown = 1
         self.leave()

@@ -26,8 +26,8 @@ class ServerConfig:
         aliases=("dp",), bound=Bound(1, 1024),
     )  # fmt: skip
     data_parallel_backend: str = opt(
-        "mp", "where the engines are: mp: processes of this machine", choices=("mp",), aliases=("dpb",),
-        later={"ray": "engines are processes of this machine (mp); start a server on each machine behind a balancer"},
+        "mp", "where the engines are: mp: processes of this machine; ray: actors of a Ray cluster",
+        choices=("mp", "ray"), aliases=("dpb",),
     )  # fmt: skip
     served_model_name: list[str] = opt([], "names in the API; metrics use the first (default: the model as named)")
     chat_template: str = opt("", "Jinja file, or the template's text (default: the model's)")

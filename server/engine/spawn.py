@@ -8,8 +8,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
@@ -23,12 +24,46 @@ RAY_TOKEN = "RAY_AUTH_TOKEN"
 log = logging.getLogger("trencadis.server")
 
 
+class EngineEnd(Protocol):
+    """An engine's process, here or elsewhere; ``subprocess.Popen`` is one."""
+
+    pid: int
+    """Of its process; 0 where that is another machine's."""
+    returncode: int | None
+    """None while it runs."""
+
+    def poll(self) -> int | None:
+        """``returncode``, looked up now."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it; does nothing where it has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code."""
+        ...
+
+
 @dataclass(slots=True)
 class EngineHandle:
-    """The process and our end of its socket."""
+    """The process and our end of its socket.
 
-    process: subprocess.Popen[bytes]
+    Args:
+        successor: starts another one in its place; None: ``spawn``.
+    """
+
+    process: EngineEnd
     sock: socket.socket
+    successor: Callable[[EngineConfig], EngineHandle] | None = None
+
+    def another(self, config: EngineConfig) -> EngineHandle:
+        """A new engine in the place of this one, which has ended.
+
+        Raises:
+            StartupError: as ``spawn`` does.
+        """
+        return (self.successor or spawn)(config)
 
     def kill(self) -> None:
         """Kills the process and reaps it."""

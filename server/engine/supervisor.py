@@ -13,7 +13,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import STOPPED, EngineHandle, EngineLink, spawn
+from trencadis.server.engine.client import STOPPED, EngineHandle, EngineLink
 from trencadis.server.engine.protocol import Pixels
 from trencadis.server.engine.slumber import Slumber
 
@@ -264,7 +264,7 @@ class Supervisor:
             return False
         log.info("the engine wakes up")
         self.slumber.waking()
-        self.link = self._link(spawn(self.config))
+        self.link = self._link(self.link.handle.another(self.config))
         return True
 
     # --- life ---
@@ -343,7 +343,7 @@ class Supervisor:
         self.delay = min(2 * self.delay, MAX_BACKOFF)
         if self.stopping or self.draining:
             return False
-        self.link = self._link(spawn(self.config))
+        self.link = self._link(self.link.handle.another(self.config))
         self.waiting = False
         return True
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import available_cpus
 from trencadis.core.devices import choose, likely
+from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import asked_threads
 
 
@@ -38,3 +39,22 @@ def deal(config: EngineConfig, size: int, environ: Mapping[str, str] | None = No
     name, first, _ = choose(config.device)
     cards = config.ranks
     return [dataclasses.replace(config, device=f"{name}:{first + i * cards}") for i in range(size)]
+
+
+def deal_to_nodes(
+    config: EngineConfig, size: int, crowd: int, environ: Mapping[str, str] | None = None
+) -> list[EngineConfig]:
+    """The configurations of ``size`` engines on several machines, at most ``crowd`` of them on one.
+
+    Each sees its own cards alone, which count from 0 for it. What a machine's engines share is divided by ``crowd``.
+
+    Raises:
+        StartupError: ``--device`` names a card, which is the cluster's to choose, or no device.
+    """
+    name = likely(config.device)
+    if name == "cpu":
+        return [dataclasses.replace(one, report_evictions=True) for one in deal(config, crowd, environ)[:1] * size]
+    if ":" in config.device:
+        raise StartupError(f"--device {config.device}: Ray chooses the cards of its nodes: --device {name}")
+    offloaded = config.kv_offloading_size / crowd
+    return [dataclasses.replace(config, device=name, report_evictions=True, kv_offloading_size=offloaded)] * size

@@ -331,7 +331,7 @@ class Fleet:
     def _came_up(self, at: int, info: wire.EngineInfo) -> None:
         """An engine is new, so its caches are empty. Listeners hear of it once all are up."""
         self.router.lost(at)
-        self.router.loads[at].room = info.num_blocks * info.block_size
+        self.router.loads[at].resized(info.num_blocks * info.block_size)
         together = self.info
         if together is not None and all(e.info is not None for e in self.engines):
             for listener in self.on_info:

@@ -20,11 +20,14 @@ from starlette.responses import Response
 
 from trencadis import __version__
 from trencadis.core.checkpoint.pooling import CLASSIFY, EMBED
+from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.multimodal.workers.pool import MAX_WORKERS
 from trencadis.server.admission import Admission
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
+from trencadis.server.http.door import TurnDoor
 from trencadis.server.http.gate import Gate, error_response
 from trencadis.server.http.openapi import describe
 from trencadis.server.http.unserved import not_found
@@ -48,6 +51,7 @@ from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info, sleep
 from trencadis.server.tenants.registry import Tenants
+from trencadis.server.tenants.turns import Turns
 
 log = logging.getLogger("trencadis.server")
 GENERATING = (chat, batch, completions, responses, messages)
@@ -80,10 +84,11 @@ def create_app(
     def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
 
-    tenants = Tenants(Path(config.api_key_file)) if config.api_key_file else None
+    tenants, turns = _tenants(settings)
     metrics = Metrics(
         settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
-        hidden=config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
+        config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
+        lambda: 0 if turns is None else turns.waiting,
     )  # fmt: skip
     _collect(metrics, config, engine, tenants)
     template = None if service.template is None else service.template.text
@@ -91,7 +96,9 @@ def create_app(
     forms.claim(service.tokenizer)
     grammars = GrammarBook(service.tokenizer, service.config.text.vocab, service.eos)
     traces = Traces.to(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
-    state = AppState(settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces)
+    state = AppState(
+        settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces, turns
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -131,6 +138,16 @@ def _collect(metrics: Metrics, config: ServerConfig, engine: EngineClient, tenan
         metrics.registry.register(TenantCollector(tenants))
 
 
+def _tenants(settings: HttpSettings) -> tuple[Tenants | None, Turns | None]:
+    """The tenants of the key file, and their turns if the scheduler gives them shares."""
+    if not settings.config.api_key_file:
+        return None, None
+    tenants = Tenants(Path(settings.config.api_key_file))
+    if settings.engine.scheduling_policy != "fair":
+        return tenants, None
+    return tenants, Turns.over(settings.running, min(MAX_WORKERS, available_cpus()))
+
+
 def _include(app: FastAPI, state: AppState) -> None:
     """The routes of a server that generates, or of one that pools; the others' paths say which flag serves them."""
     how = state.service.config.pooling
@@ -152,8 +169,11 @@ def _middleware(state: AppState) -> list[Middleware]:
         bodies=state.admission.bodies, receive_timeout=config.receive_timeout, request_timeout=config.request_timeout,
         most_headers=config.h11_max_header_count, ended=state.ended,
     )  # fmt: skip
+    inner = [gate]
+    if state.turns is not None:
+        inner.append(Middleware(TurnDoor, turns=state.turns, admission=state.admission))
     if not config.allowed_origins:
-        return [gate]
+        return inner
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,
@@ -163,7 +183,7 @@ def _middleware(state: AppState) -> list[Middleware]:
         expose_headers=["x-request-id", "request-id", "x-ignored-fields", "retry-after"],
     )
     # CORS wraps the gate, so that pages of an allowed origin can read refusals too.
-    return [cors, gate]
+    return [cors, *inner]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -222,6 +242,7 @@ async def _log_stats(state: AppState) -> None:
             log.warning("%s", warning)
         info = state.engine.info
         device = info.device if info is not None else state.settings.device
-        line = writer.line(state.engine.stats, device, state.engine.restarts)
+        outside = 0 if state.turns is None else state.turns.waiting
+        line = writer.line(state.engine.stats, device, state.engine.restarts, outside)
         if line is not None:
             log.info("%s", line)

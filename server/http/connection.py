@@ -6,7 +6,10 @@ import asyncio
 import logging
 import select
 import time
-from dataclasses import dataclass
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import h11
@@ -18,6 +21,9 @@ log = logging.getLogger("trencadis.server")
 
 HEADS = 32 << 20
 """Most bytes of unfinished request heads and of pipelined requests, on all connections together."""
+AT_A_TIME = 4
+"""Requests that begin in one pass of the event loop. Thousands of clients may write at once, and for each head all
+answers wait that are being written; further bytes wait for the next pass."""
 LOOKS = (0.02, 0.1, 0.25, 0.5)
 """Seconds between checks of a client that has closed its side; the last value repeats."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -32,12 +38,32 @@ class SharedLimits:
         seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
             Also the time for which a body is read and dropped after the answer.
         bound: most bytes of requests that have not begun.
+        begun: requests that have begun in this pass of the event loop.
+        late: connections with the bytes that wait for the next pass.
     """
 
     seconds: float = 20.0
     bound: int = HEADS
     held: int = 0
     said: float = -60.0
+    begun: int = 0
+    late: deque[tuple[Connection, bytes]] = field(default_factory=deque)
+
+    def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether another request may begin in this pass."""
+        if not self.begun:
+            loop.call_soon(self._pass, loop)
+        self.begun += 1
+        return self.begun <= AT_A_TIME and not self.late
+
+    def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins the next requests."""
+        self.begun = min(len(self.late), AT_A_TIME)
+        for _ in range(self.begun):
+            connection, data = self.late.popleft()
+            connection.resume(data)
+        if self.begun:
+            loop.call_soon(self._pass, loop)
 
     def crowded(self) -> None:
         """Logs that the bound is reached, once a minute at most."""
@@ -56,6 +82,8 @@ class Connection(H11Protocol):
     _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
     """What the timer waits for: a head, or the rest of a body that nobody reads."""
     _look: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], None] | None = None
+    """Called when the connection ends while its request waits for its turn."""
 
     def __init__(
         self,
@@ -82,11 +110,34 @@ class Connection(H11Protocol):
         if self._look is not None:
             self._look.cancel()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes of a head, a body or pipelined requests."""
+        if self._idle() and not self._shared.may_begin(self.loop):
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self._shared.late.append((self, data))
+            self._hold(self._held + len(data))
+            return
         super().data_received(data)
         self._weigh()
+
+    def resume(self, data: bytes) -> None:
+        """Takes bytes that came in an earlier pass of the event loop."""
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            super().data_received(data)
+            self._weigh()
+
+    def handle_events(self) -> None:
+        """Begins the requests whose heads have come; their scopes name this connection."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            # Without a cycle of references, which the collector would have to find.
+            self.cycle.scope["trencadis.connection"] = weakref.ref(self)  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""

@@ -83,7 +83,7 @@ def _none(stats: EngineStats) -> float:
 
 BY_LABEL: dict[str, tuple[str, str, dict[str, Callable[[EngineStats], float]]]] = {
     "num_requests_waiting_by_reason": (
-        "requests in the queue: for room, or for a grammar or images", "reason",
+        "requests in the queue: for room, for a grammar or images, or for their tenant's turn", "reason",
         {"capacity": lambda s: s.waiting - s.deferred, "deferred": lambda s: s.deferred},
     ),
     "prompt_tokens_by_source_total": (
@@ -111,6 +111,7 @@ class Metrics:
 
     Args:
         config: the engine's flags, which ``cache_config_info`` shows.
+        outside: counts requests that wait before any engine has them; they count as the first engine's.
         hidden: whether names that vLLM has given up are there too.
     """
 
@@ -123,6 +124,7 @@ class Metrics:
         processor_cache: Callable[[], CacheCounters | None] = lambda: None,
         config: EngineConfig | None = None,
         hidden: bool = False,
+        outside: Callable[[], int] = int,
     ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
@@ -157,7 +159,7 @@ class Metrics:
         every: list[Collector] = []
         for i, (one, values) in enumerate(zip(engines, self._values, strict=True)):
             cache = processor_cache if i == 0 else _no_cache
-            every.append(_EngineCollector(values, one, self.books[i], cache, config))
+            every.append(_EngineCollector(values, one, self.books[i], cache, config, int if i else outside))
             if hidden:
                 every.append(HiddenCollector(values, partial(_stats_of, one), between if i == 0 else None))
             one.observers.append(partial(self.on_stats, engine=i))
@@ -198,7 +200,7 @@ class Metrics:
         self._observe(values, "request_params_max_tokens", timing.max_tokens)
         self._observe(values, "request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - cached))
         self._observe(values, "request_params_n", timing.n)
-        self._observe(values, "e2e_request_latency_seconds", end - timing.start)
+        self._observe(values, "e2e_request_latency_seconds", end - timing.start + timing.turn)
         self._images.labels(*values).inc(timing.image_tokens)
         self._times(timing, values)
         self._stages.finished(timing, values)
@@ -209,7 +211,7 @@ class Metrics:
 
     def _times(self, timing: Timing, values: Sequence[str]) -> None:
         if timing.first is not None:
-            self._observe(values, "time_to_first_token_seconds", timing.first - timing.start)
+            self._observe(values, "time_to_first_token_seconds", timing.first - timing.start + timing.turn)
         gaps = self._histograms["inter_token_latency_seconds"].labels(*values)
         for gap in timing.gaps:
             gaps.observe(gap)
@@ -217,7 +219,7 @@ class Metrics:
             self._observe(values, "request_time_per_output_token_seconds", mean)
         for stream in timing.streams:
             if stream.stats is not None:
-                self._observe(values, "request_queue_time_seconds", stream.stats.queue)
+                self._observe(values, "request_queue_time_seconds", stream.stats.queue + timing.turn)
                 self._observe(values, "request_prefill_time_seconds", stream.stats.prefill)
                 self._observe(values, "request_decode_time_seconds", stream.stats.decode)
                 self._observe(values, "request_inference_time_seconds", stream.stats.prefill + stream.stats.decode)
@@ -259,8 +261,9 @@ class _EngineCollector(Collector):
         book: BucketBook,
         processor_cache: Callable[[], CacheCounters | None],
         config: EngineConfig,
+        outside: Callable[[], int],
     ) -> None:
-        self._config = config
+        self._config, self._outside = config, outside
         self._processor_cache = processor_cache
         self._values = values
         self._book = book
@@ -271,7 +274,8 @@ class _EngineCollector(Collector):
         stats = self._engine.stats
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self._values, read(stats))
+            more = self._outside() if name == "num_requests_waiting" else 0
+            gauge.add_metric(self._values, read(stats) + more)
             yield gauge
         for name, (text, read) in COUNTERS.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
@@ -296,6 +300,8 @@ class _EngineCollector(Collector):
             family = kind(f"vllm:{name.removesuffix('_total')}", text, labels=(*LABELS, label))
             for value, read in parts.items():
                 family.add_metric((*self._values, value), read(stats))
+            if label == "reason":
+                family.add_metric((*self._values, "turn"), self._outside())
             yield family
 
 
@@ -335,11 +341,12 @@ class StatsLine:
         self._restarts = 0
         self._at = time.monotonic()
 
-    def line(self, stats: EngineStats, device: str = "cpu", restarts: int = 0) -> str | None:
+    def line(self, stats: EngineStats, device: str = "cpu", restarts: int = 0, outside: int = 0) -> str | None:
         """The line for the time since the last call; None if nothing happened.
 
         Args:
             restarts: number of restarts so far; a new engine counts from zero.
+            outside: requests that wait before any engine has them.
         """
         name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()
@@ -350,13 +357,13 @@ class StatsLine:
         self._last, self._at, self._restarts = stats, now, restarts
         prompt = stats.prompt_tokens - last.prompt_tokens
         generated = stats.generation_tokens - last.generation_tokens
-        if not (prompt or generated or stats.running or stats.waiting):
+        if not (prompt or generated or stats.running or stats.waiting or outside):
             return None
         parts = [
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s",
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s",
             f"Running: {stats.running} reqs",
-            f"Waiting: {stats.waiting} reqs",
+            f"Waiting: {stats.waiting + outside} reqs",
             f"{name} KV cache usage: {100 * _share(stats.kv_used, stats.kv_total):.1f}%",
             f"Prefix cache hit rate: {100 * _share(stats.prefix_hits, stats.prefix_queries):.1f}%",
         ]

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from trencadis.core.process.wire import BucketUse
 from trencadis.server.prompts.generation import Timing
 
-STAGES = ("media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
+STAGES = ("turn", "media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
 """In order. Media seconds add up over a request's images, although these are prepared at the same time."""
 SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
 PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -18,9 +18,9 @@ LABELS = ("model_name", "engine")
 
 def stage_seconds(timing: Timing) -> dict[str, float]:
     """Seconds by stage of the slowest choice; stages that the request does not have are left out."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"turn": timing.turn} if timing.turn else {}
     if timing.media:
-        found = {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
+        found |= {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
     ended = [s.stats for s in timing.streams if s.stats is not None]
     if ended:
         stats = max(ended, key=lambda s: s.queue + s.prefill + s.decode)

@@ -56,7 +56,7 @@ class Arrivals:
 class Timing:
     """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
 
-    ``engine`` is the one of several that it ran on.
+    ``engine`` is the one of several that it ran on, ``turn`` how long it waited for its tenant's turn before ``start``.
     """
 
     id: str
@@ -78,6 +78,7 @@ class Timing:
     media_begun: float = 0.0
     media_ended: float = 0.0
     engine: int = 0
+    turn: float = 0.0
 
     def tokens(self, choice: int, count: int) -> None:
         """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""

@@ -28,6 +28,7 @@ class RequestRecord:
         rank: the header ``X-data-parallel-rank``, which pins it to one of several engines.
         deadline: when it must have ended; None: never.
         timer: ends what runs at the deadline.
+        turn: seconds that it waited for its tenant's turn.
         works: whether it came to a route that runs the model.
         answer: the id in the answer.
         error: the type of the error that it ended with.
@@ -46,6 +47,7 @@ class RequestRecord:
     rank: str = ""
     deadline: float | None = None
     timer: asyncio.Timeout | None = None
+    turn: float = 0.0
     works: bool = False
     answer: str = ""
     model: str = ""
@@ -102,5 +104,6 @@ def joined(timings: Sequence[Timing]) -> Timing:
         streams=[stream for t in timings for stream in t.streams],
         media=sum(t.media for t in timings),
         prepared=sum(t.prepared for t in timings),
+        turn=first.turn,
         media_seconds={stage: sum(t.media_seconds.get(stage, 0.0) for t in timings) for stage in first.media_seconds},
     )

@@ -52,7 +52,9 @@ def _children(record: RequestRecord, timing: Timing) -> list[StageSpan]:
     """
     shift = record.at - record.begun
     before = timing.media_begun or timing.start
-    found = [StageSpan("prepare", record.begun, before)]
+    came = record.begun + record.turn
+    found = [StageSpan("turn", record.begun, came)] if record.turn else []
+    found.append(StageSpan("prepare", came, before))
     if timing.media_begun:
         found.append(StageSpan("media", timing.media_begun, timing.media_ended))
     stats = max(
@@ -100,7 +102,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
     if stats:
         slow = max(stats, key=lambda s: s.queue + s.prefill + s.decode)
         found |= {
-            "gen_ai.latency.time_in_queue": slow.queue,
+            "gen_ai.latency.time_in_queue": slow.queue + record.turn,
             "gen_ai.latency.time_in_model_prefill": slow.prefill,
             "gen_ai.latency.time_in_model_decode": slow.decode,
             "gen_ai.latency.time_in_model_inference": slow.prefill + slow.decode,

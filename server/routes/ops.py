@@ -55,7 +55,9 @@ def router(state: AppState) -> APIRouter:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
         engines = replicas(engine)
         each = {"engines": [counters(e) for e in engines]} if len(engines) > 1 else {}
-        return {**counters(engine), "takes_images": state.service.images is not None, **each}
+        turned = 0 if state.turns is None else state.turns.waiting
+        whole = {**counters(engine), "takes_images": state.service.images is not None, **each}
+        return whole | {"waiting": whole["waiting"] + turned, "waiting_for_turn": turned}
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
@@ -44,6 +45,7 @@ from trencadis.server.routes.auth import UNSAFE
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.tenants.account import CURRENT, Account
 from trencadis.server.tenants.registry import Tenants
+from trencadis.server.tenants.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class AppState:
     forms: AnswerForms = field(default_factory=AnswerForms)
     tenants: Tenants | None = None
     traces: Traces | None = None
+    turns: Turns | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -197,7 +200,8 @@ class AppState:
             BadRequest: mm_processor_kwargs are unknown or wrong.
         """
         salt, tenant = request.cache_salt or "", str(http.scope.get("trencadis.tenant", ""))
-        return media_scope(salt, request.mm_processor_kwargs, tenant, lambda pixels: ticket.charge(pixels=pixels))
+        told = partial(prepared, http)
+        return media_scope(salt, request.mm_processor_kwargs, tenant, lambda n: ticket.charge(pixels=n), told)
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
@@ -236,6 +240,7 @@ class AppState:
             record.model = self.settings.name
             record.params = record.params or generation.params
             record.timings.append(generation.timing)
+            generation.timing.turn = record.turn
             if config.enable_log_requests or config.enable_log_outputs:
                 self._say_received(record, generation)
         return generation
@@ -356,3 +361,11 @@ def forget_body(http: HttpRequest) -> None:
     body = http.scope.get("trencadis.body")
     if body is not None:
         body.leave()
+    prepared(http)
+
+
+def prepared(http: HttpRequest) -> None:
+    """Lets the next request be prepared, where tenants take turns: from now on this one waits for others."""
+    turn = http.scope.get("trencadis.turn")
+    if turn is not None:
+        turn.prepared()

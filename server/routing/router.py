@@ -2,17 +2,21 @@
 
 The score of a replica is the predicted wait there, plus what is left to prefill, plus the pictures left to encode, in
 seconds. So a prefix that many want spreads by itself: once its holder is busy for longer than the prefix takes to
-compute again, another replica wins, and holds it too. A decision looks at a bounded number of replicas.
+compute again, another replica wins, and holds it too. Where others are idle it spreads sooner (``rents``), or a large
+fleet would crowd around the few replicas that came first. A decision looks at a bounded number of replicas.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from trencadis.server.routing.costs import StepCosts
 from trencadis.server.routing.index import HolderIndex
-from trencadis.server.routing.load import Assignment, ReplicaLoad
+from trencadis.server.routing.load import LINE, SPARE, Assignment, ReplicaLoad, uncrowded
+from trencadis.server.routing.rents import Rents
 from trencadis.server.routing.work import Demand, Key
 
 DRAWN = 8
@@ -24,8 +28,14 @@ HOLDERS = 8
 PICTURES, PICTURE_HOLDERS = 4, 4
 """Pictures of a request whose holders are looked at, and holders of each."""
 
+UNKNOWN = -1
+"""Instead of the tokens that a replica holds."""
+
 WORK = 1.5
 """Weight of a request's own seconds beside those of the wait: what is computed twice also delays later requests."""
+
+COPY = 2.0
+"""Weight of what a copy takes beside the seconds that were waited for want of it."""
 
 BOUND = 1 << 21
 """Pairs of a prefix and a holder that the index keeps, of all replicas together."""
@@ -52,9 +62,11 @@ class Router:
         bound: int = BOUND,
         seed: int = 0,
     ) -> None:
-        self.loads = [ReplicaLoad(costs(i), rows, room) for i in range(replicas)]
+        self._lines = array("d", bytes(8 * LINE * replicas))
+        self.loads = [ReplicaLoad(costs(i), rows, room, self._lines, LINE * i) for i in range(replicas)]
         self.prefixes = HolderIndex(bound // replicas)
         self.pictures = HolderIndex(bound // replicas // 4)
+        self.rents = Rents()
         self.examined = 0
         """Replicas that the last decision scored."""
         self._open: list[int] = []
@@ -92,33 +104,60 @@ class Router:
             avoid: replicas that are not to be chosen.
             pinned: the only replica that may be chosen; -1: any.
         """
-        candidates: Sequence[int] = [pinned] if pinned >= 0 else self._candidates(work)
-        best, least, examined = -1, 0.0, 0
-        for replica in candidates:
+        self.examined = 0
+        candidates = {pinned: UNKNOWN} if pinned >= 0 else self._candidates(work, now, avoid)
+        best, held, least, idle, shortest = -1, 0, math.inf, -1, math.inf
+        for replica, known in candidates.items():
             if not self._is_open[replica] or replica in avoid:
                 continue
-            examined += 1
-            score = self.loads[replica].wait(now, work.tokens)
-            if best >= 0 and score >= least:
+            wait = self._wait(replica, now, work.tokens)
+            if wait < shortest:
+                idle, shortest = replica, wait
+            if wait >= least:
                 continue  # whatever it holds
-            score += WORK * self._left(replica, work, self._held(replica, work))
-            if best < 0 or score < least:
-                best, least = replica, score
-        if best < 0 and pinned < 0 and (left := [r for r in self._open if r not in avoid]):
-            best = left[int(self._random() * len(left))]
-        self.examined = examined
-        return None if best < 0 else self.send(best, work, now)
+            if known < 0:
+                known = self._held(replica, work)
+            score = wait + WORK * self._left(replica, work, known)
+            if score < least:
+                best, held, least = replica, known, score
+        if best < 0:
+            left = [] if pinned >= 0 else [r for r in self._open if r not in avoid]
+            return self.send(left[int(self._random() * len(left))], work, now) if left else None
+        if idle != best and self._copied(work, best, held, idle, now):
+            best, held = idle, UNKNOWN
+        return self.send(best, work, now, held)
 
-    def send(self, replica: int, work: Demand, now: float) -> Assignment:
-        """Charges ``replica`` with a request, and notes what it will hold."""
-        held = self._held(replica, work)
+    def _wait(self, replica: int, now: float, tokens: int) -> float:
+        """Predicted seconds in front of a request; most of the time of a decision is here."""
+        self.examined += 1
+        wait = uncrowded(self._lines, LINE * replica, now)
+        if tokens > self._lines[LINE * replica + SPARE]:
+            wait += self.loads[replica].crowded(tokens)
+        return wait
+
+    def _copied(self, work: Demand, best: int, held: int, idle: int, now: float) -> bool:
+        """Whether ``idle``, which holds less than ``best`` and waits less, is to compute the rest once more."""
+        seconds = self.loads[best].wait(now, work.tokens) - self.loads[idle].wait(now, work.tokens)
+        if held:
+            key = next(p.key for p in reversed(work.prefixes) if p.tokens == held)
+        else:
+            key = next((p.key for p in work.pictures if self.pictures.holds(best, p.key)), -1)
+            if key < 0:
+                return False  # it is only faster
+        price = self._left(idle, work, self._held(idle, work)) - self._left(best, work, held)
+        return self.rents.paid(key, seconds, COPY * price)
+
+    def send(self, replica: int, work: Demand, now: float, held: int = UNKNOWN) -> Assignment:
+        """Charges ``replica``, which holds the first ``held`` tokens of a request, and notes what it will hold."""
+        if held < 0:
+            held = self._held(replica, work)
         ticket = Assignment(replica, self._left(replica, work, held), work.tokens)
         self.loads[replica].charge(ticket, now)
         # The longest first, so that a start counts as used after what follows it: caches evict tails first.
-        self.prefixes.used(replica, (p.key for p in reversed(work.prefixes)))
+        self.prefixes.used(replica, [p.key for p in reversed(work.prefixes)])
         if work.pictures:
             # A picture within the cached prefix is neither looked up nor encoded.
-            self.pictures.used(replica, (p.key for p in work.pictures if p.end > held))
+            self.pictures.used(replica, [p.key for p in work.pictures if p.end > held])
         return ticket
 
     def began(self, ticket: Assignment, now: float) -> None:
@@ -129,34 +168,48 @@ class Router:
         """A request has ended, however it did; to be called exactly once."""
         self.loads[ticket.replica].ended(ticket, now)
 
-    def _candidates(self, work: Demand) -> Sequence[int]:
-        """All open replicas where those are few, else holders and a draw; holders come first, so that they win ties."""
-        if len(self._open) <= DRAWN + HOLDERS:
-            start = int(self._random() * max(len(self._open), 1))
-            return [*self._open[start:], *self._open[:start]]
-        found: dict[int, None] = {}
-        for prefix in reversed(work.prefixes):
-            holders = self.prefixes.holders(prefix.key)
-            if holders:
-                self._sample(holders, HOLDERS - len(found), found)
-                if len(found) >= HOLDERS:
+    def _candidates(self, work: Demand, now: float, avoid: Collection[int]) -> Mapping[int, int]:
+        """Replicas, and the tokens that each is known to hold; holders come first, so that they win ties.
+
+        All open ones where those are few; else holders, and of a draw the one with the shortest wait, since it is not
+        known what those hold.
+        """
+        count, draw = len(self._open), self._random
+        if count <= DRAWN + HOLDERS:
+            start = int(draw() * max(count, 1))
+            return dict.fromkeys([*self._open[start:], *self._open[:start]], UNKNOWN)
+        found: dict[int, int] = {}
+        longest = seen = 0
+        for key, tokens in reversed(work.prefixes):
+            holders = self.prefixes.holders(key)
+            if len(holders) != seen:  # else they are those of the longer one
+                longest, seen = longest or tokens, len(holders)
+                # Whoever is not found yet holds no longer prefix: each longer one's holders were all taken.
+                if self._sample(holders, HOLDERS - len(found), found, tokens):
                     break
         for picture in work.pictures[:PICTURES]:
-            self._sample(self.pictures.holders(picture.key), PICTURE_HOLDERS, found)
-        count = len(self._open)
+            if picture.end > longest:
+                self._sample(self.pictures.holders(picture.key), PICTURE_HOLDERS, found, UNKNOWN)
+        drawn, shortest = -1, math.inf
         for _ in range(DRAWN):
-            found[self._open[int(self._random() * count)]] = None
-        return list(found)
+            replica = self._open[int(draw() * count)]
+            if replica not in avoid and (wait := self._wait(replica, now, work.tokens)) < shortest:
+                drawn, shortest = replica, wait
+        if drawn >= 0:
+            found.setdefault(drawn, UNKNOWN)
+        return found
 
-    def _sample(self, holders: Sequence[int], most: int, found: dict[int, None]) -> None:
-        """Adds at most ``most`` of ``holders``, from a place drawn at random on."""
+    def _sample(self, holders: Sequence[int], most: int, found: dict[int, int], tokens: int) -> bool:
+        """Adds at most ``most`` of ``holders``, from a place drawn at random on; whether there is no room for more."""
         count = len(holders)
         if count <= most:
-            found.update(dict.fromkeys(holders))
-            return
+            for holder in holders:
+                found.setdefault(holder, tokens)
+            return count == most
         start = int(self._random() * count)
-        for i in range(most):
-            found[holders[(start + i) % count]] = None
+        for i in range(start, start + most):
+            found.setdefault(holders[i - count if i >= count else i], tokens)
+        return True
 
     def _left(self, replica: int, work: Demand, held: int) -> float:
         """Seconds that ``replica`` needs for a request by itself: pictures, and tokens beyond the ``held`` ones."""

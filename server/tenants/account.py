@@ -72,8 +72,11 @@ class Account:
         self.tenant = tenant
         self._fit()
 
-    def enter(self, requests: int) -> None:
+    def enter(self, requests: int, more: bool = False) -> None:
         """Admits ``requests`` choices of one HTTP request.
+
+        Args:
+            more: whether other choices of it are inside already.
 
         Raises:
             KeyLimitReached: a limit is reached; the message names it.
@@ -81,7 +84,8 @@ class Account:
         most = self.tenant.concurrency
         if most and self.inside + requests > most:
             self._refuse("concurrency", 1)
-        self.take("requests_per_minute", 1)
+        if not more:
+            self.take("requests_per_minute", 1)
         self.inside += requests
 
     def take(self, name: str, count: float) -> None:
@@ -106,6 +110,13 @@ class Account:
             bucket.refill(self.clock())
             bucket.left -= count
         self.used[name] += count
+
+    def refund(self, name: str, count: float) -> None:
+        """Gives back what ``take`` spent on a request that was not served."""
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.left = min(bucket.rate, bucket.left + count)
+        self.used[name] -= count
 
     def leave(self, requests: int) -> None:
         """Choices have left the server."""

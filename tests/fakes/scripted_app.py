@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -59,6 +60,7 @@ class ScriptedEngine:
         self.aborted: list[tuple[str, int]] = []
         self.resets: list[str] = []
         self.delay = 0.0
+        self.hold: threading.Event | None = None
         self.refuse: TrencadisError | None = None
         self.fail_at: int | None = None
         self.break_at: int | None = None
@@ -97,6 +99,8 @@ class ScriptedEngine:
             prompt = [None, *(self._logprob(t, p.prompt_logprobs) for t in request.tokens[1:])]
         if not answer:
             yield Delta(request.id, finish="length", prompt_logprobs=prompt)
+        while self.hold is not None and not self.hold.is_set():
+            await asyncio.sleep(0.002)
         for i, token in enumerate(answer):
             await asyncio.sleep(self.delay)
             if self.break_at == i:

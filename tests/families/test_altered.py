@@ -122,7 +122,6 @@ CASES: dict[str, tuple[str, Cases]] = {
         ("router_aux_loss_coef", 0.5, RIGHT), ("output_router_logits", True, RIGHT),
         ("sliding_window", 4096, RIGHT), ("sliding_window", 0, REFUSED), ("tie_word_embeddings", True, RIGHT),
         ("num_hidden_layers", 1, RIGHT), ("head_dim", None, RIGHT),
-        ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, REFUSED),
     ]),
     "qwen3_moe": ("plain", [
         *(case for case in GATED if case[0] != "intermediate_size"), ("intermediate_size", 100, RIGHT),

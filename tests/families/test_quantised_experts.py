@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,26 +91,32 @@ def test_the_cpu_answers_as_the_twin_within_8_bits(family: str, kind: str, files
         for case in CASES
     ],
 )
-def test_devices_with_graphs_answer_as_with_the_twin(
+def test_devices_with_graphs_have_the_values_of_the_twin(
     device: str, family: str, kind: str, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
-    found = [answers(str(path), device) for path in files(family, kind)]
-    agree = sum(a == b for x, y in zip(*found, strict=True) for a, b in zip(x, y, strict=True))
-    assert agree >= (24 if device == "hpu" and "f" not in kind[:2] else 20), found
+    got, want = (prompt_values(str(path), device) for path in files(family, kind))
+    away = np.abs(got - want) / want.std()
+    rounds = "f" in kind[:2] if device == "hpu" else kind == "int-quantized"  # the activations, to 8 bits
+    middle, most = (0.12, 0.6) if rounds else (1e-4, 1e-4)
+    assert np.median(away) <= middle and away.max() <= most, (np.median(away), away.max())
 
 
-def answers(path: str, device: str) -> list[list[int]]:
-    """Four tokens each of six prompts."""
+def prompt_values(path: str, device: str) -> npt.NDArray[np.float64]:
+    """The log-probabilities of the tokens of six prompts, given those before them."""
     llm = LLM(path, device=device, dtype="float32", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=64,
               block_size=16, num_gpu_blocks_override=16, warmup="skip")  # fmt: skip
-    prompts: list[Any] = [{"prompt_token_ids": [5 * n + i % 7 for i in range(3, 9 + n)]} for n in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    prompts: list[Any] = [{"prompt_token_ids": [5 * n + i % 7 for i in range(3, 17 + n)]} for n in range(6)]
+    made = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1), use_tqdm=False)
     llm.close()
-    return found
+    return np.array([
+        place[token].logprob
+        for asked, one in zip(prompts, made, strict=True)
+        for token, place in zip(asked["prompt_token_ids"], one.prompt_logprobs or (), strict=True)
+        if place is not None
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["int8", *(pytest.param(m, marks=pytest.mark.long) for m in ("int4", "fp8"))])

@@ -86,7 +86,6 @@ def test_the_number_of_engines_is_a_flag(words, size):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-dp", "2", "--data-parallel-backend", "ray"], "ray"),
         (["-dp", "4", "-dpl", "2"], "is not --data-parallel-size 4"),
         (["-dp", "0"], "must be positive"),
         (["--engine-use-ray"], "--distributed-executor-backend ray"),

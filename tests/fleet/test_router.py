@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from trencadis.server.routing.costs import CostBook, StepCosts
 from trencadis.server.routing.index import HolderIndex
 from trencadis.server.routing.load import Assignment, ReplicaLoad
+from trencadis.server.routing.rents import Rents
 from trencadis.server.routing.router import DRAWN, HOLDERS, PICTURE_HOLDERS, PICTURES, Router
 from trencadis.server.routing.work import Demand, Picture, Prefix, anchored
 
@@ -118,6 +119,26 @@ def test_a_decision_looks_at_as_many_replicas_at_a_thousand_as_at_few(count):
         router.choose(chat(1, 30, pictures=pictures), 0.0)
         worst = max(worst, router.examined)
     assert worst <= DRAWN + HOLDERS + PICTURES * PICTURE_HOLDERS
+
+
+def test_a_copy_is_made_once_requests_have_waited_for_as_long_as_it_takes():
+    rents = Rents(bound=2)
+    assert [rents.paid(1, 0.4, 1.0) for _ in range(7)] == [False, False, True, False, False, True, False]
+    rents.paid(2, 0.9, 1.0)
+    rents.paid(3, 0.9, 1.0)
+    assert len(rents) == 2 and not rents.paid(1, 0.7, 1.0), "what paid longest ago is forgotten"
+    assert rents.paid(3, 0.1, 1.0)
+
+
+def test_a_shared_start_gets_holders_where_others_are_idle_and_its_holder_is_never_busy_for_as_long():
+    """Each request alone would rather wait a few milliseconds at the holder than compute the start again."""
+    router, now = opened(40, seed=4), 0.0
+    for i in range(200):
+        now += 0.02
+        start = [Prefix(key, 128 * key) for key in range(1, 11)]
+        ticket = router.choose(Demand(1400, [*start, Prefix(1000 + i, 1400)]), now)
+        router.began(ticket, now)  # it goes on to decode, so that later ones wait for its steps
+    assert 5 <= len(router.prefixes.holders(10)) <= 30
 
 
 def test_known_prefixes_are_few_and_no_more_than_an_eighth_short():

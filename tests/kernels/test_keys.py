@@ -63,6 +63,7 @@ assert after.count() == 1, "nobody counts"
 KERNELS = {
     "items_kernel", "join_kernel", "windows_kernel", "images_kernel", "rotary_kernel",
     "rope_kernel", "_rms_norm", "_silu_mul", "_act", "_embed", "_gather", "_scatter", "_patches", "_reset",
+    "skinny_kernel", "turned_items_kernel",
     "greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel",
 }  # fmt: skip
 

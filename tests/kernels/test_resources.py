@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernel_resources import CARDS, DATA, PAGE, Report, faults, markdown, rows, stored, written
+from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, rows, stored, written
+from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.tiles import TileEntry
 

@@ -103,6 +103,13 @@ def record_of(**given: Any) -> RequestRecord:
     return made
 
 
+def test_a_wait_for_a_turn_comes_before_the_preparation() -> None:
+    trace = trace_of(record_of(turn=0.4))
+    spans = {c.name: (c.begin - 1e9, c.end - 1e9) for c in trace.children[:2]}
+    assert spans == {"turn": (0.0, pytest.approx(0.4)), "prepare": (pytest.approx(0.4), 1.0)}
+    assert trace.attributes["gen_ai.latency.time_in_queue"] == pytest.approx(2.4)
+
+
 def test_children_follow_each_other_and_sum_to_the_whole() -> None:
     trace = trace_of(record_of())
     spans = {c.name: (c.begin - 1e9, c.end - 1e9) for c in trace.children}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from trencadis.backends.cpu import ops
 from trencadis.backends.cpu.ops import PASS, SIZES, CpuOps, PackedWeight, packable, pieces
 from trencadis.backends.cpu.policy import INVARIANT_ROWS
+from trencadis.core.launches.between import SingleRank
+from trencadis.core.layers.mlp import GatedMLP, PlainMLP
 
 
 @given(st.integers(1, 100_000))
@@ -62,3 +66,42 @@ def test_packed_linear_sees_only_sizes_and_answers_like_torch(
     assert seen <= set(SIZES)
     seen.clear()
     assert CpuOps().linear(torch.empty(0, 32, dtype=dtype), packed).shape == (0, 24) and seen == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [GatedMLP, PlainMLP])
+def test_an_mlp_takes_each_piece_through_all_products_and_answers_as_a_whole(
+    dtype: torch.dtype, kind: type[GatedMLP | PlainMLP], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are cut as products would cut them, so that bits stay; and nothing between two products is longer."""
+    if not packable(dtype):
+        pytest.skip(f"oneDNN does not multiply {dtype} natively on this CPU")
+    generator = torch.Generator().manual_seed(2)
+    fast = CpuOps()
+    mlp = kind(fast, SingleRank(), 32, 48)
+    first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+    first.pack(torch.randn(96 if kind is GatedMLP else 48, 32, generator=generator).to(dtype), None)
+    mlp.down.pack(torch.randn(32, 48, generator=generator).to(dtype), None)
+    longest: list[int] = []
+    for name in ("act", "act_mul"):
+        plain = getattr(fast, name)
+
+        def noted(x: torch.Tensor, act: str, plain: Callable[..., torch.Tensor] = plain) -> torch.Tensor:
+            longest.append(len(x))
+            return plain(x, act)
+
+        monkeypatch.setattr(fast, name, noted)
+    for rows in (1, 33, 129, 512, 513, 700, 1094, 2048):
+        x = torch.randn(rows, 32, generator=generator).to(dtype)
+        longest.clear()
+        found = mlp(x)
+        assert max(longest) <= SIZES[-1] and sum(longest) == rows
+        with monkeypatch.context() as patched:
+            patched.setattr(fast, "by_pieces", lambda run, x: run(x))
+            whole = mlp(x)
+        if dtype == torch.bfloat16 and kind is GatedMLP and fast.kernels:
+            assert torch.equal(found, whole), (
+                rows
+            )  # torch's own functions round otherwise at the ends of a thread's part
+        error = float((found - whole).abs().max() / whole.abs().max())
+        assert error <= (1e-2 if dtype == torch.bfloat16 else 1e-6), error

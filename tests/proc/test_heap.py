@@ -102,6 +102,33 @@ def test_an_event_loop_trims_beside_its_work_and_only_after_some() -> None:
     asyncio.run(asyncio.wait_for(life(), 30))
 
 
+def test_an_event_loop_collects_while_few_requests_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a flood a collection walks all that waits, so it comes late; the interpreter has its own only far later."""
+    monkeypatch.setattr(heap, "YOUNG", 0.001)
+    opened, collections, now = [heap.FEW + 1], [0], [0.0]
+
+    def collect() -> None:
+        collections[0] += 1
+
+    async def life() -> None:
+        before = gc.get_threshold()
+        task = asyncio.create_task(heap.keep_collected(lambda: opened[0], lambda: now[0], collect))
+        try:
+            await asyncio.sleep(0.02)
+            assert collections == [0] and gc.get_threshold() == (*before[:2], heap.SELDOM)
+            now[0] += heap.LATEST
+            await asyncio.sleep(0.02)
+            assert collections == [1], "a busy server collects too, seldom"
+            opened[0] = heap.FEW
+            while collections[0] < 3:
+                await asyncio.sleep(0.001)
+        finally:
+            task.cancel()
+            gc.set_threshold(*before)
+
+    asyncio.run(asyncio.wait_for(life(), 30))
+
+
 def resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096

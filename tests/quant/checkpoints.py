@@ -127,15 +127,25 @@ def copied(source: Path, out: Path, stored: dict[str, Tensor], quantisation: dic
 
 
 def checkpoint(
-    source: Path, out: Path, kind: str, bits: int = 4, group: int = 32, symmetric: bool = True, ordered: bool = False
+    source: Path,
+    out: Path,
+    kind: str,
+    bits: int = 4,
+    group: int = 32,
+    symmetric: bool = True,
+    ordered: bool = False,
+    apart: bool = True,
 ) -> tuple[Path, Path]:
-    """(a quantised copy of ``source``, its twin in float32), folders below ``out``."""
+    """(a quantised copy of ``source``, its twin in float32), folders below ``out``.
+
+    ``apart``: orders differ where weights are over one input, too, as in no file of GPTQ's.
+    """
     stored, twin = {}, {}
     for i, (name, tensor) in enumerate(load_file(str(source / "model.safetensors")).items()):
         if not linear(name, tensor):
             stored[name] = twin[name] = tensor
             continue
-        m = made(tensor, bits, group, symmetric, ordered, seed=i)
+        m = made(tensor, bits, group, symmetric, ordered, seed=i if apart else tensor.shape[1])
         stored |= tensors(kind, name.removesuffix(".weight"), m)
         twin[name] = m.values()
     return (

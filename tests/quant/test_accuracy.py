@@ -7,9 +7,11 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.harness import questions
 from benchmarks.harness.common import environment
 from benchmarks.harness.questions import WAYS, Answered, Cost, answered, cost
 from trencadis.core.errors import StartupError
@@ -63,6 +65,28 @@ def test_few_answers_are_lost_in_files_that_quantize_writes_long(to: str, tmp_pa
     assert made.lost <= bar.lost and made.agreed >= bar.agreed
 
 
+def test_a_run_that_was_stopped_goes_on_from_what_it_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Forms that answered are not asked again, unless the code or the number of questions is another."""
+    asked = list[str]()
+
+    def ask(count: int, **options: Any) -> Answered:
+        asked.append(options.get("quantization", "16 bits"))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return Answered([True] * count, [[1, 2]] * count)
+
+    monkeypatch.setattr(questions, "answered", ask)
+    kept = tmp_path / "kept.json"
+    with pytest.raises(KeyboardInterrupt):
+        questions.report(4, ["int8", "fp8"], kept)
+    assert "100.00" in questions.report(4, ["int8", "fp8"], kept)
+    assert asked == ["16 bits", "int8", "fp8", "fp8"]
+    questions.report(5, ["int8"], kept)
+    monkeypatch.setattr(questions, "sources", lambda: "other")
+    questions.report(5, ["int8"], kept)
+    assert asked[4:] == ["16 bits", "int8"] * 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["--smoke --threads 1", "--questions 8 --ways int8,fp8_KV"])
 def test_the_benchmarks_run(command: str) -> None:
@@ -71,3 +95,4 @@ def test_the_benchmarks_run(command: str) -> None:
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "int4 / bfloat16" in done.stdout or "int8" in done.stdout
+    assert ("llama.cpp: unproven" in done.stdout) == ("--smoke" in words)

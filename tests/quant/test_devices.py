@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.test_shards import Group, ThreadComm
 from tests.quant import checkpoints as made
 from tests.traffic.requests import Traffic
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
+from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.cuda import make_backend as make_cuda
 from trencadis.backends.cuda.weights.coded import CodedWeight
 from trencadis.backends.hpu import quantised as floats8
@@ -25,14 +27,17 @@ from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.policy import policy
 from trencadis.backends.hpu.quantised import Floats8Weight
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
+from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.startup.build import create_engine
+from trencadis.server.plan.command import plan_for
 
 E4M3 = torch.float8_e4m3fn
 
@@ -90,6 +95,24 @@ def test_the_ledger_prices_checkpoints_of_devices(
     paper = [values_of(one, backend.policy) for one in (plain, model)]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
     assert backend.memory.free() < before
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+def test_shares_of_ranks_are_priced(device: str, ordered: bool, vl_checkpoint: Path, tmp_path: Path) -> None:
+    """GPTQ over two ranks: the first has what the ledger says; by activations both do, whatever columns a share has."""
+    path, _ = made.checkpoint(vl_checkpoint, tmp_path, "gptq", 4, 32, True, ordered, apart=False)
+    plain, model = load_config(vl_checkpoint), load_config(path)
+    for rank in (0, 1) if ordered else (0,):  # one group of its own is one scale a row
+        options = BackendConfig(dtype=torch.bfloat16, options={"policy": "twin"} if device == "cuda" else {})
+        backend: Any = gaudi() if device == "hpu" else (make_cuda if device == "cuda" else make_cpu)(options)
+        backend.comm = ThreadComm(Group(2), rank, 2)
+        built: list[Any] = [build(one, backend) for one in (plain, model)]
+        form, unit = backend.policy.quantised, backend.policy.aligned
+        for one, config in zip(built, (plain, model), strict=True):
+            sized = Sized(config, 2, 2, quantised=form, unit=unit)
+            held = sum(layer.nbytes() for layer in one.layers)
+            assert held == sum(sized.layer(place) for place in range(config.text.layers)), f"rank {rank}"
 
 
 # Gaudi
@@ -167,17 +190,33 @@ SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
 
 
 def no_compilations(device: str, method: str, count: int, path: Path, **more: Any) -> None:
-    """Warm-up, then mixed requests, without one more compilation."""
+    """Warm-up, then mixed requests, without one more compilation, and without a byte that the ledger lacks."""
     flags = {**FLAGS, **DEVICES[device], **more}
-    engine = create_engine(EngineConfig(model=str(path), quantization=method, **flags))
+    config = EngineConfig(model=str(path), quantization=method, **flags)
+    engine = create_engine(config)
     try:
         graphs: Any = engine.executor._rank.graphs  # type: ignore[attr-defined]
-        before = graphs.backend.compilations()
+        before, rows = graphs.backend.compilations(), books(engine, config)
         run = Traffic(engine, 1, count, flags["max_model_len"], engine.info().vocab_size, most=8)
         run.run()
         assert run.tokens and graphs.backend.compilations() == before
+        assert books(engine, config) == rows
     finally:
         engine.close()
+
+
+def books(engine: Any, config: EngineConfig) -> dict[str, int]:
+    """The ledger of a device, which sums to its memory; ``plan`` has the bytes of its weights and of its cache."""
+    memory, captures = engine.executor._rank.graphs.backend.memory, engine._watch.captures
+    captures.observe()
+    rows, model = dict(captures.ledger.rows()), load_model(config)
+    assert sum(rows.values()) == memory.total() and memory.free() == rows["margin"] + rows["graph reserve unused"]
+    planned = plan_for(config, model, memory.total())
+    if config.device == "hpu":  # the twin keeps books of what its ops pack, not of tables and norms
+        assert rows["weights"] == dict(planned.ledger.rows())["weights"]
+    blocks = engine.info().num_blocks + RESERVED_BLOCKS
+    assert rows["KV cache"] == blocks * planned.sized.block_bytes(planned.limits.block_size)
+    return rows
 
 
 @pytest.fixture
@@ -190,15 +229,20 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 def test_nothing_compiles_after_warm_up(device: str, vl_checkpoint: Path) -> None:
-    no_compilations(device, "fp8", 8, vl_checkpoint, **SMALL)
+    no_compilations(device, "fp8", 8, vl_checkpoint, kv_cache_dtype="fp8", **SMALL)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
-@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
-def test_nothing_compiles_after_warm_up_long(device: str, method: str, vl_checkpoint: Path) -> None:
-    no_compilations(device, method, 10_000 if method == "fp8" else 1000, vl_checkpoint)
+@pytest.mark.parametrize(
+    ("method", "cache", "count"),
+    [("fp8", "fp8", 10_000), ("fp8", "auto", 1000), ("int8", "int8", 1000), ("int4", "auto", 1000)],
+)
+def test_nothing_compiles_after_warm_up_long(
+    device: str, method: str, cache: str, count: int, vl_checkpoint: Path
+) -> None:
+    no_compilations(device, method, count, vl_checkpoint, kv_cache_dtype=cache)
 
 
 @pytest.mark.long

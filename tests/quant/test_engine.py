@@ -201,6 +201,7 @@ def broken(kind: str, part: str, **options: Any) -> Callable[[Callable[[Any], An
 
 
 UP = "model.layers.1.mlp.up_proj"
+FLOATS = {"fp8": {"rows": 32, "columns": 32}, "float-quantized": {"rows": 1}}
 GPTQ, PACKED = {"bits": 4, "group": 32}, {"bits": 4, "group": 32, "symmetric": False}
 
 
@@ -214,8 +215,6 @@ def put(suffix: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
 
 
 def drop(suffix: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Removes a tensor of one weight."""
-
     def change(t: dict[str, torch.Tensor]) -> None:
         del t[f"{UP}.{suffix}"]
 
@@ -233,7 +232,8 @@ def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 for kind, options, suffix in (
     ("gptq", GPTQ, "scales"), ("awq", PACKED, "scales"), ("pack-quantized", PACKED, "weight_scale"),
-    ("int-quantized", {"bits": 8, "group": 0}, "weight_scale"),
+    ("int-quantized", {"bits": 8, "group": 0}, "weight_scale"), ("fp8", FLOATS["fp8"], "weight_scale_inv"),
+    ("float-quantized", FLOATS["float-quantized"], "weight_scale"),
 ):  # fmt: skip
     for value, said in ((0.0, "scale of 0"), (-1.0, "scale of -1"), (float("nan"), "scale of nan")):
         broken(kind, said, **options)(put(suffix, set_first(value)))
@@ -250,6 +250,8 @@ broken("gptq", "has group -2", **GPTQ)(put("g_idx", set_first(-2)))
 broken("pack-quantized", ".weight_shape", **PACKED)(put("weight_shape", lambda t: t + 1))
 broken("int-quantized", "without scales", bits=8, group=0)(drop("weight_scale"))
 broken("int-quantized", "torch.uint8", bits=8, group=0)(put("weight", lambda t: t.view(torch.uint8)))
+for kind, options in FLOATS.items():
+    broken(kind, "torch.int8", **options)(put("weight", lambda t: t.view(torch.int8)))
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +262,8 @@ def whole(vl_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     def make(kind: str, **options: Any) -> Path:
         key = f"{kind} {options}"
         if key not in known:
-            known[key] = quantised.checkpoint(vl_checkpoint, tmp_path_factory.mktemp("whole"), kind, **options)[0]
+            make_one = quantised.fp8 if kind.startswith("f") else quantised.checkpoint
+            known[key] = make_one(vl_checkpoint, tmp_path_factory.mktemp("whole"), kind, **options)[0]
         return known[key]
 
     return make

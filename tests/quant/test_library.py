@@ -6,14 +6,19 @@ Both need the library, which ``pip install -e '.[oracle]'`` brings; without it t
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.families.forms import family_checkpoint
+from tests.families.test_quantised_experts import WIDER
 from tests.quant.test_writing import TYPES, written
+from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.fields import Fields
@@ -26,6 +31,7 @@ from trencadis.core.quant.formats.raw import RawWeight
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.recipe import Recipe
+from trencadis.core.quant.writing.stored import opened
 from trencadis.core.request import Request, SamplingParams
 
 pytestmark = pytest.mark.long
@@ -160,6 +166,42 @@ def test_transformers_computes_the_same_logits_of_what_we_write(
     assert away[1] < 1e-2 and away[0] < {"fp8": 0.2, "int8": 0.1, "int4": 1e-2}[to]
 
 
+@pytest.mark.parametrize("to", TYPES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_library_and_transformers_read_experts_as_we_do(family: str, to: str, library: Any, tmp_path: Path) -> None:
+    """Bit for bit, each expert; transformers, which knows no experts of int8 in this format, to equal logits."""
+    import transformers
+
+    source = family_checkpoint(tmp_path / "source", family=family, form="plain", **WIDER.get(family, {}))
+    path = written(source, tmp_path / "out", to)
+    stored, want = load_file(path / "model.safetensors"), values(path)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = part_of("quantization").QuantizationScheme(**config["config_groups"]["group_0"])
+    places = [place for some in opened(source).layers.values() for place in some]
+    for place in places:
+        parts = {n.removeprefix(f"{place.base}."): t for n, t in stored.items() if n.startswith(f"{place.base}.")}
+        found = compressor(config["format"]).decompress(parts, scheme)["weight"]
+        assert torch.equal(found, want[place.module]), place.module
+    if to == "int8":
+        return
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for module in theirs.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.quantization_scheme.input_activations = None
+    for number, layer in enumerate(theirs.model.layers):
+        at, held = f"layers.{number}.mlp.experts", layer.mlp.experts
+        for i, (gate_up, down) in enumerate(zip(held.gate_up_proj, held.down_proj, strict=True)):
+            assert torch.equal(gate_up, torch.cat([want[f"{at}.{i}.{part}_proj"] for part in ("gate", "up")]))
+            assert torch.equal(down, want[f"{at}.{i}.down_proj"])
+    ids = torch.randint(5, 300, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = theirs(input_ids=ids).logits[0]
+    got = logits_of(path, ids)
+    away = float((found - got).abs().max() / got.abs().max())
+    print(f"{family}, {to}: logits differ by {away:.1e} of the largest")
+    assert away < 1e-2
+
+
 def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
     """[n, V]: what our reference computes of a prompt."""
     config = load_config(path)
@@ -169,4 +211,4 @@ def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
     for number in range(config.text.layers):
         calibration.advance(number, {})
     with torch.inference_mode():
-        return model.lm_head(model.norm(*calibration._states[0])[0])
+        return model.lm_head(model.leave.norm(*calibration._states[0])[0])

@@ -164,6 +164,13 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
         return CpuOps().linear(x[:, a:b], CpuOps().pack_quantised(q.inputs(a, b)))
 
     assert away(part(0, 100) + part(100, 256), want) <= 2e-2
+    for start, stop in ((0, 100), (100, 256), (64, 128), (0, 128), (5, 6)):  # a share's size is known without its order
+        share = q.inputs(start, stop)
+        for one in (share, share.padded(40, stop - start + 3)):
+            made = CpuOps().pack_quantised(one)
+            assert isinstance(made, PanelWeight)
+            assert made.nbytes == held_bytes(scheme, 40, one.shape[1], 4, PANELS, 256), (start, stop)
+            torch.testing.assert_close(decoded(made), one.dequantised(), rtol=2e-3, atol=1e-6)
     both = CpuOps().pack_quantised(whole)
     assert isinstance(both, PanelWeight) and both.nbytes == held_bytes(scheme, 80, 256, 4, PANELS, 256)
     assert away(CpuOps().linear(x, both)[:, 40:], want) <= 2e-2

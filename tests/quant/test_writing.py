@@ -21,10 +21,10 @@ from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.registry import build
 from trencadis.core.quant.online import Search, codes_of, quantised, scales_of
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.writing import convert
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import CLIPS
+from trencadis.core.quant.writing.stored import opened
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.grids import slots_of
 from trencadis.server.cli.main import main
@@ -122,9 +122,9 @@ def test_calibration_sees_what_the_model_computes(
 ) -> None:
     """Sums of products of every linear's inputs are those that hooks in transformers' model find."""
     path = checkpoint("qwen2_5_vl")
-    opened = convert.opened(path)
+    held = opened(path)
     prompts = texts()
-    ours = Calibration(opened.config, opened, prompts)
+    ours = Calibration(held.config, held, prompts)
     theirs, hooks = dict[str, torch.Tensor](), []
     layers = oracle(path).model.language_model.layers
     for name, module in layers.named_modules():
@@ -142,8 +142,10 @@ def test_calibration_sees_what_the_model_computes(
         hook.remove()
     seen = 0
     for number in range(len(layers)):
-        for name, gram in ours.grams(number).items():
-            torch.testing.assert_close(gram, theirs[name], rtol=1e-3, atol=1e-3 * float(theirs[name].abs().max()))
+        for name, gram in ours.grams(number, [place.module for place in held.layers[number]]).items():
+            most = 1e-3 * float(theirs[name].abs().max())
+            torch.testing.assert_close(gram.sums, theirs[name], rtol=1e-3, atol=most)
+            assert gram.rows == 24 + 32
             seen += 1
         ours.advance(number, {})
     assert seen == len(theirs) == 14
@@ -152,15 +154,15 @@ def test_calibration_sees_what_the_model_computes(
 def test_calibration_with_pictures_computes_what_the_engine_computes(checkpoint: Callable[..., Path]) -> None:
     """The activations behind the last layer, normed and multiplied by the head, are the logits of one launch."""
     path = checkpoint("qwen2_5_vl")
-    opened = convert.opened(path)
+    held = opened(path)
     rng = np.random.default_rng(5)  # as tests.models.test_shards draws its prompt
     pixels, tokens = rng.integers(0, 256, (60, 1176), dtype=np.uint8), rng.integers(0, 300, 40)
     span = MediaSpan(4, 15, "d", GRID, slots_of(GRID))
     request = Request("0", tokens.tolist(), SamplingParams(), spans=[span])
-    ours = Calibration(opened.config, opened, [Calibrant(request, [pixels])])
-    for number in range(opened.config.text.layers):
+    ours = Calibration(held.config, held, [Calibrant(request, [pixels])])
+    for number in range(held.config.text.layers):
         ours.advance(number, {})
-    model: Any = build(opened.config, make_backend(BackendConfig(options={"threads": "1"})))
+    model: Any = build(held.config, make_backend(BackendConfig(options={"threads": "1"})))
     with torch.inference_mode():
         got = model.lm_head(model.leave.norm(*ours._states[0])[0])
     want = logits(path, 0, 1, Group(1))

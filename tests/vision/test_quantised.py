@@ -24,7 +24,7 @@ from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.registry import family_of, loaded
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.convert import opened
+from trencadis.core.quant.writing.stored import opened
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Encode
 from trencadis.server.cli.main import main

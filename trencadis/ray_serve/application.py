@@ -74,6 +74,8 @@ def check(line: list[str]) -> EngineConfig:
         raise StartupError(
             "a replica of Ray Serve has its ranks in its own node; leave out --distributed-executor-backend"
         )
+    if server.data_parallel_backend == "ray":
+        raise StartupError("Ray Serve has the replicas: leave out --data-parallel-backend, and name num_replicas")
     if server.ssl_certfile or server.uds:
         raise StartupError("Ray Serve's proxy has the port: leave out --ssl-certfile and --uds")
     return engine

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import StreamingResponse
 
+    from trencadis.server.engine.spawn import EngineHandle
+
 LOOK = 0.1
 """Seconds between two looks at an engine that loads."""
 
@@ -33,16 +35,16 @@ class ServedReplica:
         from trencadis.server.cli import logs, run
         from trencadis.server.config import argv
         from trencadis.server.config.settings import resolve
-        from trencadis.server.engine.spawn import spawn
-        from trencadis.server.fleet.deal import deal
+        from trencadis.server.fleet.start import start
 
         self._failed, self._gauge = "", WaitGauge()
         settings = run.find_model(resolve(argv.parse(list(words)), os.environ))
         logs.setup(settings.engine.log_level, settings.server, settings.engine.log_format)
         self._patience = settings.server.shutdown_timeout
-        configs = deal(settings.engine, settings.server.data_parallel_size)
-        self._handles = [spawn(config) for config in configs]
-        self.supervisor = run.supervise(settings.server, configs, self._handles, settings.server.sleep_after)
+        server = settings.server
+        self._handles: list[EngineHandle] = []
+        engines = start(settings.engine, server.data_parallel_size, "mp", self._handles.append)
+        self.supervisor = run.supervise(server, engines.configs, engines.handles, server.sleep_after)
         self.supervisor.on_fatal = self._fatal
         self.app: Any = run.find_app(settings.server.app)(settings, self.supervisor)
         self._life = self.app.router.lifespan_context(self.app)

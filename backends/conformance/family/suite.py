@@ -254,7 +254,9 @@ def tokens(model: CheckedModel, policy: str) -> str:
     """Greedy tokens equal transformers', or diverge where its two best logits are all but tied."""
     _generates(model)
     subject = model.subject(policy)
-    made = [model.random_ids(length, 1 + length) for length in (2, 9, 33, 60)]
+    # An engine computes the cache anew where an answer outgrows longrope's short table; nothing does so here.
+    limit = model.config.text.long_from or 60 + DECODED
+    made = [model.random_ids(max(1, min(length, limit - DECODED)), 1 + length) for length in (2, 9, 33, 60)]
     asked = [CheckedPrompt(p, np.tile(np.arange(len(p), dtype=np.int32), (3, 1))) for p in made]
     PromptRunner(model.config, subject.backend(), 16).answer(asked[:SEQS], DECODED, ARGMAX)
     ties = 0

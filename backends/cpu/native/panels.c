@@ -153,7 +153,63 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
         call.kernels->rows(&rows, 0, n);
 }
 
+typedef struct {
+    const Attend *attend;
+    const Kernels *kernels;
+} AttendCall;
+
+static void attend_work(void *data) {
+    const AttendCall *call = data;
+    const Attend *p = call->attend;
+    const int64_t me = thread_num(), all = num_threads();
+    int64_t first, last;
+    share(p->starts[p->n], me, all, &first, &last);
+    if (first < last) call->kernels->attend(p, first, last);
+    if (!p->part) return;
+    barrier();
+    share(p->n * p->groups, me, all, &first, &last);
+    call->kernels->join(p, first, last);
+}
+
+/* Writes p->out of the rows that it names; 0, or 1 without memory. */
+EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
+    Attend p = *asked;
+    int64_t few[65], keys = 0, several = 0;
+    p.starts = p.n < 65 ? few : malloc((size_t)(p.n + 1) * 8);
+    if (!p.starts) return 1;
+    p.starts[0] = 0;
+    for (int64_t i = 0; i < p.n; i++) {
+        const int64_t seen = p.length[i] - p.first[i], chunks = (seen + CHUNK - 1) / CHUNK;
+        keys += seen, several |= chunks > 1;
+        p.starts[i + 1] = p.starts[i] + chunks * p.groups;
+    }
+    p.part = NULL;
+    if (several) {
+        const int64_t each = p.heads / p.groups;
+        p.part = malloc((size_t)(p.starts[p.n] * each * (p.size + 2)) * 4);
+    }
+    int64_t most = keys * p.heads * p.size / GRAIN / 8 + 1;
+    if (most > threads) most = threads;
+    if (most > p.starts[p.n]) most = p.starts[p.n];
+    const int failed = several && !p.part;
+    AttendCall call = {&p, kernels_of(kind)};
+    if (!failed && parallel && most > 1)
+        parallel(attend_work, &call, (unsigned)most, 0);
+    else if (!failed) {
+        call.kernels->attend(&p, 0, p.starts[p.n]);
+        if (several) call.kernels->join(&p, 0, p.n * p.groups);
+    }
+    free(p.part);
+    if (p.starts != few) free(p.starts);
+    return failed;
+}
+
 #else
+
+EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
+    (void)asked, (void)kind, (void)threads;
+    return 1;
+}
 
 EXPORT int trencadis_panels_kinds(void) { return 0; }
 

@@ -12,11 +12,13 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 3
+#define PANELS_VERSION 4
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
+#define CHUNK 256  /* keys of a row that one thread attends to at a time */
+#define WIDEST 512 /* most values of a head */
 
-enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 enum { SILU_MUL, RMS_NORM, BEST };
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512_VNNI };
 
@@ -59,10 +61,30 @@ typedef struct {
     int type;
 } Rows;
 
+/* Attention of n rows of one token each; sizes in values. */
+typedef struct {
+    const void *q;               /* [tokens][heads][size], `stride` from token to token */
+    void *out;                   /* [tokens][heads][size] */
+    const void *k, *v;           /* [slots][groups][size] of `type`, or of signed codes */
+    const uint16_t *k_scale, *v_scale; /* float16 [slots][groups] of codes */
+    const void *kept;            /* [slots][groups][kept_count]: values of keys that have no codes */
+    const int32_t *pairs;        /* [groups][kept_count]: which of a head's values those are */
+    const int32_t *blocks;       /* [rows][width] */
+    const int32_t *token, *row;  /* [n]: of q and out, and of blocks */
+    const int32_t *first, *length; /* [n]: keys [first, length) of the row are seen */
+    int64_t n, heads, groups, size, block, width, stride, kept_count;
+    float scale;
+    int type, codes, kept_type;
+    int64_t *starts; /* [n + 1]: items of the rows before; an item is a chunk of keys of one KV head */
+    float *part;     /* [items][heads / groups][size + 2]: sums of values, sum of weights, largest score */
+} Attend;
+
 typedef struct {
     void (*round)(const Product *, int64_t first, int64_t last, float *row);
     void (*multiply)(const Product *, int64_t first, int64_t last); /* panels */
     void (*rows)(const Rows *, int64_t first, int64_t last);
+    void (*attend)(const Attend *, int64_t first, int64_t last); /* items */
+    void (*join)(const Attend *, int64_t first, int64_t last);   /* pairs of a row and a KV head */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;

@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.native import library, threads
-from trencadis.core.quant.scheme import PANEL, filled, panel_columns
+from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, filled, panel_columns
 from trencadis.core.quant.tensor import SLAB, QTensor
 
 STEP = 8
 """Columns are a multiple of this."""
-
-CELL = 16
-"""Columns of a group where groups differ in size: ranks that cut columns in an order of their own."""
 
 LONGEST = 65536
 """Most columns of one sum of integers: 32 bits hold 255 x 127 x so many."""
@@ -122,13 +119,16 @@ def _arranged(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
         return None, kept.group, None
     where = torch.argsort(q.columns(), stable=True)
     sizes: list[int] = torch.bincount(q.columns(), minlength=q.scale.shape[1]).tolist()
-    if all(n == sizes[0] for n in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
+    if not q.shared and all(n == sizes[0] for n in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
         group, of = filled(sizes[0], STEP), None
         counts = [*(group for _ in sizes[:-1]), filled(sizes[-1], STEP)]
     else:
         group = CELL
         counts = [filled(n, CELL) for n in sizes]
-        of = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts) // CELL)
+        if q.shared:  # up to what it is priced at
+            sizes.append(0)
+            counts.append(cut_columns(columns, q.scale.shape[1]) - sum(counts))
+        of = torch.repeat_interleave(torch.arange(len(sizes)) % q.scale.shape[1], torch.tensor(counts) // CELL)
     slots, start, at = torch.full((sum(counts),), -1, dtype=torch.int32), 0, 0
     for size, count in zip(sizes, counts, strict=True):
         slots[at : at + size] = where[start : start + size].int()

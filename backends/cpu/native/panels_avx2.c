@@ -16,7 +16,8 @@
 #include "panels_256.inc"
 #include "panels.inc"
 #include "rows.inc"
+#include "attend.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows};
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join};
 
 #endif

@@ -41,6 +41,15 @@ V void v_store_bf16(uint16_t *p, VF a) {
     _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(y));
 }
 V void v_store_codes(int8_t *p, VF a) { _mm_storeu_si128((void *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a))); }
+V VF v_load_signed(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+V __m256 v_fold(VF a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
+V void v_sum4(float *p, VF a, VF b, VF c, VF d) {
+    const __m256 ab = _mm256_hadd_ps(v_fold(a), v_fold(b)), cd = _mm256_hadd_ps(v_fold(c), v_fold(d));
+    const __m256 all = _mm256_hadd_ps(ab, cd);
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 V VI v_magnitude(VF a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
 V VI v_max(VI a, VI b) { return _mm512_max_epi32(a, b); }
 V VF v_mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
@@ -105,7 +114,8 @@ V VI v_dot(VI acc, VI codes, VI x) {
 
 #include "panels.inc"
 #include "rows.inc"
+#include "attend.inc"
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join};
 
 #endif

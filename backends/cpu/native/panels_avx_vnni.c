@@ -19,7 +19,8 @@
 #include "panels_256.inc"
 #include "panels.inc"
 #include "rows.inc"
+#include "attend.inc"
 
-const Kernels panels_avx_vnni = {round_rows, multiply, rows};
+const Kernels panels_avx_vnni = {round_rows, multiply, rows, attend, join};
 
 #endif

@@ -28,6 +28,7 @@ class Calls(NamedTuple):
 
     linear: Callable[..., int]
     rows: Callable[..., None]
+    attend: Callable[..., int]
 
 
 @cache
@@ -45,7 +46,9 @@ def calls() -> Calls:
     linear.restype = number
     rows.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number, number, number)
     rows.restype = None
-    return Calls(linear, rows)
+    attend = library.trencadis_panels_attend
+    attend.argtypes, attend.restype = (pointer, number, number), number
+    return Calls(linear, rows, attend)
 
 
 def openmp() -> list[Any] | None:

@@ -24,6 +24,7 @@ from trencadis.backends.cuda.kernels.attn import ItemAttn, SingleAttn
 from trencadis.backends.cuda.kernels.blocks import FEW, SINGLE, SPAN, lanes_of
 from trencadis.backends.cuda.kernels.coded import kv_codes
 from trencadis.backends.cuda.kernels.coded.kv_codes import CodedKeys, attend_coded_reach, few_of
+from trencadis.backends.cuda.kernels.layers import dependent
 from trencadis.backends.cuda.kernels.paging import PagedKeys, Reach, attend_reach, start_run
 from trencadis.core.backend import LayerKV
 
@@ -91,8 +92,10 @@ def attend_text(
     join(partial, attn, q, kv, out, alike)
 
 
-def join(partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool) -> None:
-    """Writes what the partial results of each block that was cut give together."""
+def join(
+    partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False
+) -> None:
+    """Writes what the partial results of each block that was cut give together; ``depends``: a dependent launch."""
     tokens, heads, d = q.shape
     groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
     group = heads // groups
@@ -102,7 +105,8 @@ def join(partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, 
     join_kernel[(groups * slabs, attn.join_row.shape[0])](
         out, partial.values, partial.weight, attn.row_start, attn.join_row, attn.join_token, attn.join_part,
         GROUP=group, D=d, LANES=tiles.lanes(d), TOKENS=each, PART=partial.weight.shape[3], SLAB=slab, SLABS=slabs,
-        PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), num_warps=JOIN_WARPS,
+        PIECES=1 if alike else PIECES_SINGLE if single else PIECES, OUT_TOKEN=out.stride(0), DEPENDENT=depends,
+        num_warps=JOIN_WARPS, **dependent.options(depends),
     )  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def items_kernel(
         )
         acc, peak, total = run.acc, run.peak, run.total
         if part_at >= 0:
-            _leave(part, weight, beyond, tile, acc, peak, total, PART, D, LANES)
+            leave_part(part, weight, beyond, tile, acc, peak, total, PART, D, LANES)
     else:
         acc, peak, total = _empty(M, LANES)
         for span in tl.range(begin, tl.where(part_at >= 0, limit, reach.stop), SPAN, num_stages=1):
@@ -167,7 +171,7 @@ def items_kernel(
                 inner, own, tile.queries, beside, scale, M, N, BLOCK, KV_TOKEN, D, LANES, WINDOW, ONE, FORM, KEPT
             )
             if part_at >= 0:
-                _leave(part, weight, beyond, tile, run.acc, run.peak, run.total, PART, D, LANES)
+                leave_part(part, weight, beyond, tile, run.acc, run.peak, run.total, PART, D, LANES)
                 beyond += (KV_TOKEN // D) * PART
             else:
                 acc, peak, total = softmax.join(acc, peak, total, run.acc, run.peak, run.total)
@@ -263,7 +267,7 @@ def attend_part(
 
 
 @triton.jit
-def _leave(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
+def leave_part(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
     """Stores a partial result, from lane ``at`` of the tensors on; values of queries that saw no key are not read."""
     dim = tl.arange(0, LANES)
     seen = tile.live & (total > 0)
@@ -277,9 +281,11 @@ def _leave(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: tl.c
 def join_kernel(
     out, part, weight, row_start, join_row, join_token, join_part,
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
-    SLAB: tl.constexpr, SLABS: tl.constexpr, PIECES: tl.constexpr, OUT_TOKEN: tl.constexpr,
+    SLAB: tl.constexpr, SLABS: tl.constexpr, PIECES: tl.constexpr, OUT_TOKEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """SLAB queries of a block that was cut, PIECES of its partial results at a time; one: as ``items_kernel`` joins."""
+    if DEPENDENT:
+        dependent.wait()
     group = tl.program_id(0) // SLABS
     groups = tl.num_programs(0) // SLABS
     join = tl.program_id(1)

@@ -63,7 +63,7 @@ SCALED = (
 
 @cache
 def stored() -> dict[str, Any]:
-    """constants.json: name -> [value, source]."""
+    """constants.json: name -> [value, source, where the figure was read again, or "not found"]."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
@@ -81,11 +81,22 @@ def card(name: str) -> CardTimes:
     """
     if name not in stored()["cards"]:
         raise StartupError(f"--card {name[:40]}: there are figures of {', '.join(cards())}")
-    values = {key: float(value) for key, (value, _) in (stored()["cards"][name] | stored()["shared"]).items()}
+    values = {key: float(value) for key, (value, *_) in _of(name).items()}
     host = tuple((int(rows), float(value)) for rows, (value, _) in stored()["host"].items())
     return CardTimes(name=name, host=host, **values)
 
 
 def sources(name: str) -> dict[str, str]:
-    """Where each constant of a card is from."""
-    return {key: source for key, (_, source) in (stored()["cards"][name] | stored()["shared"]).items()}
+    """Where each constant of a card is from; what was looked for elsewhere and not found is marked."""
+    marks = {"not found": " (not found again)"}
+    return {key: source + marks.get(place, "") for key, (_, source, place) in _of(name).items()}
+
+
+def seen(name: str) -> dict[str, str]:
+    """Where each constant of a card was read again, apart from its source; ``not found``: nowhere."""
+    return {key: place for key, (_, _, place) in _of(name).items()}
+
+
+def _of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = stored()["cards"][name] | stored()["shared"]
+    return found

@@ -56,10 +56,12 @@ class Tape:
     def launched(self, name: str, args: dict[str, Any]) -> None:
         """Adds a launch of a Triton kernel."""
         found = _READS.get(name, _everything)(args, self._context)
-        kind = ATTENTION if name in ("items_kernel", "join_kernel") else HEAD if name in HEADS else ROWS
-        flops = 4 * sum(self._context) * args["q"].shape[1] * args["q"].shape[2] if name == "items_kernel" else 0
-        if name.startswith(("quantised", "experts")):
+        kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
+        flops = 4 * sum(self._context) * args["out"].shape[1] * args["out"].shape[2] if name in ATTENDING[:2] else 0
+        if name.startswith(("quantised", "experts", "skinny")):
             kind = PRODUCT
+        if name == "skinny_kernel":
+            flops = 2 * args["x"].shape[0] * args["weight"].numel()
         self.kernels.append(TapeKernel(name, kind, found, flops))
 
     def called(self, name: str, args: Sequence[Any], out: Any) -> None:
@@ -108,6 +110,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+ATTENDING = ("items_kernel", "turned_items_kernel", "join_kernel")
 HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
 
 
@@ -118,8 +121,15 @@ def _everything(args: dict[str, Any], context: Sequence[int]) -> int:
 
 def _keys(args: dict[str, Any], context: Sequence[int]) -> int:
     """Each stored key and value once, queries and results."""
-    k, q = args["k"], args["q"]
+    k, q = args["k"], args["out"]
     return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
+
+
+def _skinny(args: dict[str, Any], context: Sequence[int]) -> int:
+    """The weight once, what goes in and comes out, and the sums of the pieces out and in."""
+    parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
+    sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
+    return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
 
 
 def _parts(args: dict[str, Any], context: Sequence[int]) -> int:
@@ -143,6 +153,8 @@ def _turned(args: dict[str, Any], context: Sequence[int]) -> int:
 
 _READS: dict[str, Any] = {
     "items_kernel": _keys,
+    "turned_items_kernel": _keys,
+    "skinny_kernel": _skinny,
     "join_kernel": _parts,
     "rope_kernel": _turned,
     "_embed": lambda args, context: 2 * args["out"].nbytes,

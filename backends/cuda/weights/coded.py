@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.scheme import CELL, cells, half_of
+from trencadis.core.quant.scheme import CELL, cells, cut_columns, half_of
 from trencadis.core.quant.tensor import QTensor
 
 INT8, INT4, E4M3, E5M2 = range(4)
@@ -128,7 +128,7 @@ def _arranged(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None,
     where, counts = torch.argsort(of, stable=True), torch.bincount(of, minlength=q.scale.shape[1])
     sizes: list[int] = counts.tolist()
     each = sizes[0]
-    if each and each % CELL == 0 and all(n == each for n in sizes[:-1]) and sizes[-1] <= each:
+    if not q.shared and each and each % CELL == 0 and all(n == each for n in sizes[:-1]) and sizes[-1] <= each:
         plain = bool((where[1:] > where[:-1]).all())
         return data if plain else data[:, where], q.scale, q.zero, None if plain else where.int(), each
     return _filled(q, data, where, sizes)
@@ -140,7 +140,11 @@ def _filled(
     """Groups of other sizes, each filled up to whole cells with codes that mean zero."""
     device = data.device
     count = [-(-n // CELL) for n in sizes]
-    of = torch.repeat_interleave(torch.arange(len(sizes), device=device), torch.tensor(count, device=device))
+    if q.shared:  # up to what it is priced at
+        sizes = [*sizes, 0]
+        count.append(cut_columns(q.shape[1], q.scale.shape[1]) // CELL - sum(count))
+    numbers = torch.arange(len(sizes), device=device) % q.scale.shape[1]
+    of = torch.repeat_interleave(numbers, torch.tensor(count, device=device))
     slots, at = [], 0
     for n, cell in zip(sizes, count, strict=True):
         slots.append(torch.arange(at, at + n, device=device))

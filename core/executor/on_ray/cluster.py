@@ -146,6 +146,52 @@ def deal(nodes: Sequence[ClusterNode], groups: int, size: int, resource: str, sp
     return found
 
 
+def share(nodes: Sequence[ClusterNode], engines: int, ranks: int, resource: str) -> list[ClusterNode]:
+    """A node for each of ``engines``, all of whose ``ranks`` are there; nodes are filled one after the other.
+
+    Raises:
+        StartupError: there is not as much room; the line has both counts.
+    """
+    found = [node for node in nodes for _ in range(node.free // ranks)][:engines]
+    if len(found) < engines:
+        has = ", ".join(f"{n.address} {n.free} free of {n.total}" for n in nodes)
+        raise StartupError(
+            f"{engines} engines need {ranks} {resource} each on one node, and the Ray cluster has room for "
+            f"{len(found)} ({has})"
+        )
+    return found
+
+
+def bundles(ray: Any, engines: int, ranks: int, resource: str) -> Any:
+    """A placement group with a bundle for each engine. Ray makes a bundle anew elsewhere where its node is lost.
+
+    Raises:
+        StartupError: Ray does not place it in ``PLACED`` seconds.
+    """
+    groups = import_module("ray.util.placement_group")
+    made = groups.placement_group([{resource: ranks} for _ in range(engines)], strategy="PACK")
+    try:
+        ray.get(made.ready(), timeout=PLACED)
+    except ray.exceptions.GetTimeoutError:
+        release(made)
+        raise StartupError(
+            f"Ray did not place {engines} engines of {ranks} {resource} in {PLACED:g} s: `ray status` shows who holds "
+            "what"
+        ) from None
+    return made
+
+
+def taking(ray: Any, actor: type, group: Any, bundle: int, resource: str, count: int) -> Any:
+    """A new actor that takes ``count`` of a bundle's resource."""
+    strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle
+    )
+    takes = {"GPU": {"num_gpus": count, "num_cpus": 0}, "CPU": {"num_cpus": count}}.get(
+        resource, {"resources": {resource: count}, "num_cpus": 0}
+    )
+    return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, **takes).remote()
+
+
 def reserve(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> Any:
     """A placement group with a bundle for each rank, on the node that it was dealt.
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib import import_module
 from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
@@ -76,13 +75,7 @@ class RayLauncher:
             os.environ.update(shown)
 
     def _actor(self, number: int) -> Any:
-        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=number
-        )
-        takes = {"GPU": {"num_gpus": 1, "num_cpus": 0}, "CPU": {"num_cpus": 1}}.get(
-            self._resource, {"resources": {self._resource: 1}, "num_cpus": 0}
-        )
-        made = self._ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **takes).remote()
+        made = cluster.taking(self._ray, RankActor, self._group, number, self._resource, 1)
         self.actors[number] = made
         return made
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trencadis.core import backend as devices
-from trencadis.core.backend import Backend, BackendConfig, LayerKV, Weight
+from trencadis.core.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.checkpoint.pooling import Pooling
@@ -38,14 +38,25 @@ class Calibrant:
     pixels: Sequence[Any]
 
 
+class Gram(NamedTuple):
+    """What went into a weight: float32 [in, in], the sum of x x^T over its inputs x; and how many those were."""
+
+    sums: Tensor
+    rows: int
+
+
 class Watching:
-    """A device's ops that also sum X^T X of the inputs of weights whose names are known."""
+    """A device's ops that also sum X^T X of the inputs of weights whose names are known.
+
+    Experts are watched where the device multiplies them one by one, as a CPU does.
+    """
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
         self.names: dict[int, tuple[str, ...]] = {}
         self.asked: list[str] = []
-        self.grams: dict[tuple[str, ...], Tensor] | None = None
+        self.wanted: frozenset[str] = frozenset()
+        self.grams: dict[tuple[str, ...], Gram] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -60,15 +71,34 @@ class Watching:
         """The values that the codes stand for, as every device's reference has them."""
         return self.pack_weight(q.values(), bias)
 
+    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+        """Notes which modules each matrix is made of: gates and ups are over one input."""
+        made, asked = self._ops.pack_experts(gate_up, down), self.asked
+        self.asked = []
+        for name in asked:
+            module, _, part = name.rpartition(".")
+            weight = (made.down if part == "down_proj" else made.gate_up)[int(module.rpartition(".")[2])]
+            self.names[id(weight)] = (*self.names.get(id(weight), ()), name)
+        return cast(ExpertWeights, made)
+
+    def pack_quantised_experts(
+        self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
+    ) -> ExpertWeights:
+        """As ``pack_quantised``."""
+        plain = [[q.values() if isinstance(q, QTensor) else q for q in some] for some in (gate_up, down)]
+        return self.pack_experts(*plain)
+
+    def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
+        """The device's own, on these ops, so that its products are seen."""
+        return cast(Tensor, type(self._ops).experts(self, x, scores, w, top, normalise, kind))
+
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """[n, in] -> [n, out]."""
-        names = self.names.get(id(w))
-        if self.grams is not None and names:
+        names = self.names.get(id(w), ())
+        if not self.wanted.isdisjoint(names):
             wide = x.float()
-            found = self.grams.get(names)
-            if found is None:
-                found = self.grams[names] = torch.zeros((x.shape[1], x.shape[1]))
-            found.addmm_(wide.t(), wide)
+            sums, rows = self.grams.get(names) or Gram(torch.zeros((x.shape[1], x.shape[1])), 0)
+            self.grams[names] = Gram(sums.addmm_(wide.t(), wide), rows + len(x))
         return cast(Tensor, self._ops.linear(x, w))
 
 
@@ -168,11 +198,14 @@ class Calibration:
         program.run()
 
     @torch.inference_mode()
-    def grams(self, number: int) -> dict[str, Tensor]:
-        """Canonical name of a linear of layer ``number`` -> float32 [in, in]; modules over one input share it."""
-        self.ops.grams = {}
+    def grams(self, number: int, modules: Iterable[str]) -> dict[str, Gram]:
+        """What goes into linears of layer ``number``, by canonical name; those over one input share it.
+
+        An expert that no token takes has none.
+        """
+        self.ops.grams, self.ops.wanted = {}, frozenset(modules)
         self._through(number, {}, keep=False)
-        found, self.ops.grams = self.ops.grams, None
+        found, self.ops.grams, self.ops.wanted = self.ops.grams, {}, frozenset()
         return {name: gram for names, gram in found.items() for name in names}
 
     @torch.inference_mode()

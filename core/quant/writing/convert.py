@@ -3,76 +3,31 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import TOWER
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.models.collected import canonical
-from trencadis.core.models.loader import FLOATS, files_of, read_file
 from trencadis.core.models.registry import family_of
-from trencadis.core.quant.online import quantised
 from trencadis.core.quant.tensor import SLAB, QTensor
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.files import INDEX, Folder, Slot
-from trencadis.core.quant.writing.gptq import LayerInputs, compensated
 from trencadis.core.quant.writing.recipe import GROUPS, Recipe
+from trencadis.core.quant.writing.rounding import Say, rounded
+from trencadis.core.quant.writing.stored import Checkpoint
 
-LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp)\.\w+_proj)\.weight")
-"""A linear layer of the decoder, by its canonical name."""
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 """Files that hold weights in some form, which are not carried over."""
 ROOM = 64 << 20
 """Bytes of a disk that stay free."""
-
-Say = Callable[[str], None]
-
-
-class StoredWeight(NamedTuple):
-    """A linear weight: its stored name, and the module's name as layers have it."""
-
-    stored: str
-    module: str
-
-    @property
-    def base(self) -> str:
-        """The stored name without ``.weight``."""
-        return self.stored.removesuffix(".weight")
-
-
-@dataclass
-class Checkpoint:
-    """A 16-bit checkpoint: its tensors, mapped, and which of them are weights of the decoder's linear layers."""
-
-    config: ModelConfig
-    maps: list[mmap.mmap] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    files: dict[str, list[str]] = field(default_factory=dict)
-    layers: dict[int, list[StoredWeight]] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors.items())
-
-    def forget(self) -> None:
-        """Releases the pages read so far; they are read again where they are needed again."""
-        for data in self.maps:
-            data.madvise(mmap.MADV_DONTNEED)
-
-    @property
-    def linear(self) -> dict[str, StoredWeight]:
-        """By stored name."""
-        return {place.stored: place for places in self.layers.values() for place in places}
 
 
 @dataclass
@@ -87,41 +42,6 @@ class Written:
     def error(self) -> float:
         """The mean over weights of the difference's norm over the weight's."""
         return sum(self.errors) / max(len(self.errors), 1)
-
-
-def opened(path: Path) -> Checkpoint:
-    """The checkpoint in folder ``path``.
-
-    Raises:
-        StartupError: it cannot be served, is quantised already, or lacks weights.
-    """
-    config = load_config(path)
-    if config.quant is not None:
-        raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
-    names, made = family_of(config.architecture).names, Checkpoint(config)
-    for file in files_of(path):
-        for stored, tensor in read_file(file, made.maps):
-            made.tensors[stored] = tensor
-            made.files.setdefault(file.name, []).append(stored)
-            found = LINEAR.fullmatch(canonical(stored, names) or "")
-            if found is None:
-                continue
-            if not stored.endswith(f"{found[1].removeprefix(f'layers.{found[2]}.')}.weight"):
-                raise StartupError(
-                    f"{path} holds {config.architecture}, whose layers have names of their own; quantize takes those "
-                    "whose matrices are called q_proj to down_proj"
-                )
-            if tensor.ndim != 2 or tensor.dtype not in FLOATS:
-                raise StartupError(f"{path}: {stored} holds {tensor.dtype}{list(tensor.shape)}, no matrix of 16 bits")
-            made.layers.setdefault(int(found[2]), []).append(StoredWeight(stored, found[1]))
-    made.layers = dict(sorted(made.layers.items()))
-    missing = [i for i in range(config.text.layers) if len(made.layers.get(i, ())) != 7]
-    if missing or len(made.layers) != config.text.layers:
-        wrong = missing[0] if missing else config.text.layers
-        raise StartupError(
-            f"{path} has {len(made.layers.get(wrong, ()))} linear weights in layer {wrong} of its decoder, not 7"
-        )
-    return made
 
 
 def recipe_for(checkpoint: Checkpoint, to: str, group: int = 0) -> Recipe:
@@ -214,10 +134,10 @@ def _write(
             if name not in linear:
                 folder.put(name, tensor)
                 checkpoint.forget()
-        for number, places in checkpoint.layers.items():
+        for number in checkpoint.layers:
             say(f"layer {number + 1} of {len(checkpoint.layers)}")
             made = dict[str, QTensor]()
-            for place, q in _rounded(checkpoint, places, recipe, calibration, number):
+            for place, q in rounded(checkpoint, number, recipe, calibration, say):
                 written.errors.append(_error(checkpoint.tensors[place.stored], q))
                 for name, tensor in recipe.tensors(place.base, q).items():
                     folder.put(name, tensor)
@@ -228,27 +148,6 @@ def _write(
                 calibration.advance(number, made)
                 checkpoint.forget()
     return written
-
-
-def _rounded(
-    checkpoint: Checkpoint, places: list[StoredWeight], recipe: Recipe, calibration: Calibration | None, number: int
-) -> Iterator[tuple[StoredWeight, QTensor]]:
-    """The weights of layer ``number``, those over one input after one another."""
-    label = checkpoint.config.name
-    weights = {place: (checkpoint.tensors[place.stored], f"{label}: {place.stored}") for place in places}
-    if calibration is None:
-        for place, (weight, what) in weights.items():
-            yield place, quantised(weight, recipe.scheme, weight.dtype, what, recipe.search)
-        return
-    grams = calibration.grams(number)
-    shared: dict[int, list[StoredWeight]] = {}
-    for place in places:
-        shared.setdefault(id(grams[place.module]), []).append(place)
-    for some in shared.values():
-        inputs = LayerInputs.of(grams[some[0].module])
-        for place in some:
-            weight, what = weights[place]
-            yield place, compensated(weight, inputs, recipe.scheme, calibration.backend.dtype, recipe.search, what)
 
 
 def _error(weight: Tensor, q: QTensor) -> float:
@@ -286,6 +185,7 @@ def _holds_weights(entry: Path) -> bool:
 def _kept(checkpoint: Checkpoint) -> list[str]:
     """Linear modules that stay as they are, as the format's ``ignore`` names them."""
     kept = ["lm_head", *(["score"] if "score.weight" in checkpoint.tensors else [])]
+    kept += [f"re:.*{re.escape(end)}$" for end in sorted(checkpoint.routers())]
     if checkpoint.config.vision is None:
         return kept
     prefixes = family_of(checkpoint.config.architecture).names.prefixes

@@ -66,8 +66,7 @@ def test_codes_mean_what_the_checkpoint_says(
         if w.gather is not None:
             values = torch.zeros(24, stop - start).index_add_(1, w.gather.cpu().long(), values)
         torch.testing.assert_close(values, part.dequantised(), rtol=2e-3, atol=1e-6)
-        if not ordered or stop - start == 384:
-            assert w.nbytes == held_bytes(scheme, 24, stop - start, 2, CODES, 384), (start, stop)
+        assert w.nbytes == held_bytes(scheme, 24, stop - start, 2, CODES, 384), (start, stop)
 
 
 EVERY = [

@@ -102,6 +102,40 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
         got += piece
 
 
+def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
+    made = site()
+    shared: connection.SharedLimits = made.web.config.http.args[0]
+    begun: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    usual = connection.SharedLimits._pass
+
+    def counted(self: connection.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+        loops.append(loop)
+        usual(self, loop)
+        begun.append(self.begun)
+
+    monkeypatch.setattr(connection.SharedLimits, "_pass", counted)
+    busy = threading.Event()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(made.connect()) for _ in range(30)]
+        for one in sockets:
+            one.sendall(HEALTH)
+            assert b"200 OK" in answer(one)
+        loops[0].call_soon_threadsafe(busy.wait, 30)
+        for one in sockets[:-1]:
+            one.sendall(HEALTH)
+        sockets[-1].sendall(post(CHAT[:20])[:-20])  # only a head for now
+        sockets[-2].close()
+        busy.set()
+        sockets[-1].sendall(CHAT[:20])
+        for one in sockets[:-2]:
+            assert b"200 OK" in answer(one)
+        assert b" 400 " in answer(sockets[-1])
+    assert max(begun) == connection.AT_A_TIME and len([n for n in begun if n]) >= 29 // connection.AT_A_TIME - 1
+    assert not shared.late
+
+
 def test_heads_have_a_time_limit(site: Any) -> None:
     made = site(receive_timeout=1.0, timeout_keep_alive=60)
     with made.connect() as silent, made.connect() as part, made.connect() as second, made.connect() as whole:

@@ -161,7 +161,7 @@ ALLOWED: dict[str, set[str]] = {
     "finished_reason": {"stop", "length", "abort", "error", "repetition"},
     "cache": {"processor", "encoder", "prefix"},
     "unit": {"requests", "tokens", "pixels"},
-    "stage": {"queue", "encode", "prefill", "decode", "media_fetch", "media_decode", "media_resize"},
+    "stage": {"turn", "queue", "encode", "prefill", "decode", "media_fetch", "media_decode", "media_resize"},
     "device": {"cpu"},
     "source": {
         "local_compute",
@@ -206,7 +206,8 @@ def test_every_label_has_a_bounded_set_of_values(rig: Any) -> None:
     odd = [BucketUse("prefill", i, i, 0.1, f"prefill[{i}]", "", False, UNPLANNED) for i in range(300)]
     rig.engine.observers[0](EngineStats(buckets=[BucketUse("decode", 3, 4, 0.1), *odd]))
     routes = {getattr(r, "path", "") for r in routes_of(app)}
-    reasons = {*state.admission.rejected, *MEANINGS, "capacity", "deferred", *(e.type for e in BY_STATUS.values())}
+    reasons = {*state.admission.rejected, *MEANINGS, *(error.type for error in BY_STATUS.values())}
+    reasons |= {"capacity", "deferred", "turn"}
     allowed = ALLOWED | {"handler": routes | {"other"}, "reason": reasons}
     found: dict[str, set[str]] = {}
     for _, labels in samples(state.metrics.text().decode()):

@@ -1,0 +1,81 @@
+"""Attention of decoding rows by the library's kernel, which reads keys and values where they lie in their blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.core.backend import LayerKV
+
+LANES = 16
+"""Values of a head are a multiple of this: the widest vector."""
+
+WIDEST = 512
+"""Most values of a head; of panels.h."""
+
+
+class AttendLayout(ctypes.Structure):
+    """``Attend`` of panels.h, without what the library fills in."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale", "kept", "pairs")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
+        ),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type")),
+        ("starts", ctypes.c_void_p),
+        ("part", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Rows of one token each, int32 [n]: the launch's token, the row of the block tables, and the keys that it sees,
+    from ``first`` to before ``length``. ``blocks``: int32 [rows, width]."""
+
+    token: NDArray[np.int32]
+    row: NDArray[np.int32]
+    first: NDArray[np.int32]
+    length: NDArray[np.int32]
+    blocks: Tensor
+
+
+def serves(q: Tensor, kv: LayerKV, kind: int) -> bool:
+    """Whether the kernel attends: to values of ``q``'s type, or to signed codes of 8 bits with their scales."""
+    size = kv.k.shape[-1]
+    if not kind or q.dtype not in TYPES or size % LANES or size > WIDEST:
+        return False
+    coded = kv.k_scale is not None and kv.k.dtype == torch.int8
+    return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def attend(q: Tensor, kv: LayerKV, rows: Singles, scale: float, out: Tensor, kind: int) -> None:
+    """Attention of single tokens: q [n, h, d], ``out`` [n, h, d] is written where ``rows`` names tokens.
+
+    A row's bits depend on nothing but the row. Softmax and sums are float32.
+    """
+    _, heads, size = q.shape
+    if q.stride(2) != 1 or q.stride(1) != size:
+        q = q.contiguous()
+    assert out.is_contiguous() and rows.blocks.stride(1) == 1
+    kept = 0 if kv.kept is None else kv.kept.shape[-1]
+    at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
+    layout = AttendLayout(
+        *at,
+        rows.blocks.data_ptr(),
+        *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
+        len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
+        scale, TYPES[q.dtype], int(kv.k.dtype == torch.int8), 0 if kv.kept is None else TYPES[kv.kept.dtype],
+    )  # fmt: skip
+    if threads.calls().attend(ctypes.addressof(layout), kind, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")

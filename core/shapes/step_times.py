@@ -1,0 +1,173 @@
+"""What steps take, learned as they come back, and how long a prompt's chunk beside decoding rows may be. Pure Python.
+
+A step of decoding rows has a time by their number, in powers of two. What a chunk adds to it is kept by the chunk's
+size as seconds a unit of work, attention included, so that a chunk far behind in a prompt is known to be dearer. Sizes
+are those that the device plans, or nothing would be known about a new one, and a new shape would compile.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from trencadis.core.buckets import Plan, Stage
+
+LADDER = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Sizes of chunks where every size is a launch of its own: the rows that a CPU multiplies without padding."""
+
+RISING, FALLING = 0.5, 0.2
+"""Weight of a new time in a mean: what took longer counts more, because the mean stands for a bound."""
+
+LEAP = 8.0
+"""A time counts as at most this many times its mean: a step that stood still says nothing about the next."""
+
+RECOVERY = 0.1
+"""Share by which a size that looks dearer a unit than a smaller one, which no device is, comes closer to that one."""
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes: decoding ``rows``, ``tokens`` of prompts, which are ``work``, and ``slots`` of images."""
+
+    rows: int
+    tokens: int = 0
+    work: float = 0.0
+    slots: int = 0
+    began: float = 0.0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Means of the seconds that steps take, and the bound for those in which rows decode.
+
+    Args:
+        target: seconds that a decoding row may wait for its next token.
+        sizes: ascending sizes of chunks.
+        mixed: prompts and decoding rows share a launch, whose planned size holds both.
+        pair: one attended pair of query and key, in units of a token's linear operations.
+    """
+
+    target: float
+    sizes: tuple[int, ...] = LADDER
+    mixed: bool = True
+    pair: float = 0.0
+    decode: dict[int, float] = field(default_factory=dict)
+    units: dict[int, float] = field(default_factory=dict)
+    slot: float = 0.0
+    last: float = 0.0
+
+    def room(self, rows: int, slots: int) -> ChunkRoom:
+        """For prompts of a step of ``rows`` that decode; ``slots``: of images that it may encode."""
+        return ChunkRoom(self, rows, self.decoding(rows) + self.slot * slots)
+
+    def work(self, context: int, tokens: int) -> float:
+        """The operations of ``tokens`` behind ``context`` others."""
+        return tokens + self.pair * tokens * (context + tokens / 2)
+
+    def decoding(self, rows: int) -> float:
+        """Seconds of a step of ``rows`` alone; those of the next number that is known, 0 where none is."""
+        if not self.decode or not rows:
+            return 0.0
+        wanted = rows.bit_length()
+        return self.decode[min(self.decode, key=lambda known: (abs(known - wanted), known))]
+
+    def place(self, tokens: int, rows: int) -> int:
+        """The place in ``sizes`` of a launch of ``tokens`` of prompts beside ``rows``."""
+        return min(bisect_left(self.sizes, tokens + rows * self.mixed), len(self.sizes) - 1)
+
+    def unit(self, place: int) -> float | None:
+        """Seconds a unit of work in chunks of a size, or of the next smaller one, or larger one, that is known."""
+        below = [at for at in self.units if at <= place]
+        if below:
+            return self.units[max(below)]
+        return self.units[min(self.units)] if self.units else None
+
+    def learn(self, did: StepWork, now: float, regular: bool = True) -> None:
+        """A step came back at ``now``; not ``regular``: it waited for a compiler and says nothing about others.
+
+        It began when it was submitted, or when the one before it came back if that was later.
+        """
+        seconds, self.last = now - max(did.began, self.last), now
+        if not regular or seconds <= 0:
+            return
+        if not did.tokens and not did.slots:
+            known = self.decode.get(did.rows.bit_length())
+            self.decode[did.rows.bit_length()] = _mean(known, seconds)
+            return
+        rest = max(seconds - self.decoding(max(did.rows, 1)), 0.05 * seconds)
+        if did.slots:
+            chunk = (self.unit(self.place(did.tokens, did.rows)) or 0.0) * did.work
+            self.slot = _mean(self.slot or None, max(rest - chunk, 0.0) / did.slots)
+            return
+        place = self.place(did.tokens, did.rows)
+        learned = self.units[place] = _mean(self.units.get(place), rest / did.work)
+        for other, unit in self.units.items():
+            if other > place and unit > learned:
+                self.units[other] = unit + RECOVERY * (learned - unit)
+
+
+@dataclass(slots=True)
+class ChunkRoom:
+    """What prompts may still take of one step: everything where no row decodes, so that nobody waits for its end.
+
+    Args:
+        base: seconds that the step takes without prompts.
+        tokens, work: what prompts have taken.
+    """
+
+    times: StepTimes
+    rows: int
+    base: float
+    tokens: int = 0
+    work: float = 0.0
+
+    def fits(self, context: int, wanted: int, least: int = 0) -> int:
+        """How many of ``wanted`` tokens behind ``context`` keep the step within its bound.
+
+        The first chunk of a step has at least the smallest planned size, and ``least``, whatever they cost: else a
+        prompt would wait for as long as others decode.
+        """
+        if not self.rows:
+            return wanted
+        times, beside = self.times, self.rows * self.times.mixed
+        for size in reversed(times.sizes):
+            count = min(size - beside - self.tokens, wanted)
+            if count <= 0:
+                break
+            unit = times.unit(times.place(self.tokens + count, self.rows))
+            if unit is None:
+                break
+            if self.base + unit * (self.work + times.work(context, count)) <= times.target:
+                return count if self.tokens else max(count, min(least, wanted))
+        return 0 if self.tokens else min(max(self._smallest(), least), wanted)
+
+    def _smallest(self) -> int:
+        """Tokens of the smallest launch beside the decoding rows that holds a chunk of the smallest size."""
+        sizes, beside = self.times.sizes, self.rows * self.times.mixed
+        place = bisect_left(sizes, sizes[0] + beside)
+        return sizes[place] - beside if place < len(sizes) else sizes[0]
+
+    def take(self, context: int, tokens: int) -> None:
+        """A prompt got ``tokens``."""
+        self.work += self.times.work(context, tokens)
+        self.tokens += tokens
+
+    @property
+    def open(self) -> bool:
+        """Whether another prompt could begin in this step."""
+        return self.fits(0, self.times.sizes[0]) > 0
+
+
+def chunk_sizes(plan: Plan, most: int) -> tuple[int, ...]:
+    """Sizes that chunks of up to ``most`` tokens are cut to: those that are planned, so that no launch is padded."""
+    found = {*plan.sizes(Stage.PREFILL), *plan.sizes(Stage.FRESH, 1), *plan.sizes(Stage.CONTEXT)}
+    if not found:
+        found = {size for size in LADDER if size < most}
+        found |= {most, *range(LADDER[-1] * 2, most, LADDER[-1])}
+    return tuple(sorted(found))
+
+
+def _mean(known: float | None, seen: float) -> float:
+    if known is None:
+        return seen
+    return known + (RISING if seen > known else FALLING) * (min(seen, LEAP * known) - known)

@@ -1,0 +1,224 @@
+"""Engines on a Ray cluster, with a stand-in for Ray whose actors are objects of this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.fakes.command_line import from_command_line
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.facts import facts_of
+from trencadis.core.executor.on_ray import cluster
+from trencadis.core.executor.on_ray.cluster import ClusterNode, share
+from trencadis.core.process import wire
+from trencadis.server.engine.on_ray import actor as on_node
+from trencadis.server.engine.on_ray.actor import EngineActor
+from trencadis.server.engine.on_ray.placing import Placement
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.deal import deal_to_nodes
+from trencadis.server.fleet.start import start
+
+WAIT = 10.0
+
+
+class Engine:
+    """In place of a process: says back what it is sent, until it is killed or its socket is closed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.pid = config, 0
+        self.returncode: int | None = None
+        ours, self.sock = socket.socketpair()
+        self.handle = EngineHandle(self, ours)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while data := self.sock.recv(1 << 16):
+                self.sock.sendall(data)
+        except OSError:
+            pass
+        self.kill()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9 if self.returncode is None else self.returncode
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.returncode or 0
+
+
+class Ray:
+    """Starts actors in this process, as soon as their bundle is there."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.actors: list[Any] = []
+        self.killed: list[Any] = []
+        self.removed = 0
+
+    def get(self, work: Any, timeout: float | None = None) -> Any:
+        return work()
+
+    def kill(self, actor: Any) -> None:
+        if actor not in self.killed:
+            self.killed.append(actor)
+            actor.real._end()
+
+    def taking(self, ray: Any, kind: type, group: Any, bundle: int, resource: str, count: int) -> Any:
+        real: Any = kind()
+        made = SimpleNamespace(
+            real=real, bundle=(bundle, resource, count),
+            start=SimpleNamespace(remote=lambda *told: lambda: real.start(*told)),
+        )  # fmt: skip
+        self.actors.append(made)
+        return made
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
+    made = Ray()
+    nodes = [ClusterNode("head", "127.0.0.1", 0, 0, here=True), ClusterNode("a", "127.0.0.1", 4, 4)]
+
+    def spawned(config: EngineConfig) -> EngineHandle:
+        made.engines.append(Engine(config))
+        return made.engines[-1].handle
+
+    def removed(group: Any) -> None:
+        made.removed += 1
+
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    monkeypatch.setattr(on_node, "spawn", spawned)
+    for name, stand_in in {
+        "connect": lambda environ: made, "settled": lambda *a: nodes, "nodes_of": lambda *a: nodes,
+        "bundles": lambda *a: "group", "taking": made.taking, "release": removed,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(cluster, name, stand_in)
+    yield made
+    for engine in made.engines:
+        engine.kill()
+
+
+def exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        got = sock.recv(size - len(data))
+        assert got, "the socket ended"
+        data += got
+    return data
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def placed(ray: Ray, size: int = 2, **options: Any) -> list[EngineHandle]:
+    config = EngineConfig(device="cpu", tensor_parallel_size=2, **options)
+    handles: list[EngineHandle] = []
+    start(config, size, "ray", handles.append)
+    for handle in handles:
+        handle.sock.settimeout(WAIT)
+    return handles
+
+
+def test_bytes_of_a_placed_engine_cross_as_those_of_a_process_here(ray: Ray) -> None:
+    handles = placed(ray)
+    sent = os.urandom(3 << 20)  # pixels are more than a message of the link
+    for handle in handles:
+        threading.Thread(target=handle.sock.sendall, args=(sent,)).start()
+        assert exactly(handle.sock, len(sent)) == sent
+    assert sorted(a.bundle for a in ray.actors) == [(0, "CPU", 2), (1, "CPU", 2)]
+    assert all(e.config.report_evictions and e.config.threads for e in ray.engines)
+    for handle in handles:
+        handle.kill()
+        assert handle.process.poll() is not None
+    assert len(ray.killed) == 2
+    until(lambda: all(e.returncode is not None for e in ray.engines))
+
+
+def test_an_engine_that_dies_elsewhere_ends_its_socket_here_and_gets_a_successor_in_its_bundle(ray: Ray) -> None:
+    other, first = placed(ray)
+    first.sock.sendall(b"once")
+    assert exactly(first.sock, 4) == b"once"
+    ray.actors[1].real._handle.process.kill()
+    assert first.sock.recv(1) == b""
+    until(lambda: first.process.poll() is not None)
+    first.kill()
+    second = first.another(EngineConfig(device="cpu", tensor_parallel_size=2))
+    second.sock.settimeout(WAIT)
+    second.sock.sendall(b"again")
+    assert exactly(second.sock, 5) == b"again"
+    assert ray.actors[-1].bundle == (1, "CPU", 2) and len(ray.killed) == 1
+    other.sock.sendall(b"still here")
+    assert exactly(other.sock, 10) == b"still here"
+    other.kill()
+    second.kill()
+
+
+def told(handle: EngineHandle) -> str:
+    size, _ = wire.HEADER.unpack(exactly(handle.sock, wire.HEADER.size))
+    said = wire.decode_up(exactly(handle.sock, size))
+    assert isinstance(said, wire.Fatal) and said.code == 2
+    return said.message
+
+
+def test_a_node_with_another_version_says_so_before_it_loads(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = facts_of("")
+    monkeypatch.setattr(on_node, "facts_of", lambda model: type(mine)("0.0.1", mine.python, mine.torch, ""))
+    (handle,) = placed(ray, 1)
+    assert "has Trencadis 0.0.1, the engine" in told(handle)
+    assert not ray.engines and handle.sock.recv(1) == b"" and handle.process.poll() == 2
+
+
+def test_an_actor_that_ray_cannot_start_ends_its_engine_with_ray_s_last_line(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, *told: Any) -> str:
+        raise RuntimeError("a long report\nNo module named 'trencadis'")
+
+    monkeypatch.setattr(EngineActor, "start", fails)
+    (handle,) = placed(ray, 1)
+    assert told(handle) == "Ray did not start engine 0: No module named 'trencadis'"
+
+
+def test_what_has_no_room_on_the_cluster_is_refused_with_both_counts() -> None:
+    nodes = [ClusterNode("a", "10.0.0.1", 8, 3), ClusterNode("b", "10.0.0.2", 8, 8)]
+    assert [n.id for n in share(nodes, 3, 2, "GPU")] == ["a", "b", "b"]
+    with pytest.raises(StartupError, match=r"2 engines need 8 GPU each on one node, .* room for 1 \(10.0.0.1 3"):
+        share(nodes, 2, 8, "GPU")
+
+
+def test_engines_of_other_nodes_count_their_cards_from_zero_and_share_what_a_node_has() -> None:
+    dealt = deal_to_nodes(EngineConfig(device="hpu", tensor_parallel_size=2, kv_offloading_size=8.0), 3, 2)
+    assert [(c.device, c.kv_offloading_size, c.report_evictions) for c in dealt] == [("hpu", 4.0, True)] * 3
+    cpus = deal_to_nodes(EngineConfig(device="cpu"), 3, 2, {"OMP_NUM_THREADS": "8"})
+    assert [c.threads for c in cpus] == [4] * 3
+    with pytest.raises(StartupError, match="--device hpu:1: Ray chooses"):
+        deal_to_nodes(EngineConfig(device="hpu:1"), 2, 1)
+
+
+def test_a_placed_engine_has_its_ranks_on_its_node() -> None:
+    settings = from_command_line(["m", "-dp", "2", "--data-parallel-backend", "ray"], {})
+    assert settings.server.data_parallel_backend == "ray"
+    with pytest.raises(StartupError, match="on one node with all its ranks"):
+        start(EngineConfig(distributed_executor_backend="ray"), 2, "ray", lambda handle: None)
+
+
+def test_a_placement_that_is_closed_gives_its_group_back(ray: Ray) -> None:
+    Placement(EngineConfig(device="cpu"), 2, {}).close()
+    assert ray.removed == 1

@@ -1,0 +1,163 @@
+"""The library's attention of decoding rows: held to float64, and a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import attend, library
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.plan import CpuAttn, plan_of
+from trencadis.core.backend import LayerKV
+from trencadis.core.quant import kv_codes
+
+KINDS = library.found().kinds
+BLOCK = 16
+CASES = (
+    # rows, keys of the shortest, of the longest, query heads, KV heads, values of a head, window
+    (1, 1, 1, 4, 2, 64, 0),
+    (3, 20, 33, 4, 4, 32, 0),
+    (5, 255, 1030, 14, 2, 64, 0),
+    (2, 512, 513, 3, 1, 128, 0),
+    (3, 250, 700, 6, 2, 80, 100),
+    (2, 40, 90, 12, 2, 16, 7),
+    (2, 300, 300, 8, 8, 256, 0),
+)
+
+
+@dataclass
+class Decoding:
+    """Rows of one token each over a cache whose blocks lie in any order."""
+
+    q: Tensor
+    kv: LayerKV
+    attn: CpuAttn
+    rows: int
+    window: int
+
+    def run(self, ops: CpuOps) -> Tensor:
+        return ops.attend(self.q, self.q, self.q, self.kv, self.attn, self.q.shape[-1] ** -0.5, self.window)
+
+    def alone(self, row: int) -> Decoding:
+        start = torch.tensor([0, 1, 1], dtype=torch.int32)
+        attn = CpuAttn(start, self.attn.context[[row, -1]], self.attn.blocks[[row, -1]], self.attn.slot_map[:1])
+        return Decoding(self.q[row : row + 1], self.kv, attn, 1, self.window)
+
+    def exact(self, keys: Tensor, values: Tensor) -> Tensor:
+        """float64 [rows, heads, size] from keys and values [slots, groups, size]."""
+        out = []
+        each = self.q.shape[1] // keys.shape[1]
+        for row in range(self.rows):
+            end = int(self.attn.context[row]) + 1
+            place = np.arange(max(end - self.window, 0) if self.window else 0, end)
+            slot = self.attn.blocks[row].numpy()[place // BLOCK] * BLOCK + place % BLOCK
+            k, v = (t.double()[slot].repeat_interleave(each, 1) for t in (keys, values))
+            scores = torch.einsum("hd,jhd->hj", self.q[row].double(), k) * self.q.shape[-1] ** -0.5
+            out.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), v))
+        return torch.stack(out)
+
+
+def decoding(case: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Decoding:
+    """Random rows; the block that padding writes to holds what is no number."""
+    rows, least, most, heads, groups, size, window = case
+    generator = torch.Generator().manual_seed(seed)
+    per = -(-most // BLOCK)
+    shape = (rows * per + 2, BLOCK, groups, size)
+    k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in "kv")
+    k[1], v[1] = float("nan"), float("nan")
+    table = torch.zeros(rows + 1, per + 3, dtype=torch.int32)
+    table[:rows, :per] = (torch.randperm(rows * per, generator=generator) + 2).int().view(rows, per)
+    context = torch.linspace(least - 1, most - 1, rows).int()
+    attn = CpuAttn(
+        torch.tensor([*range(rows + 1), rows], dtype=torch.int32),
+        torch.cat([context, torch.zeros(1, dtype=torch.int32)]), table, torch.zeros(rows, dtype=torch.int64),
+    )  # fmt: skip
+    fused = torch.randn((rows, heads + groups, size), generator=generator).to(dtype)
+    return Decoding(fused[:, :heads], LayerKV(k, v), attn, rows, window)
+
+
+def plain(cache: Tensor) -> Tensor:
+    return cache.flatten(0, 1)
+
+
+@pytest.fixture(params=KINDS)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    made = CpuOps()
+    made.kernels = library.KINDS[request.param]
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_attend_as_float64_does_and_alone_as_in_company(ops: CpuOps, dtype: torch.dtype) -> None:
+    for case in CASES:
+        made = decoding(case, dtype)
+        if case[5] % attend.LANES == 0:
+            assert attend.serves(made.q, made.kv, ops.kernels), case
+        found, exact = made.run(ops), made.exact(plain(made.kv.k), plain(made.kv.v))
+        step = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
+        assert float((found.double() - exact).abs().max()) <= step * float(exact.abs().max()), case
+        for row in range(made.rows):
+            assert torch.equal(made.alone(row).run(ops)[0], found[row]), (case, row)
+
+
+def test_bits_do_not_depend_on_threads(ops: CpuOps) -> None:
+    made, threads = decoding(CASES[2], torch.bfloat16), torch.get_num_threads()
+    try:
+        outs = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outs.append(made.run(ops))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("kept", [0, 4])
+def test_codes_of_eight_bits_are_read_as_they_are_opened(ops: CpuOps, kept: int) -> None:
+    made = decoding(CASES[2], torch.bfloat16)
+    k, v = (t.nan_to_num(0.0) for t in made.kv[:2])
+    codes = [torch.zeros(k.shape, dtype=torch.int8) for _ in "kv"]
+    scales = [torch.zeros(k.shape[:3], dtype=torch.float16) for _ in "kv"]
+    bias = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_codes.pairs_of(bias, kept)) if kept else ()
+    coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
+    kv_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
+    made.kv = coded
+    assert attend.serves(made.q, coded, ops.kernels)
+    exact = made.exact(*kv_codes.opened(coded, slice(0, len(plain(k))), torch.float32))
+    found = made.run(ops)
+    assert float((found.double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
+
+
+def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) -> None:
+    made = decoding((3, 20, 90, 4, 2, 64, 0), torch.float32)
+    start = torch.tensor([0, 1, 9, 10, 12], dtype=torch.int32)  # one, eight, one, two of no request
+    made.attn = CpuAttn(start, made.attn.context, made.attn.blocks, torch.zeros(12, dtype=torch.int64))
+    made.q = torch.randn(12, 4, 64, generator=torch.Generator().manual_seed(3))
+    found = made.run(ops)
+    torches = CpuOps()
+    torches.kernels = 0
+    made.attn = CpuAttn(*made.attn)
+    wanted = made.run(torches)
+    assert float((found - wanted).abs().max()) < 1e-5 and not found[10:].any()
+
+
+def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
+    made = decoding((2, 30, 60, 4, 2, 24, 0), torch.float32)
+    assert not attend.serves(made.q, made.kv, max(library.KINDS.values()))
+    found, exact = made.run(CpuOps()), made.exact(plain(made.kv.k), plain(made.kv.v))
+    assert float((found.double() - exact).abs().max()) < 1e-5
+
+
+def test_singles_hold_what_each_row_sees() -> None:
+    made = decoding((3, 20, 90, 4, 2, 64, 0), torch.float32)
+    plan = plan_of(made.attn, BLOCK, window=30, native=True)
+    rows = plan.singles
+    assert rows is not None and not plan.groups and not plan.spans
+    assert rows.token.tolist() == [0, 1, 2] and rows.length.tolist() == [20, 55, 90]
+    assert rows.first.tolist() == [0, 25, 60]
+    assert {a.dtype for a in (rows.token, rows.row, rows.first, rows.length)} == {np.dtype(np.int32)}

@@ -1,0 +1,155 @@
+"""A decoder layer of few rows in six launches equals the reference, whoever arrives last."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracles import interpreter
+from tests.oracles.layers.layer_cases import LayerCase, LayerRun
+from trencadis.backends.cuda.kernels.layers import skinny, whole
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.core.checkpoint.model_config import LAYER, POST, RMS_ONE, SANDWICH
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+CASES = {
+    "one row": LayerCase((5,), spare=0),
+    "rows of many lengths": LayerCase((0, 15, 16, 40, 3)),
+    "sixteen rows": LayerCase(tuple(range(16)), spare=0),
+    "groups of seven, heads of 24": LayerCase((33, 2), group=7, kv_heads=1, d=24, hidden=168),
+    "norms of heads": LayerCase((20, 1), changes={"qk_norm": True, "qkv_bias": False}),
+    "columns are cut": LayerCase((9, 4), hidden=640, inner=320),
+    "weights above one": LayerCase((9,), changes={"norm": RMS_ONE}),
+}  # fmt: skip
+
+SAMPLE = {
+    "long keys are cut and joined": LayerCase((600, 30), kv_heads=1),
+    "a window, norms of heads, odd widths": LayerCase(
+        (70, 40, 3), hidden=88, inner=104, changes={"window": 24, "qk_norm": True, "qkv_bias": False}
+    ),
+}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float().cpu() - want).abs().max() / want.abs().max())
+
+
+def checked(case: LayerCase, device: torch.device, first: bool = False) -> float:
+    """The largest error of the stream and of what was stored; the cache beyond is as it was."""
+    run = LayerRun(case, device)
+    ops: Any = CudaOps()
+    layer = run.layer(ops)
+    layer.attention.bind(run.ready.cache)
+    assert whole.takes(layer, run.x, run.ready.tensors.attn)
+    before = interpreter.launches()
+    stream, k, v, _ = run.run(layer, ops, first)
+    assert not INTERPRETED or interpreter.launches() - before == 6
+    want, want_kv = run.expected(first)
+    n = len(run.ready.inputs.tokens)
+    slots = run.ready.tensors.attn.slot_map[:n].cpu()
+    errors = [error(stream[:n], want)]
+    for got, wanted, old in ((k, want_kv.k, run.ready.poisoned.k), (v, want_kv.v, run.ready.poisoned.v)):
+        errors.append(error(got.flatten(0, 1)[slots.to(got.device)], wanted.flatten(0, 1)[slots]))
+        rest = torch.ones(len(got.flatten(0, 1)), dtype=torch.bool)
+        rest[slots] = False
+        assert torch.equal(got.flatten(0, 1).cpu()[rest].nan_to_num(7), old.flatten(0, 1).cpu()[rest].nan_to_num(7))
+    run.ready.guards.check()
+    assert ops._arrived is not None and not ops._arrived.any(), "counters are left as they were found"
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_layer_equals_the_reference(name: str, device: torch.device) -> None:
+    assert checked(SAMPLE[name], device) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_equals_the_reference(name: str, device: torch.device) -> None:
+    error = checked(CASES[name], device)
+    print(f"\n{name}: {error:.1e}")
+    assert error <= TOLERANCE[torch.float32]
+
+
+def test_the_first_layer_has_no_residual(device: torch.device) -> None:
+    assert checked(LayerCase((9,), spare=0, kv_heads=1), device, first=True) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(dtype: torch.dtype, device: torch.device) -> None:
+    case = LayerCase((40, 2), kv_heads=1, spare=0, dtype=dtype, changes={"qk_norm": True})
+    assert checked(case, device) <= TOLERANCE[dtype]
+
+
+def test_float16_takes_a_stream_near_its_largest_value(device: torch.device) -> None:
+    """x times the norm's weight is beyond float16; what the norm makes of it is not."""
+    run = LayerRun(LayerCase((4,), spare=0, dtype=torch.float16), device)
+    ops = CudaOps()
+    layer = run.layer(ops)
+    x = torch.full_like(run.x, 30_000).to(device)
+    weight = torch.full((64,), 4.0, dtype=torch.float16, device=device)
+    qkv = skinny.product(x, whole.plain(layer.attention.qkv), skinny.counters(device), skinny.NormOf(weight, 1e-6))
+    raw, bias = run.weights["qkv"]
+    assert bias is not None and error(qkv, torch.ones(1, 64) * 4 @ raw.float().t() + bias.float()) <= 3e-3
+
+
+def test_bits_do_not_depend_on_who_arrives_last(
+    device: torch.device, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of columns, in two pieces each."""
+    monkeypatch.setattr(skinny, "LEAST_STEPS", 1)
+    run, ops = LayerRun(LayerCase((5,), hidden=128, inner=80, kv_heads=1, spare=0), device), CudaOps()
+    layer = run.layer(ops)
+    kept: list[Any] = []
+
+    def all_of_it() -> Any:
+        kept[:] = run.run(layer, ops)
+        return [torch.nan_to_num(t) for t in kept]
+
+    interpreter.in_all_orders(all_of_it)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm": LAYER}, {"place": POST}, {"place": SANDWICH}, {"activation": "gelu"}, {"mlp": "plain"},
+     {"residual_scale": 0.5}],
+    ids=str,
+)  # fmt: skip
+def test_other_layers_run_op_by_op(changes: dict[str, Any], device: torch.device) -> None:
+    case = LayerCase((3,), spare=0, changes=changes)
+    run = LayerRun(LayerCase((3,), spare=0), device)
+    ops = CudaOps()
+    layer = run.layer(ops)
+    layer.attention.bind(run.ready.cache)
+    attn = run.ready.tensors.attn
+    assert whole.takes(layer, run.x, attn)
+    other = LayerRun.layer.__globals__["Layer"](
+        type("B", (), {"ops": ops, "comm": layer.attention.out.comm, "device": device, "values": True}), case.config
+    )
+    other.attention.bind(run.ready.cache)
+    assert not whole.takes(other, run.x, attn)
+
+
+def test_launches_that_do_not_fit_run_op_by_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LayerRun(LayerCase((3, 5), spare=0), device)
+    ops = CudaOps()
+    layer = run.layer(ops)
+    layer.attention.bind(run.ready.cache)
+    attn = run.ready.tensors.attn
+    assert not whole.takes(layer, torch.empty(17, 64), attn), "more rows than tiles have"
+    assert not whole.takes(layer, run.x.half(), attn), "weights of another type"
+    assert not whole.takes(layer, run.x, attn._replace(upto=attn.context))
+    layer.attention.bind(run.ready.cache._replace(k_scale=run.x))
+    assert not whole.takes(layer, run.x, attn), "a cache of codes"
+    layer.attention.bind(run.ready.cache)
+    layer.mlp.down.weights = layer.mlp.down.weights * 2  # type: ignore[union-attr]
+    assert not whole.takes(layer, run.x, attn), "a product of several weights"
+    monkeypatch.setenv("TRENCADIS_CUDA_WHOLE_LAYERS", "0")
+    off = CudaOps()
+    run.layer(off)
+    assert off._arrived is None, "the switch is off"

@@ -1,0 +1,125 @@
+"""Decoder layers of seeded weights over a decoding launch: as the card's ops run them, and as the reference does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.oracles.attention_cases import Case, Prepared, frequencies, prepared
+from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu.comm import SingleRank
+from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core.backend import BackendConfig, LayerKV, Rotary
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.models.decoder import Layer
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer and the contexts of its rows.
+
+    Args:
+        changes: of ``TextConfig``.
+    """
+
+    contexts: tuple[int, ...]
+    hidden: int = 64
+    inner: int = 96
+    group: int = 2
+    kv_heads: int = 2
+    d: int = 16
+    dtype: torch.dtype = torch.float32
+    spare: int = 1
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def attention(self) -> Case:
+        rows = tuple((context, 1) for context in self.contexts)
+        window = self.changes.get("window", 0)
+        return Case(
+            rows, True, self.group, self.kv_heads, self.d, dtype=self.dtype, spare=(self.spare, 0), window=window
+        )
+
+    @property
+    def config(self) -> TextConfig:
+        heads = self.group * self.kv_heads
+        return TextConfig(
+            self.hidden, 1, heads, self.kv_heads, self.d, self.inner, 50, 1e-6, 1e4, 4096, False,
+            **{"qkv_bias": True, **self.changes},
+        )  # fmt: skip
+
+
+class LayerRun:
+    """``case`` on ``device``: the launch, and the layer's weights as both sides have them."""
+
+    def __init__(self, case: LayerCase, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.ready: Prepared = prepared(case.attention, device)
+        generator = torch.Generator().manual_seed(7)
+
+        def random(*shape: int, size: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * size).to(case.dtype)
+
+        c, d = case, case.d
+        outputs = (c.group + 2) * c.kv_heads * d
+        heads = c.group * c.kv_heads * d
+        self.weights = {
+            "qkv": (random(outputs, c.hidden, size=c.hidden**-0.5), random(outputs, size=0.1)),
+            "out": (random(c.hidden, heads, size=heads**-0.5), None),
+            "gate_up": (random(2 * c.inner, c.hidden, size=c.hidden**-0.5), None),
+            "down": (random(c.hidden, c.inner, size=c.inner**-0.5), None),
+        }
+        if not c.config.qkv_bias:
+            self.weights["qkv"] = self.weights["qkv"][0], None
+        self.norms = {name: 1 + random(c.hidden, size=0.1) for name in ("input_norm", "post_norm")}
+        self.head_norms = [1 + random(d, size=0.1) for _ in "qk"]
+        n = len(self.ready.tensors.tokens)
+        self.x, self.residual = random(n, c.hidden), random(n, c.hidden)
+
+    def layer(self, ops: Any, comm: Any = None, dtype: torch.dtype | None = None) -> Layer:
+        """The layer over ``ops``, in its own type or another."""
+        device = torch.device("cpu") if dtype else self.device
+        kept = dtype or self.case.dtype
+        backend: Any = SimpleNamespace(ops=ops, comm=comm or SingleRank(), device=device, values=True, dtype=kept)
+        layer = Layer(backend, self.case.config)
+        attention, mlp = layer.attention, layer.mlp
+        for name, linear in (
+            ("qkv", attention.qkv), ("out", attention.out), ("gate_up", mlp.gate_up), ("down", mlp.down),  # type: ignore[union-attr]
+        ):  # fmt: skip
+            weight, bias = self.weights[name]
+            linear.pack(weight.to(device, kept), None if bias is None else bias.to(device, kept))
+        for name, weight in self.norms.items():
+            getattr(layer, name).weight = weight.to(device, kept)
+        for norm, weight in zip(attention.norms or (), self.head_norms, strict=False):
+            norm.weight = weight.to(device, kept)
+        return layer
+
+    def run(self, layer: Layer, ops: Any, first: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(the stream with all that the layer adds, keys, values, attention's input) through ``ops.layer``."""
+        self.ready.reset()
+        layer.attention.bind(self.ready.cache)
+        rotary = Rotary(self.ready.cos, self.ready.sin)
+        residual = None if first else self.residual.to(self.device)
+        x, left = ops.layer(layer, self.x.to(self.device), residual, rotary, self.ready.tensors.attn)
+        stream = x if left is None else x + left
+        return stream.clone(), self.ready.cache.k.clone(), self.ready.cache.v.clone(), x
+
+    def expected(self, first: bool = False) -> tuple[Tensor, LayerKV]:
+        """The reference in float32 on the same values."""
+        ops, ready, case = ReferenceOps(), self.ready, self.case
+        layer = self.layer(ops, dtype=torch.float32)
+        n = len(ready.inputs.tokens)
+        backend = make_backend(BackendConfig(block_size=case.attention.block, options={"threads": "1"}))
+        program: Any = backend.program(Bucket(Stage.PREFILL, (n, len(case.contexts))), print)
+        backend.fill(program, ready.inputs)
+        kv = LayerKV(*(t.clone() for t in ready.clean[:2]))
+        layer.attention.bind(kv)
+        rotary = ops.rotary(program.inputs.positions, *frequencies(case.d))
+        residual = None if first else self.residual[:n].float()
+        x, left = layer(self.x[:n].float(), residual, rotary, program.inputs.attn)
+        return x if left is None else x + left, kv

@@ -1,0 +1,1 @@
+"""What ahead-of-time compilations of kernels need, kept by what was compiled."""

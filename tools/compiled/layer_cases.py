@@ -1,0 +1,90 @@
+"""The launches of whole decoder layers (``backends/cuda/kernels/layers``) at the sizes of real models, for
+``tools.kernel_cases``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.reference import PlainWeight
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.attn import SingleAttn
+from trencadis.backends.cuda.kernels.layers import attend, skinny
+from trencadis.core.backend import LayerKV, Rotary
+
+Case = tuple[str, Callable[[], None]]
+ROWS, BLOCK, WINDOW = 16, 16, 1024
+
+
+class LayerSizes(NamedTuple):
+    """One rank's share of a layer."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    d: int
+    bias: bool = True
+
+
+MODELS = {
+    "3B": LayerSizes(2048, 11_008, 16, 2, 128),
+    "7B": LayerSizes(3584, 18_944, 28, 4, 128),
+    "72B on four": LayerSizes(8192, 7424, 16, 2, 128),
+    "Llama 8B": LayerSizes(4096, 14_336, 32, 8, 128, False),
+}
+
+
+def layers(arch: int) -> Iterator[Case]:
+    """Every product of each model in bfloat16, of the first one in the other types; attention by size of head."""
+    tiles.INTERPRETED = arch
+    tiles.find.cache_clear()
+    tiles.arch_of.cache_clear()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        label = str(dtype).removeprefix("torch.")
+        for name, sizes in MODELS.items() if dtype == torch.bfloat16 else [*MODELS.items()][:1]:
+            yield from ((f"{label} {name}, {part}", run) for part, run in products(sizes, dtype))
+        for d in (64, 80, 128, 256):
+            for extra in ("", "norms", "window") if dtype == torch.bfloat16 and d == 128 else ("",):
+                yield f"{label} head {d} {extra}".strip(), attention(d, dtype, extra)
+
+
+def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
+    hidden, inner, heads, kv_heads, d, bias = sizes
+    x = torch.empty(ROWS, hidden, dtype=dtype)
+    total, arrived = torch.empty_like(x), torch.empty(skinny.COUNTERS, dtype=torch.int32)
+    first, later = skinny.NormOf(x[0], 1e-6), skinny.NormOf(x[0], 1e-6, x, total)
+
+    def weight(features: int, columns: int, biased: bool = False) -> PlainWeight:
+        held = torch.empty(features, columns, dtype=dtype)  # never touched
+        return PlainWeight(held, torch.empty(features, dtype=dtype) if biased else None, features, columns)
+
+    qkv, out = weight((heads + 2 * kv_heads) * d, hidden, bias), weight(hidden, heads * d)
+    gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
+    seen, inside = torch.empty(ROWS, heads * d, dtype=dtype), torch.empty(ROWS, inner, dtype=dtype)
+
+    def run(given: Tensor, w: PlainWeight, norm: skinny.NormOf | None = None, **options: Any) -> Callable[[], None]:
+        return lambda: (skinny.product(given, w, arrived, norm, **options), None)[1]
+
+    yield "qkv", run(x, qkv, first)
+    yield "qkv of ranks", run(x, qkv, later)
+    yield "output", run(seen, out, residual=x)
+    yield "gate and up", run(x, gate_up, first, gate=True)
+    yield "down", run(inside, down, residual=x)
+
+
+def attention(d: int, dtype: torch.dtype, extra: str) -> Callable[[], None]:
+    def run() -> None:
+        heads, groups, parts = 14, 2, 64
+        qkv, factors = torch.empty(ROWS, (heads + 2 * groups) * d, dtype=dtype), torch.empty(ROWS, d)
+        cache = LayerKV(*(torch.empty(4, BLOCK, groups, d, dtype=dtype) for _ in range(2)))
+        sizes = (ROWS + 2, ROWS + 1, 64, ROWS, ROWS + 2, *(parts,) * 5, parts // 2, parts // 2, parts // 2 + 1)
+        ints = [torch.empty(n, dtype=torch.int64 if i == 3 else torch.int32) for i, n in enumerate(sizes)]
+        norms = attend.HeadNorms(factors[0].to(dtype), factors[1].to(dtype), 1e-6) if extra == "norms" else None
+        window = WINDOW if extra == "window" else 0
+        attend.attend(qkv, Rotary(factors, factors), cache, SingleAttn(*ints), 0.1, window, norms)
+
+    return run

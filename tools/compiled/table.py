@@ -1,0 +1,174 @@
+"""What ``tools/kernel_resources.py`` compiled, as a data file (docs/kernels.csv) and a page (docs/kernels.md)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.compiled.digests import Known
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of one streaming multiprocessor; bytes of shared memory that one program may take, and that there are."""
+
+    shared: int
+    shared_all: int
+    warps: int
+    programs: int
+
+
+CARDS = {
+    80: Card(163 << 10, 164 << 10, 64, 32),
+    86: Card(99 << 10, 100 << 10, 48, 16),
+    89: Card(99 << 10, 100 << 10, 48, 24),
+    90: Card(227 << 10, 228 << 10, 64, 32),
+    100: Card(227 << 10, 228 << 10, 64, 32),
+    120: Card(99 << 10, 100 << 10, 48, 24),
+}
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel needs on one architecture; ``error``: it does not compile."""
+
+    case: str
+    kernel: str
+    arch: int
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    warps: int = 0
+    stages: int = 0
+    constants: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    key: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether one program fits the shared memory."""
+        return not self.error and self.shared <= CARDS[self.arch].shared
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the warps that a multiprocessor can hold."""
+        card = CARDS[self.arch]
+        if not self.fits or not self.registers:
+            return 0.0
+        a_warp = -(-self.registers // 8) * 8 * 32
+        held = min(REGISTERS // (a_warp * self.warps), card.warps // self.warps, card.programs)
+        if self.shared:
+            held = min(held, card.shared_all // (self.shared + 1024))
+        return held * self.warps / card.warps
+
+
+FIELDS = (
+    "kernel", "case", "arch", "tile", "warps", "stages", "registers", "stack", "shared_kib", "held", "error", "triton",
+    "key",
+)  # fmt: skip
+Row = dict[str, str]
+
+HEAD = """# Kernels
+
+What the CUDA kernels need, compiled ahead of time without a GPU. Each compilation is a line of
+[kernels.csv](kernels.csv): tile, warps and stages; registers and stack of a thread (the stack is what spills, in
+bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
+time, limited by registers and shared memory. This page sums them up: the number of compilations, then the least and
+the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
+sm_90 and sm_100, which `tiles.py` checks of every tile when it is imported. Nothing here is a speed.
+
+`python tools/kernel_resources.py --write` compiles what changed since (triton {version} made these lines). A line's key
+is of what was compiled; a line without one is of an earlier source. `--page` writes this page from the file.
+
+"""
+
+
+def rows(found: Sequence[Report], version: str) -> list[Row]:
+    """The lines of the data file."""
+    return [
+        {
+            "kernel": r.kernel, "case": r.case, "arch": str(r.arch),
+            "tile": "x".join(str(r.constants[n]) for n in ("M", "N") if n in r.constants),
+            "warps": str(r.warps), "stages": str(r.stages or ""), "registers": str(r.registers), "stack": str(r.stack),
+            "shared_kib": f"{r.shared / 1024:g}", "held": f"{r.occupancy:.0%}", "error": r.error, "triton": version,
+            "key": r.key,
+        }
+        for r in found
+    ]  # fmt: skip
+
+
+def markdown(lines: Sequence[Row]) -> str:
+    """One table: a line per kernel, a column per architecture."""
+    archs = sorted({int(r["arch"]) for r in lines})
+    version = ", ".join(sorted({r["triton"] for r in lines}))
+    out = [HEAD.format(version=version), "| kernel | " + " | ".join(f"sm_{a}" for a in archs) + " |\n"]
+    out.append("|---" * (len(archs) + 1) + "|\n")
+    for kernel in dict.fromkeys(r["kernel"] for r in lines):
+        own = {a: [r for r in lines if r["kernel"] == kernel and r["arch"] == str(a)] for a in archs}
+        out.append(f"| `{kernel}` | " + " | ".join(_cell(own[a]) for a in archs) + " |\n")
+    return "".join(out)
+
+
+def _cell(lines: Sequence[Row]) -> str:
+    good = [r for r in lines if not r["error"]]
+    failed = f"**{len(lines) - len(good)} do not compile** " if len(good) < len(lines) else ""
+    if not good:
+        return failed.strip()
+    large = [r for r in good if float(r["shared_kib"]) * 1024 > CARDS[int(r["arch"])].shared]
+    stack = max(int(r["stack"]) for r in good)
+    parts = [
+        f"{failed}{len(good)}: {_span(int(r['registers']) for r in good)} reg",
+        *([f"**stack {stack}**"] if stack else []),
+        f"{_span(round(float(r['shared_kib']), 1) for r in good)} KiB"
+        + (f" **{len(large)} too large**" if large else ""),
+        f"{_span(int(r['held'].rstrip('%')) for r in good)}%",
+    ]
+    return ", ".join(parts)
+
+
+def _span(values: Iterable[float]) -> str:
+    least, *_, most = sorted([*values] * 2)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def written(lines: Sequence[Row]) -> str:
+    """The data file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def stored() -> list[Row]:
+    """The data file's lines."""
+    with DATA.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def compiled_lines(lines: Sequence[Row]) -> Known:
+    """What lines of the data file tell of their keys."""
+    return {
+        r["key"]: {"registers": int(r["registers"]), "stack": int(r["stack"]), "error": r["error"],
+                   "shared": round(float(r["shared_kib"]) * 1024)}
+        for r in lines if r.get("key")
+    }  # fmt: skip
+
+
+def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """``made``, and lines of ``before`` for launches that are not compiled yet, by kernel, architecture and case."""
+    named = {_place(r): r for r in [*before, *made]}
+    first = {r["kernel"]: i for i, r in reversed([*enumerate([*before, *made])])}
+    return sorted(named.values(), key=lambda r: (first[r["kernel"]], int(r["arch"]), r["case"], r["tile"]))
+
+
+def _place(r: Row) -> tuple[str, ...]:
+    return r["kernel"], r["case"], r["arch"], r["tile"], r["warps"], r["stages"]
