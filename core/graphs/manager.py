@@ -155,7 +155,10 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        work = program.replay if program.state is ProgramState.CAPTURED else program.run
+        def work() -> Any:
+            # Asked each time: the graph that is given up may be this program's.
+            return program.replay() if program.state is ProgramState.CAPTURED else program.run()
+
         return self._with_relief(program.bucket, work)
 
     def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:
