@@ -44,7 +44,7 @@ BARS = {"text": 2600, "image": 3900, "stays": 12}
 TIMED = {
     "server/engine/client.py": ("EngineLink.watch", "EngineLink.check_step"),
     "core/process/main.py": ("EngineProcess.pong",),
-    "core/process/heap.py": ("keep_tidy", "Tidier.tidy"),
+    "core/process/heap.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
     "server/http/app.py": ("_log_stats",),
     "server/http/web.py": ("WebServer.serve",),
     "server/cli/run.py": ("_Serving.run",),
