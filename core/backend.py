@@ -31,6 +31,8 @@ from trencadis.core.launches.tensors import TensorsOut as TensorsOut
 from trencadis.core.launches.tensors import TextTensors as TextTensors
 from trencadis.core.launches.tensors import VisionTensors as VisionTensors
 from trencadis.core.launches.tensors import host_output as host_output
+from trencadis.core.launches.tensors import put_slots as put_slots
+from trencadis.core.launches.tensors import slots_at as slots_at
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
 

@@ -59,8 +59,9 @@ class MediaOptions:
 
     def over(self, base: MediaOptions) -> MediaOptions:
         """These options, with those of ``base`` where these are not set."""
-        if base == NO_OPTIONS:
-            return self
+        return self if base == NO_OPTIONS else self._over(base)
+
+    def _over(self, base: MediaOptions) -> MediaOptions:
         given = self.given
         # fps and nframes exclude each other: one set here replaces the other in ``base``.
         for name, other in (("fps", "nframes"), ("nframes", "fps")):

@@ -192,12 +192,16 @@ class EngineProcess:
                 if id in self.open:
                     self.pixels(engine, id, index, data)
             case wire.Abort(ids, choice):
-                for id in ids:
-                    if id in self.open:
-                        engine.abort(id, choice)
-                        self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+                self.abort(engine, ids, choice)
             case _:
                 self.obey_rare(engine, command)
+
+    def abort(self, engine: EngineLike, ids: Sequence[str], choice: int) -> None:
+        """Aborts requests, or one choice of each; -1: all."""
+        for id in ids:
+            if id in self.open:
+                engine.abort(id, choice)
+                self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
 
     def obey_rare(self, engine: EngineLike, command: inbox.Command) -> None:
         """Carries out what few requests need, or none."""

@@ -191,11 +191,14 @@ class ImageProcessor:
             check_aspect(height, width)
             return self.fixed
         made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
-        if self.ceiling is not None:
-            grid = grid_of(*made, self.patch)
-            if self._slots(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
-                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
-        return made
+        return made if self.ceiling is None else self._within(made, *self.ceiling)
+
+    def _within(self, size: tuple[int, int], slots: int, tokens: int) -> tuple[int, int]:
+        """``size``, if it has no more slots and tokens."""
+        grid = grid_of(*size, self.patch)
+        if self._slots(grid) > slots or tokens_of(grid, self.merge) > tokens:
+            raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
+        return size
 
     def frames(self) -> dict[str, Any]:
         """Limits of a video's frames: those of images."""
