@@ -87,11 +87,10 @@ class Multiproc:
         self._digests: dict[int, tuple[int, int]] = {}
         self._compiling: dict[int, Compiling] = {}
         self._grammars = 0
-        self._closing = self._steady = False
+        self._closing = self._steady = self._overlaps = False
         self._pulse: Pulse | None = None
         self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
         self._rank: Rank
-        self._overlaps = False
         self.children: list[Child] = []
         try:
             for number in range(1, self.world):
@@ -238,8 +237,7 @@ class Multiproc:
         """Ends the other ranks once rank 0 has run all submitted Steps."""
         if self._closing:
             return
-        self._closing = True
-        well = self._failure is None
+        self._closing, well = True, self._failure is None
         if well:
             self._launches.put(lambda: leave(self._launcher.place(0).rendezvous))
         for thread in (self._results, self._launches):

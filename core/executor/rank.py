@@ -47,7 +47,7 @@ FAREWELL = 0.5
 """Seconds in which the report of a failure may leave a process that ends."""
 
 
-class Captures(Silent):
+class CaptureTeller(Silent):
     """Tells the engine which capture begins; all else is rank 0's to report."""
 
     def __init__(self, send: Callable[[frames.Up], None]) -> None:
@@ -146,7 +146,7 @@ class RankProcess:
         settling.settle(begin.config.device, rank=begin.place.card, world=begin.place.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
             torch_build.load()
-        opened = build(begin.factory, begin.config, begin.place, Captures(self.send))
+        opened = build(begin.factory, begin.config, begin.place, CaptureTeller(self.send))
         self.send(frames.RankReady())
         self.steady = True
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)
