@@ -224,11 +224,9 @@ class Ops(Protocol):
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
         """``run(*rows, *shared)``, a region that stores what each row gives; it may run in pieces, and a row twice."""
-        ...
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``run(x)``, [n, width] -> [n, out], each row by itself and without collectives; it may run in pieces."""
-        ...
 
     def cut(self, kind: str) -> None:
         """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""

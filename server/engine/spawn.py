@@ -27,8 +27,6 @@ log = logging.getLogger("trencadis.server")
 class EngineEnd(Protocol):
     """An engine's process, here or elsewhere; ``subprocess.Popen`` is one."""
 
-    pid: int
-    """Of its process; 0 where that is another machine's."""
     returncode: int | None
     """None while it runs."""
 

@@ -21,7 +21,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build, image_needs
-from trencadis.core.startup.dry_run import PlannedDevice
+from trencadis.core.startup.dry_run import Planned
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
@@ -138,7 +138,7 @@ def compare(folder: Path, name: str, ranks: int) -> None:
 LAYERED = (Stage.VISION, Stage.CONTEXT, Stage.DECODE)
 
 
-def prices(planned: PlannedDevice) -> dict[Bucket, int]:
+def prices(planned: Planned) -> dict[Bucket, int]:
     """Bytes of each graph that a plan takes, with its workspace."""
     return {p.bucket: p.own + p.workspace for taken in planned.selection.taken.values() for p in taken}
 
