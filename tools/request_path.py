@@ -47,7 +47,7 @@ TIMED = {
     "core/process/heap.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
     "server/http/app.py": ("_log_stats",),
     "server/http/web.py": ("WebServer.serve",),
-    "server/cli/run.py": ("_Serving.run",),
+    "server/cli/api/serving.py": ("Serving.run", "WebServing.serve"),
 }
 """Functions that timers start, by file: pings and their answers, garbage, the line of counters, uvicorn's ticks."""
 
