@@ -119,16 +119,17 @@ def shown(path: Path, image: Any, token: int) -> Shown:
 def _of_processor(path: Path, images: Any) -> dict[str, Any]:
     """What the processor of pictures and texts, which needs a tokenizer, asks of the image processor."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
     config: Any = transformers.AutoConfig.from_pretrained(path)
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type) or "none", None)
+    names: dict[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    kind: Any = getattr(transformers, names.get(config.model_type) or "none", None)
     try:
         asked = dict(getattr(kind, "images_kwargs", None) or {})
     except ImportError:  # a class whose module lacks a library
         asked = {}
     merge, patch = getattr(config, "spatial_merge_size", 1), getattr(images, "patch_size", None)
-    if merge > 1 and hasattr(patch, "keys"):
+    if merge > 1 and patch is not None and hasattr(patch, "keys"):
         asked["patch_size"] = {side: merge * patch[side] for side in ("height", "width")}
     return asked
 
