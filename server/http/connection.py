@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn import Config
@@ -57,12 +57,12 @@ class SharedLimits:
         return self.begun <= AT_A_TIME and not self.late
 
     def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins the next requests."""
-        self.begun = min(len(self.late), AT_A_TIME)
-        for _ in range(self.begun):
-            connection, data = self.late.popleft()
-            connection.resume(data)
-        if self.begun:
+        """Begins the next requests, each by itself: a mistake in one stops no other."""
+        some = [self.late.popleft() for _ in range(min(len(self.late), AT_A_TIME))]
+        self.begun = len(some)
+        for connection, data in some:
+            loop.call_soon(connection.resume, data)
+        if some:
             loop.call_soon(self._pass, loop)
 
     def crowded(self) -> None:
@@ -74,6 +74,16 @@ class SharedLimits:
 
 class Connection(H11Protocol):
     """A connection under the limits of ``shared``."""
+
+    _held = 0
+    _ended = False
+    """Whether the client has closed its side."""
+    _timer: asyncio.TimerHandle | None = None
+    _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
+    """What the timer waits for: a head, or the rest of a body that nobody reads."""
+    _look: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], None] | None = None
+    """Called when the connection ends while its request waits for its turn."""
 
     def __init__(
         self,
@@ -87,14 +97,6 @@ class Connection(H11Protocol):
         # The gate writes access lines, with what only it knows.
         self.access_log = False
         self._shared = shared
-        self._held = 0
-        self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-        """What the timer waits for: a head, or the rest of a body that nobody reads."""
-        self._look: asyncio.TimerHandle | None = None
-        self.on_lost: Callable[[], None] | None = None
-        """Called when the connection ends while its request waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""
@@ -113,10 +115,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes of a head, a body or pipelined requests."""
-        if self._idle() and not self._shared.may_begin(self.loop):
+        shared = self._shared
+        if self._idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._unset_keepalive_if_required()
             self.flow.pause_reading()
-            self._shared.late.append((self, data))
+            shared.late.append((self, data))
             self._hold(self._held + len(data))
             return
         super().data_received(data)
@@ -124,10 +127,16 @@ class Connection(H11Protocol):
 
     def resume(self, data: bytes) -> None:
         """Takes bytes that came in an earlier pass of the event loop."""
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        try:
             self.flow.resume_reading()
             super().data_received(data)
             self._weigh()
+        except Exception:
+            # As asyncio does where it calls data_received.
+            self.transport.abort()
+            raise
 
     def handle_events(self) -> None:
         """Begins the requests whose heads have come; their scopes name this connection."""
@@ -135,7 +144,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
-            self.cycle.scope["trencadis.connection"] = weakref.ref(self)  # type: ignore[typeddict-unknown-key]
+            cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""

@@ -24,6 +24,10 @@ KEPT = 1
 """Places that no tenant takes alone."""
 HOLD = 0.1
 """Seconds after which a preparation gives up its place: it waits for a client or a download, not for this process."""
+PATIENCE = 5.0
+"""Seconds for which a server that drains waits for a preparation, as for the last answers."""
+PASSES = 16
+"""Passes of the event loop in which a request that is prepared comes into the engine."""
 AHEAD = 3
 """Requests of one tenant that have had their turn and whose answer has not begun, for each row of the engine: as many
 may run and answer at their end, and twice as many wait in the engine."""
@@ -88,6 +92,8 @@ class Turns:
         self._queues: dict[str, deque[TenantTurn]] = {}
         self._preparing: dict[TenantTurn, None] = {}
         """Those that hold a place, oldest first."""
+        self._unready: dict[TenantTurn, None] = {}
+        """Those that are not prepared, with a place or without."""
         self._held: Counter[str] = Counter()
         self._inside: Counter[str] = Counter()
         """By tenant: places that are held, and turns that have come and not ended."""
@@ -131,7 +137,7 @@ class Turns:
     def _begin(self, turn: TenantTurn) -> None:
         turn.stage, turn.since = TurnStage.PREPARING, self._clock()
         self._time.served(turn.place)
-        self._preparing[turn] = None
+        self._preparing[turn] = self._unready[turn] = None
         self._held[turn.tenant] += 1
         self._inside[turn.tenant] += 1
         self._watch()
@@ -157,6 +163,11 @@ class Turns:
 
     def prepared(self, turn: TenantTurn) -> None:
         """See ``TenantTurn.prepared``."""
+        self._unready.pop(turn, None)
+        self._free(turn)
+
+    def _free(self, turn: TenantTurn) -> None:
+        """Gives the place of ``turn`` to the next."""
         if turn.stage is TurnStage.PREPARING:
             turn.stage = TurnStage.PREPARED
             del self._preparing[turn]
@@ -165,6 +176,7 @@ class Turns:
 
     def left(self, turn: TenantTurn) -> None:
         """See ``TenantTurn.leave``."""
+        self._unready.pop(turn, None)
         if turn.stage is TurnStage.WAITING:
             turn.stage = TurnStage.LEFT
             self._unqueue(turn)
@@ -197,13 +209,14 @@ class Turns:
         self._timer = None
         late = self._clock() - HOLD
         for turn in [t for t in self._preparing if t.since <= late]:
-            self.prepared(turn)
+            self._free(turn)
         self._watch()
 
     # --- the end of the server ---
 
     async def close(self, seconds: float, poll: float = 0.02) -> int:
-        """Takes no more requests, and waits until those that wait have had their turn, at most ``seconds``.
+        """Takes no more requests, and waits until those that wait have had their turn and are in the engine, at most
+        ``seconds``.
 
         Those that still wait then end with an error; returns how many.
         """
@@ -213,12 +226,14 @@ class Turns:
             await asyncio.sleep(poll)
         left = self.waiting
         self.stop()
+        for _ in range(PASSES):
+            await asyncio.sleep(0)
         return left
 
     def _busy(self) -> bool:
-        """Whether a request is prepared that does not wait for somebody else."""
-        late = self._clock() - HOLD
-        return any(turn.since > late for turn in self._preparing)
+        """Whether a request is prepared whose client or download is not late."""
+        late = self._clock() - PATIENCE
+        return any(turn.since > late for turn in self._unready)
 
     def stop(self) -> None:
         """Ends every wait with an error, now."""

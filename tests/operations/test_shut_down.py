@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +19,8 @@ import psutil
 import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW
-from tests.operations.fake_server import FakeServer
+from tests.operations.fake_server import ENGINE, FakeServer
+from trencadis.server.tenants.turns import LEAST_AHEAD
 
 STATES = ("idle", "streaming", "warm-up", "download", "dead engine")
 DEADLINE = 75.0
@@ -92,6 +96,31 @@ def test_the_matrix_of_states_and_signals(state: str, signals: int, tmp_path: Pa
     print(f"{state}, {signals} signal(s): exit code {code} after {seconds:.1f} s")
     # One signal gives a stream two seconds here; then it is lost, which the code says.
     assert code == (1 if (state, signals) == ("streaming", 1) else 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seconds", "code"), [(60, 0), (0, 1)])
+def test_requests_that_wait_for_their_turn_have_it_before_the_end(tmp_path: Path, seconds: int, code: int) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps({"keys": [{"name": "a", "sha256": hashlib.sha256(b"k").hexdigest()}]}))
+    keys.chmod(0o600)
+    words = ("--api-key-file", str(keys), "--scheduling-policy", "fair", "--max-num-seqs", "2")
+    with FakeServer(*words, "--shutdown-timeout", str(seconds), fakes=(*ENGINE,), cwd=tmp_path) as server:
+        server.wait_for("Uvicorn running on")
+        body = {"prompt": "Hi", "max_tokens": 4000, "ignore_eos": True}
+        headers = {"x-api-key": "k"}
+        asks = httpx.Client(base_url=server.url, trust_env=False, timeout=DEADLINE, headers=headers)
+        with asks as http, ThreadPoolExecutor(40) as pool:
+            told = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(40)]
+            end = time.monotonic() + DEADLINE
+            while (waiting := http.get("/stats").json()["waiting_for_turn"]) < 40 - LEAST_AHEAD:
+                assert time.monotonic() < end, waiting
+            server.process.send_signal(signal.SIGTERM)
+            statuses = Counter(one.result().status_code for one in told)
+        assert server.end(DEADLINE) == code, server.text[-3000:]
+        print(f"{waiting} waited for their turn: {dict(statuses)}")
+        assert (statuses == {200: 40}) if seconds else (statuses[503] > 0 and set(statuses) <= {200, 503})
+        assert "Traceback" not in server.text, server.text[-3000:]
 
 
 @pytest.mark.long

@@ -267,6 +267,23 @@ def test_what_a_worker_says_about_time_is_bounded(said, resize):
     assert times.seconds == {"fetch": 0, "decode": 2 - resize, "resize": resize} and times.prepared == 1
 
 
+def test_a_download_is_announced_before_it_begins(make):
+    """Requests that take turns give their place to another meanwhile."""
+    front = make()
+    seen = []
+
+    async def load(source, param):
+        seen.append(source[:5])
+        return png(noise(seed=8))
+
+    front.loader.load = load
+    scope = MediaScope(fetches=lambda: seen.append("told"))
+    asyncio.run(front.prepare([("data:x", "p")], scope))
+    assert seen == ["data:"]
+    asyncio.run(front.prepare([("http://host.example/", "p")], scope))
+    assert seen == ["data:", "told", "http:"]
+
+
 def test_a_download_is_timed_as_fetching(make):
     front = make()
 
