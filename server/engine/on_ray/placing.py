@@ -94,11 +94,6 @@ class PlacedEngine:
         self._relay: Relay | None = None
         threading.Thread(target=self._run, args=(config,), name="placed", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """0: it is elsewhere."""
-        return 0
-
     def poll(self) -> int | None:
         """None while it runs."""
         return self.returncode
