@@ -31,6 +31,8 @@ from trencadis.core.launches.tensors import TensorsOut as TensorsOut
 from trencadis.core.launches.tensors import TextTensors as TextTensors
 from trencadis.core.launches.tensors import VisionTensors as VisionTensors
 from trencadis.core.launches.tensors import host_output as host_output
+from trencadis.core.launches.tensors import put_slots as put_slots
+from trencadis.core.launches.tensors import slots_at as slots_at
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -77,7 +79,12 @@ class Ops(Protocol):
 
     n tokens, h query heads, g KV heads, d head size, s vision slots, r rows, V vocabulary. Values have the backend's
     dtype unless another one is named.
+
+    Attributes:
+        copies: ``pack_weight`` keeps no view of the weight, whose memory may be used again.
     """
+
+    copies: bool
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """Packs a weight [out, in] and a bias [out]."""
@@ -217,11 +224,9 @@ class Ops(Protocol):
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
         """``run(*rows, *shared)``, a region that stores what each row gives; it may run in pieces, and a row twice."""
-        ...
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``run(x)``, [n, width] -> [n, out], each row by itself and without collectives; it may run in pieces."""
-        ...
 
     def cut(self, kind: str) -> None:
         """Marks a place where a device may cut the graph: ``layer`` or ``collective``."""

@@ -297,18 +297,19 @@ class Plan:
         """The bucket for ``needs``, one need per axis of the stage; it does not depend on what is captured."""
         table = self._tables.get((stage, variant))
         if table is not None:
-            found = table.find(needs)
-            if found is not None:
-                return found
-            unit = self.policy.alignment[stage]
-            dims = tuple(_fit_axis(max(n, 1), a, tuple(s)) for n, a, s in zip(needs, unit, table.axes, strict=True))
-            return Bucket(stage, dims, variant)
+            return table.find(needs) or self._escape(stage, needs, variant, table)
         axes = self.policy.axes[stage]
         if len(needs) != len(axes):
             raise ValueError(f"{stage.name} has axes {axes}, got needs {needs}")
         alignment = self.policy.alignment[stage]
         lists = self.policy.boundaries.get(stage, ((),) * len(axes))
         dims = tuple(_fit_axis(max(n, 1), a, b) for n, a, b in zip(needs, alignment, lists, strict=True))
+        return Bucket(stage, dims, variant)
+
+    def _escape(self, stage: Stage, needs: tuple[int, ...], variant: str, table: Table) -> Bucket:
+        """A bucket for needs above those that are planned."""
+        unit = self.policy.alignment[stage]
+        dims = tuple(_fit_axis(max(n, 1), a, tuple(s)) for n, a, s in zip(needs, unit, table.axes, strict=True))
         return Bucket(stage, dims, variant)
 
     def planned(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:

@@ -242,8 +242,9 @@ class EngineConfig:
     report_evictions: bool = opt(False, "the engine is one of several, whose router knows their caches", hidden=True)
     policy: str = opt("", "another policy of the backend, for tests (cpu: padded)", hidden=True)
     threads: int | None = opt(
-        None, "CPU threads (default: OMP_NUM_THREADS, else from the cgroup)", bound=Bound(1, 4096)
-    )
+        None, "CPU threads (default: OMP_NUM_THREADS, else the cores of the affinity and the cgroup)",
+        aliases=("cpu_threads",), bound=Bound(1, 4096),
+    )  # fmt: skip
     log_level: str = opt(
         "INFO", "smallest level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         env=("VLLM_LOGGING_LEVEL",), kind="upper",

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from trencadis.core.buckets import Policy
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 from trencadis.core.errors import StartupError
 
 TABLE = {
@@ -114,7 +114,7 @@ def listing() -> list[str]:
     for name in LISTED:
         package = import_module(TABLE[name])
         lines += package.listing() or [f"{name:8} none: {package.usable()}"]
-    return [*lines, f"cpu      {available_cpus()} threads"]
+    return [*lines, f"cpu      {computing_cpus()} threads"]
 
 
 def kernels() -> str:

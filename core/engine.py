@@ -118,9 +118,13 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Submits a Step and takes the results of the oldest one that is due; returns the Deltas, possibly none."""
+        return self._step_and_warm() if self._warming else self._step()
+
+    def _step_and_warm(self) -> list[Delta]:
+        """A step, after a piece of background warm-up where the pace allows one."""
         start = time.monotonic()
         loaded = not self.idle()
-        if self._warming and self._pace.allows(loaded):
+        if self._pace.allows(loaded):
             self._warm(loaded)
         deltas = self._step()
         if loaded:
@@ -151,9 +155,7 @@ class Engine:
 
     def _step(self) -> list[Delta]:
         if self._compiling:
-            if self._quiet and not self._flying:
-                self._compiling[0].wait(GRAMMAR_WAIT)  # there is nothing else to do
-            self._admit()
+            self._await_grammars()
         step = self.scheduler.schedule()
         if step is not None:
             self._submit(step)
@@ -163,6 +165,11 @@ class Engine:
         else:
             self._quiet = step is None
         return self.life.collect()
+
+    def _await_grammars(self) -> None:
+        if self._quiet and not self._flying:
+            self._compiling[0].wait(GRAMMAR_WAIT)  # there is nothing else to do
+        self._admit()
 
     def _submit(self, step: Step) -> None:
         self._step_tokens.append(step.tokens)
@@ -219,15 +226,15 @@ class Engine:
             step_tokens=tokens,
             buckets=buckets,
             graphs=self._watch.counters() if self._watch is not None else GraphCounters(),
-            plan=self._changed_plan(),
+            plan=None if self._watch is None else self._changed_plan(self._watch),
         )
 
-    def _changed_plan(self) -> GraphPlan | None:
+    def _changed_plan(self, watch: GraphWatch) -> GraphPlan | None:
         """The plan, if a program's state changed since the last call."""
-        if self._watch is None or self._watch.version == self._told:
+        if watch.version == self._told:
             return None
-        self._told = self._watch.version
-        return self._watch.plan()
+        self._told = watch.version
+        return watch.plan()
 
     def close(self) -> None:
         """Closes the executor once the steps in flight have finished."""

@@ -139,7 +139,7 @@ class SamplingParams:
                 setattr(self, name, _listed(getattr(self, name)))
         for name, read in READERS.items():
             value = getattr(self, name)
-            if value is not None:
+            if value if name in LISTS else value is not None:
                 setattr(self, name, read(value, self))
 
     def clone(self) -> SamplingParams:

@@ -33,6 +33,7 @@ class MediaOptions:
         resized_height: height in pixels to resize to, rounded as in ``smart_resize``; requires ``resized_width``.
         resized_width: width in pixels; requires ``resized_height``.
         detail: ``low`` caps max_pixels at 512 x 512, ``high`` and ``auto`` change nothing.
+        num_crops: most tiles that an image is cut into, for models that cut images by that.
         fps: frames to sample per second of video.
         nframes: frames to sample from a video; excludes ``fps``.
         min_frames: least frames that ``fps`` may give.
@@ -47,6 +48,7 @@ class MediaOptions:
     resized_height: int | None = None
     resized_width: int | None = None
     detail: str | None = None
+    num_crops: int | None = None
     fps: float | None = None
     nframes: int | None = None
     min_frames: int | None = None
@@ -57,8 +59,9 @@ class MediaOptions:
 
     def over(self, base: MediaOptions) -> MediaOptions:
         """These options, with those of ``base`` where these are not set."""
-        if base == NO_OPTIONS:
-            return self
+        return self if base == NO_OPTIONS else self._over(base)
+
+    def _over(self, base: MediaOptions) -> MediaOptions:
         given = self.given
         # fps and nframes exclude each other: one set here replaces the other in ``base``.
         for name, other in (("fps", "nframes"), ("nframes", "fps")):

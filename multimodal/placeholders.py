@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
+from trencadis.core.errors import BadRequest
 from trencadis.core.kv.spans import MediaSpan, TokenRun
+from trencadis.multimodal.options import MediaPart
 from trencadis.multimodal.processor import Layout, Prepared
 from trencadis.multimodal.videos.items import Media, PreparedVideo, encoder_items
 
@@ -82,3 +85,33 @@ def _span(item: Prepared, runs: tuple[TokenRun, ...]) -> MediaSpan:
     if plain:
         return MediaSpan(first.offset, length, item.digest, item.grid, item.slots)
     return MediaSpan(first.offset, length, item.digest, item.grid, item.slots, item.tokens, runs)
+
+
+class Numbered:
+    """Marks of pictures that are numbered texts in a raw prompt, such as ``<|image_1|>``, and no tokens.
+
+    ``before`` and ``behind``: what stands around a number.
+    """
+
+    def __init__(self, before: str, behind: str) -> None:
+        self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(behind)}")
+
+    def placed(self, text: str, parts: Sequence[MediaPart], token: str) -> tuple[str, Sequence[MediaPart]]:
+        """``text`` with ``token`` in the place of each mark, and ``parts`` in the order of the marks.
+
+        A number may stand there more than once; a text without marks is left to whoever counts its tokens.
+
+        Raises:
+            BadRequest: the numbers are not those of ``parts``, 1 to their count.
+        """
+        numbers = [int(found) if len(found) < 10 else 0 for found in self._pattern.findall(text)]
+        if not numbers:
+            return text, parts
+        if set(numbers) != set(range(1, len(parts) + 1)):
+            most = len(parts)
+            raise BadRequest(
+                f"The prompt names {len(set(numbers))} images and has {most}; it must name each by its number, "
+                f"{'1' if most == 1 else f'1 to {most}'}.",
+                param="prompt",
+            )
+        return self._pattern.sub(lambda _: token, text), [parts[number - 1] for number in numbers]

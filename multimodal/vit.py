@@ -26,10 +26,11 @@ class ViTConfig(VisionConfig):
 
     ``layer_norm``: norms have a bias; ``rotary``: heads turn by the place of their slot. The rest are canonical names:
     of the layers, and in each of qkv or its three parts, of the attention's output, of the MLP's matrices. ``filled``:
-    its tower fills patches and columns of the MLP with zeros to a device's unit.
+    its tower fills patches and columns of the MLP with zeros to a device's unit. ``planes``: bytes of a slot's value.
     """
 
     filled: ClassVar[bool] = False
+    planes: ClassVar[int] = 1
     layer_norm: ClassVar[bool] = True
     rotary: ClassVar[bool] = True
     layers_at: ClassVar[str] = "visual.blocks"
@@ -52,6 +53,11 @@ class ViTConfig(VisionConfig):
         return True, True
 
     @property
+    def embedded(self) -> int:
+        """Values of a slot, which the patch embedding multiplies."""
+        return self.slot.values // self.planes
+
+    @property
     def norm(self) -> int:
         """Values of a norm over the stream."""
         return self.hidden * (2 if self.layer_norm else 1)
@@ -63,18 +69,18 @@ class ViTConfig(VisionConfig):
         return sum(m.rows * m.columns for m in self.exit_matrices(1))
 
     def slot_weights(self) -> float:
-        return self.depth * self._layer() + self.slot.values * self.hidden + self._exit() / self.slot.cell
+        return self.depth * self._layer() + self.embedded * self.hidden + self._exit() / self.slot.cell
 
     def stored(self) -> int:
-        return self.depth * self._layer() + self.slot.values * self.hidden + self._exit()
+        return self.depth * self._layer() + self.embedded * self.hidden + self._exit()
 
     def _columns(self, ranks: int, unit: int) -> int:
         """Columns of the MLP of one rank."""
         return aligned(-(-self.intermediate // ranks), unit if self.filled else 1)
 
     def _values(self, unit: int) -> int:
-        """Values of a slot that the patch embedding multiplies."""
-        return aligned(self.slot.values, unit if self.filled else 1)
+        """Columns of the patch embedding."""
+        return aligned(self.embedded, unit if self.filled else 1)
 
     def held(self, ranks: int, unit: int = 1) -> int:
         heads, columns, matrices = -(-self.hidden // ranks), self._columns(ranks, unit), len(self.columns)
@@ -85,7 +91,7 @@ class ViTConfig(VisionConfig):
 
     def tables(self, unit: int = 1) -> int:
         """Rotary frequencies, and how a byte becomes a value, float32 twice."""
-        return (self.head_dim // 2 * FREQUENCY if self.rotary else 0) + 2 * self._values(unit) * 4
+        return (self.head_dim // 2 * FREQUENCY if self.rotary else 0) + 2 * self.planes * self._values(unit) * 4
 
     def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
         width, columns = -(-self.hidden // ranks), self._columns(ranks, unit)

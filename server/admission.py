@@ -105,9 +105,13 @@ class Admission:
                 # The request alone exceeds the bound, so waiting would not help.
                 raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
             if more and inside + more > bound:
-                self.rejected[NAMES[i]] += 1
-                wait = self.wait(i, inside + more - bound)
-                raise QueueFull(f"The queue is full ({NAMES[i]}); try again later.", retry_after=wait)
+                raise self._full(i, inside + more - bound)
+
+    def _full(self, which: int, excess: int) -> QueueFull:
+        """Counts a refusal because of ``excess`` of ``NAMES[which]``."""
+        self.rejected[NAMES[which]] += 1
+        wait = self.wait(which, excess)
+        return QueueFull(f"The queue is full ({NAMES[which]}); try again later.", retry_after=wait)
 
     def take(self, wanted: Amounts) -> None:
         """Counts what ``check`` has let in."""

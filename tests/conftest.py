@@ -113,7 +113,12 @@ def oracle() -> Callable[[Path], object]:
         import torch
         import transformers
 
-        vision = load_config(path).vision is not None
+        config = load_config(path)
+        vision = config.vision is not None
+        if config.architecture == "Phi3VForCausalLM":
+            from tests.vision.beside.phi3_v import Composed
+
+            return Composed.read(path)
         auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
         return auto.from_pretrained(path, dtype=torch.float32).eval()
 

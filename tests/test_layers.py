@@ -65,6 +65,7 @@ RULES = {
     "backends/cpu": Rule(("core",), EVERY),
     "backends/cpu/native": Rule(("core",), EVERY),
     "backends/cuda": Rule(("core", "backends/.", "backends/cpu"), EVERY),
+    "backends/cuda/kernels/peers": Rule((), EVERY),
     "backends/cuda/kernels": Rule(
         ("core", "backends/cuda/weights", "backends/cuda/kernels/coded", "backends/cuda/kernels/layers"), EVERY
     ),
@@ -99,6 +100,7 @@ RULES = {
     "multimodal/internvl": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava_next": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/phi3_v": Rule(("core", "core/families", "multimodal"), torch("model")),
     "multimodal/tiles": Rule(("core", "multimodal"), torch("model")),
     "multimodal/gemma3": Rule(("core", "core/families", "multimodal"), torch("model")),
     "multimodal/qwen2_vl": Rule(("core", "multimodal"), torch("model", "tower")),

@@ -182,6 +182,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_decode_codes": over_codes("attend_decode_codes"),
     "kv_codes": stored_codes,
     "layers": layer_cases.layers,
+    "peers": layer_cases.sums_of_ranks,
     "attend_windows": vision("attend_windows", attend_vision.attend_windows),
     "attend_images": vision("attend_images", attend_vision.attend_images),
     "rope": rotary,

@@ -8,7 +8,7 @@ image that are new, 16 greedy tokens each, and what ran between a request and it
 
 * **lines**: those of the functions that ran, a function whole whatever part of it ran, without docstrings, comments and
   empty lines. A function inside another one counts for itself. Code of libraries does not count, nor code that
-  dataclasses make.
+  dataclasses make, nor what a timer starts (``TIMED``) and by chance falls into that time.
 * **stays**: the rooms in which a function ran between the beginning and the end of ``Runner.execute``. A room is a
   package; a file beside a top folder's packages is a room of its own. A step comes to a room as often as it likes: it
   stays there once.
@@ -41,6 +41,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis")
 BARS = {"text": 2600, "image": 3900, "stays": 12}
+TIMED = {
+    "server/engine/client.py": ("EngineLink.watch", "EngineLink.check_step"),
+    "core/process/main.py": ("EngineProcess.pong",),
+    "core/process/heap.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
+    "server/http/app.py": ("_log_stats",),
+    "server/http/web.py": ("WebServer.serve",),
+    "server/cli/run.py": ("_Serving.run",),
+}
+"""Functions that timers start, by file: pings and their answers, garbage, the line of counters, uvicorn's ticks."""
 
 TRACER = '''
 """Tells the counting process which functions ran; every Python that has this folder on its path imports it."""
@@ -48,11 +57,16 @@ TRACER = '''
 import json, os, socket, sys, threading
 
 ran, stepped, steps = {}, {}, threading.local()
+timed = frozenset(json.loads(os.environ["TIMED"]))
 
 
 def hook(frame, event, argument):
     code = frame.f_code
-    if event == "call":
+    if code.co_qualname in timed and event in ("call", "return"):
+        steps.timed = getattr(steps, "timed", 0) + (1 if event == "call" else -1)
+    elif event == "call":
+        if getattr(steps, "timed", 0):
+            return
         ran[id(code)] = code
         if code.co_qualname == "Runner.execute":
             steps.inside = True
@@ -150,6 +164,7 @@ def server(folder: Path) -> Iterator[str]:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "HF_HUB_OFFLINE": "1"}
+    env["TIMED"] = json.dumps([name for names in TIMED.values() for name in names])
     flags = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-P", "-m", "trencadis.server", *flags]

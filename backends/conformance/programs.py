@@ -31,7 +31,7 @@ def rig_of(subject: Subject, backend: Any = None) -> Rig:
 def pick_buckets(rig: Rig, subject: Subject, most: int = PER_STAGE) -> list[Bucket]:
     """Up to ``most`` buckets of each stage."""
     count = min(most, PER_STAGE_QUICK) if subject.quick else most
-    found = [b for stage in rig.stages for b in spread_buckets(all_buckets(rig.plan, stage), count)]
+    found = [b for stage in rig.stages for b in spread_buckets(all_buckets(rig.plan, stage, rig.tile), count)]
     if not found:
         raise CheckFailed("the policy names no stages")
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trencadis.backends.conformance.family.slots import IMAGE_SLOTS, most_slots, pictures, tile_of
 from trencadis.backends.conformance.result import CheckFailed
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -27,12 +28,10 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
-from trencadis.core.step import PENDING, Bias, ImageRows, PoolOutput, Reset, Row, Sample, VisionInputs
+from trencadis.core.step import PENDING, Bias, ImageRows, PoolOutput, Reset, Row, Sample
 
 BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
-STEP_TOKENS, IMAGE_SLOTS = 256, 1024
-LONGEST_ITEM = 7
-"""Windows of an item."""
+STEP_TOKENS = 256
 
 
 def edit(tensor: Any, change: Callable[[Any], None]) -> None:
@@ -44,20 +43,25 @@ def edit(tensor: Any, change: Callable[[Any], None]) -> None:
 
 def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
     """The plan of a small engine; for a device without buckets, a plan that rounds needs."""
+    tile, most = tile_of(config), most_slots(tile_of(config))
     limits = ShapeLimits(
-        SEQS, STEP_TOKENS, 16 * block, block, image_slots=IMAGE_SLOTS if config.vision else 0, encoder_slots=IMAGE_SLOTS
-    )
+        SEQS, STEP_TOKENS, 16 * block, block, image_slots=tile or (IMAGE_SLOTS if config.vision else 0),
+        least_slots=tile or WINDOW_SLOTS, image_tile=tile, encoder_slots=most,
+    )  # fmt: skip
     return make_plan(backend.policy, limits, BucketOptions(), config, every=True)
 
 
-def all_buckets(plan: Plan, stage: Stage) -> list[Bucket]:
-    """Every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by alignment."""
+def all_buckets(plan: Plan, stage: Stage, tile: int = 0) -> list[Bucket]:
+    """Every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by alignment.
+
+    ``tile``: as ``tile_of``.
+    """
     if plan.buckets:
         return list(plan.of(stage))
     rows = range(1, 2 * SEQS + 1)
     needs: dict[Stage, list[tuple[int, ...]]] = {
         Stage.PREFILL: [(tokens, r) for tokens in range(1, 130, 9) for r in rows if r <= tokens],
-        Stage.VISION: [(slots,) for slots in range(WINDOW_SLOTS, IMAGE_SLOTS + 1, WINDOW_SLOTS)],
+        Stage.VISION: [(slots,) for slots in range(tile or WINDOW_SLOTS, most_slots(tile) + 1, tile or WINDOW_SLOTS)],
     }
     variants = ("greedy", "full") if stage is Stage.SAMPLE else ("",)
     return sorted({plan.fit(stage, need, v) for need in needs.get(stage, [(r,) for r in rows]) for v in variants})
@@ -84,12 +88,12 @@ class Rig:
     _values: dict[bool, list[tuple[Any, torch.Tensor]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.vocab = self.config.text.vocab
+        self.vocab, self.tile, self.used = self.config.text.vocab, tile_of(self.config), 0
         self.plan = plan_of(self.backend, self.config, self.block)
         self.model = registry.build(self.config, self.backend)
         made = persistent(
             self.config, self.backend, blocks=BLOCKS, block_size=self.block,
-            arena_rows=max(ARENA, IMAGE_SLOTS // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,
+            arena_rows=max(ARENA, most_slots(self.tile) // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,
         )  # fmt: skip
         self.model.bind(made)
         self.bodies = {
@@ -189,7 +193,8 @@ class Rig:
     def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
         """Inputs for a launch of ``bucket``, and their number of rows."""
         if bucket.stage is Stage.VISION:
-            return _packed(bucket.dims[0], self.slot, rng), 0
+            made, self.used = pictures(self.model, self.config, bucket.dims[0], rng)
+            return made, 0
         real = max(bucket.dims[0] - 1, 1)
         if bucket.stage is Stage.SAMPLE:
             full = bucket.variant == "full"
@@ -213,42 +218,6 @@ def _arrays(head: Any) -> list[Any]:
         return [torch.from_numpy(np.array(head.values))]
     values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
     return [torch.from_numpy(np.array(v)) for v in values if v is not None]
-
-
-def _windows(slots: int) -> int:
-    """How many windows hold an image."""
-    return max(slots // WINDOW_SLOTS - 1, 1)
-
-
-def _packed(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionInputs:
-    """Items that fill all windows but one; no window that ends an item is full."""
-    used, count, row = _windows(slots), slots // WINDOW_SLOTS, SINK_ROW + 1
-    made = VisionInputs(
-        pixels=np.zeros((slots, slot.values), np.uint8),
-        position=np.zeros((slots, 2), np.int32),
-        segment=np.arange(count, dtype=np.int32) // LONGEST_ITEM,
-        count=np.full(count, WINDOW_SLOTS, np.int32),
-        rows=np.full(slots // slot.cell, SINK_ROW, np.int32),
-    )
-    if slot.near:
-        made.near = np.zeros((slots, slot.near), np.int32)
-        made.share = np.zeros((slots, slot.near), np.float32)
-    made.segment[used:] = made.segment[used - 1] + 1 + np.arange(count - used)
-    cells = WINDOW_SLOTS // slot.cell
-    for window in range(used):
-        last = window + 1 == used or (window + 1) % LONGEST_ITEM == 0
-        real = max(cells * 9 // 16, 1) if last else cells - cells // 4
-        start = window * WINDOW_SLOTS
-        here = slice(start, start + real * slot.cell)
-        made.pixels[here] = rng.integers(0, 256, (real * slot.cell, slot.values))
-        made.position[here] = rng.integers(0, 30, (real * slot.cell, 2))
-        if made.near is not None and made.share is not None:
-            made.near[here] = rng.integers(0, 4, (real * slot.cell, slot.near))
-            made.share[here] = rng.random((real * slot.cell, slot.near))
-        made.count[window] = real * slot.cell
-        made.rows[start // slot.cell : start // slot.cell + real] = np.arange(row, row + real)
-        row += real
-    return made
 
 
 def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
@@ -333,11 +302,11 @@ def _junk_table(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -
 def _junk_vision(rig: Rig, x: Any, inputs: Any, rng: np.random.Generator) -> None:
     slots = x.pixels.shape[0]
     windows = slots // WINDOW_SLOTS
-    used = np.arange(windows) < _windows(slots)
+    used = np.arange(windows) < rig.used
     real = np.where(used, inputs.count, 0)
     pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
     edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), x.pixels.shape[1]))))
-    edit(x.position, lambda v: _put(v, pad, rng.integers(0, 30, (int(pad.sum()), 2))))
+    edit(x.position, lambda v: _put(v, pad, rng.integers(0, inputs.position.max() + 1, (int(pad.sum()), 2))))
     if x.near is not None:
         shape = int(pad.sum()), x.near.shape[1]
         edit(x.near, lambda v: _put(v, pad, rng.integers(0, 4, shape)))

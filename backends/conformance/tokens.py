@@ -1,6 +1,7 @@
 """Checks of answers: chunked prompts with and without images, then decoding, against the CPU in float32.
 
-Prompts are prefilled in two chunks and decoded together; the device reads each decoded token from its slot.
+Prompts are prefilled in two chunks, or whole where their tokens see each other, and decoded together; the device reads
+each decoded token from its slot.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.models import registry
-from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, Step
+from trencadis.core.step import PENDING, Draw, Encode, ImageRows, Reset, Row, Sample, SeenSpan, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Answers may diverge at a tie: where the reference's two best log-probabilities are closer than this."""
@@ -133,10 +134,12 @@ class PromptRunner:
             Encode(f"image {i}", self.shown.grid, self.shown.slots, pixels, self._image_rows(i)) for i, pixels in given
         ]
         resets = [Reset(1 + i, tuple(sorted(set(p.ids))), ()) for i, p in enumerate(asked)]
-        half = [len(p.ids) // 2 for p in asked]
-        self._step(0, [self._row(i, p, 0, half[i], None) for i, p in enumerate(asked)], asked, images, resets)
+        whole = not self.config.text.causal
+        half = [0 if whole else len(p.ids) // 2 for p in asked]
+        if not whole:
+            self._step(0, [self._row(i, p, 0, half[i], None) for i, p in enumerate(asked)], asked, images, resets)
         rows_of = [self._row(i, p, half[i], len(p.ids), _drawn(sample, i, 0)) for i, p in enumerate(asked)]
-        self._step(1, rows_of, asked)
+        self._step(1, rows_of, asked, *((images, resets) if whole else ()))
         for step in range(1, count):
             decoding = []
             for i, p in enumerate(asked):
@@ -161,7 +164,8 @@ class PromptRunner:
             if first < last:
                 images = (ImageRows(first - start, self._image_rows(i)[first - p.start : last - p.start]),)
         blocks, at = self._blocks(i, stop), p.positions[:, start:stop]
-        row = Row(i, 1 + i, start, tuple(p.ids[start:stop]), blocks, at, images)
+        spans = () if self.config.text.causal else (SeenSpan(0, stop - start),)
+        row = Row(i, 1 + i, start, tuple(p.ids[start:stop]), blocks, at, images, spans=spans)
         return row if sample is None else _with_sample(row, sample)
 
     def _step(

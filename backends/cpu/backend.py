@@ -19,7 +19,7 @@ from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 
 
 def _ops(cfg: BackendConfig) -> Ops:
@@ -37,7 +37,7 @@ class CpuBackend:
 
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
-        count = int(options.get("threads") or available_cpus())
+        count = int(options.get("threads") or computing_cpus())
         torch.set_num_threads(count)
         self.cfg = cfg
         self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"

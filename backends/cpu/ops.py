@@ -24,7 +24,7 @@ from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, pla
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
-from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
@@ -53,6 +53,8 @@ class PackedWeight:
 class CpuOps(ReferenceOps):
     """``core.backend.Ops`` for CPU tensors."""
 
+    copies = True
+
     @cached_property
     def kernels(self) -> int:
         """Number of own kernels that serve; 0: none."""
@@ -70,28 +72,30 @@ class CpuOps(ReferenceOps):
         return panel_weight(q, bias) or integer_weight(q, bias) or super().pack_quantised(q, bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
+        if isinstance(w, PackedWeight):
+            return by_sizes(x, lambda part: _product(part, w))
+        return self._quantised_linear(x, w)
+
+    def _quantised_linear(self, x: Tensor, w: Weight) -> Tensor:
+        """``linear`` with integers, or with a weight of a type that oneDNN would emulate."""
         if isinstance(w, PanelWeight):
             return panels.product(x, w)
         if isinstance(w, IntegerWeight):
             return product(x, w, by_sizes)
-        if not isinstance(w, PackedWeight):
-            return super().linear(x, w)
-        return by_sizes(x, lambda part: _product(part, w))
+        return super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
-        if x.dtype != torch.float32:
-            return self._narrow_rms_norm(x, weight, eps, residual)
+        made = rms_norm(x, weight, eps, residual, self.kernels)
+        return self._torch_rms_norm(x, weight, eps, residual) if made is None else (made, x)
+
+    def _torch_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``rms_norm`` where no own kernel serves."""
         total = x if residual is None else x.add_(residual)
+        if x.dtype != torch.float32:
+            return super().rms_norm(total, weight, eps)
         mean = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps)
         return (total * mean.rsqrt_()).mul_(weight), total
-
-    def _narrow_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``rms_norm`` of 16-bit values, by an own kernel where there is one."""
-        made = rms_norm(x, weight, eps, residual, self.kernels)
-        if made is not None:
-            return made, x
-        return super().rms_norm(x if residual is None else x.add_(residual), weight, eps)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
@@ -101,7 +105,7 @@ class CpuOps(ReferenceOps):
         return functional.layer_norm(total, weight.shape, weight, bias, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        made = None if gate_up.dtype == torch.float32 else silu_mul(gate_up, self.kernels)
+        made = silu_mul(gate_up, self.kernels)
         if made is not None:
             return made
         gate, up = gate_up.chunk(2, dim=-1)
@@ -375,7 +379,7 @@ def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Te
     """Keys and values [L, g, d] of these slots, of ``dtype``; views of the cache where that holds them so."""
     if kv.k_scale is not None:
         return kv_codes.opened(kv, where, dtype)
-    return kv_codes.at(kv.k, where), kv_codes.at(kv.v, where)
+    return slots_at(kv.k, where), slots_at(kv.v, where)
 
 
 def _images(seg: Segments) -> list[Where]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,15 @@ from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs,
 Array = NDArray[Any]
 
 
+@dataclass(eq=False)
 class CpuProgram:
     """``core.backend.Program``. Nothing is captured, so each fill makes new tensors."""
 
-    def __init__(self, bucket: Bucket, body: Body) -> None:
-        self.bucket, self.body = bucket, body
-        self.state = ProgramState.PLANNED
-        self.bytes = 0
-        self.inputs: Any = None
+    bucket: Bucket
+    body: Body
+    state: ProgramState = ProgramState.PLANNED
+    bytes: int = 0
+    inputs: Any = None
 
     def compile(self) -> None:
         """Nothing to compile."""

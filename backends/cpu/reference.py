@@ -26,6 +26,7 @@ from trencadis.core.backend import (
     SamplerState,
     Segments,
     Weight,
+    put_slots,
 )
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
@@ -49,6 +50,8 @@ class PlainWeight:
 
 class ReferenceOps:
     """Implements ``core.backend.Ops``."""
+
+    copies = False
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
@@ -116,8 +119,8 @@ class ReferenceOps:
         if kv.k_scale is not None:
             kv_codes.store(k, v, kv, slot_map)
             return
-        kv_codes.put(kv.k, k, slot_map)
-        kv_codes.put(kv.v, v, slot_map)
+        put_slots(kv.k, k, slot_map)
+        put_slots(kv.v, v, slot_map)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         """Attention [n, h, d]: each token sees its row's stored tokens up to itself, or as far as ``upto`` says."""

@@ -42,9 +42,9 @@ class CudaBackend:
         self.pipe: Pipe | None = None
         self.memory: Memory = runtime.memory
         self.hooks = runtime.hooks
-        self.notes: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = getattr(comm, "notes", ())
         if runtime.device.type == "cpu":
-            self.notes = (INTERPRETED if runtime.interprets else TWIN,)
+            self.notes += (INTERPRETED if runtime.interprets else TWIN,)
         kv_heads = -(-(cfg.kv_heads or 4) // cfg.world)
         self.sizes = Sizes(
             block_size=cfg.block_size, row_blocks=cfg.max_blocks_per_row, vocab=cfg.vocab_size,

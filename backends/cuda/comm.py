@@ -1,14 +1,21 @@
-"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host."""
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host.
+
+Small sums may go over the memory of peers instead (``peers``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trencadis.core import envs
 from trencadis.core.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from trencadis.backends.cuda.kernels.peers.memory import PeerSums
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """torch 2.13 renames it and warns of the old name."""
@@ -34,11 +41,26 @@ class CudaComm:
                 self._group, self._host = cards, host
         if self.world > 1:
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self.notes: tuple[str, ...] = ()
+        self._peers: PeerSums | None = None
+        if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
+            from trencadis.backends.cuda.kernels.peers import memory  # imports triton, which a twin does without
+
+            self._peers, why = memory.opened(self._group, self._host, self.rank, self.world, device)
+            self.notes = (why,) if why else ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """The sum over ranks, in place or in other memory."""
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.all_reduce(x)
         torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def sum_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """The sum over ranks and ``residual``, rounded once; None where only ``all_reduce`` sums such a message."""
+        if self._peers is None or not self._peers.takes(x):
+            return None
+        return self._peers.all_reduce(x, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, c] -> [n, world x c], ranks in order."""

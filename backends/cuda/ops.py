@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
+from trencadis.core.models.decoder import Layer
 from trencadis.core.quant.tensor import QTensor
 
 T = TypeVar("T")
@@ -72,7 +73,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """As ``core.backend.Ops``; a decoder layer of few rows in six launches where it fits."""
         if self._arrived is not None and self.host_layers is None and whole.takes(run, args[0], args[-1]):
-            run = whole.WholeLayer(run, self._arrived)  # type: ignore[arg-type, assignment]
+            made: Any = whole.WholeLayer(cast(Layer, run), self._arrived)
+            return super().layer(made, *args)  # type: ignore[no-any-return]
         return super().layer(run, *args)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class StageShare:
     stage: int = 0
     stages: int = 1
 
-    @property
+    @cached_property
     def starts(self) -> bool:
         """Whether tokens enter here."""
         return self.stage == 0
 
-    @property
+    @cached_property
     def ends(self) -> bool:
         """Whether tokens are drawn here."""
         return self.stage == self.stages - 1

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+CROSSING = 6
+"""Widths of the residual stream that cross the cuts before the two collectives of a layer."""
+
 
 class SlotForm(NamedTuple):
     """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
@@ -94,6 +97,11 @@ class VisionConfig(ABC):
     @abstractmethod
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         """Most bytes that a launch of ``slots`` slots holds at a time."""
+
+    @property
+    def crossing(self) -> int:
+        """Widths of the stream that cross the cuts before a layer's two collectives, where ranks share it."""
+        return CROSSING
 
     @abstractmethod
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:

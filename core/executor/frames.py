@@ -134,6 +134,13 @@ class StepAnswer(msgspec.Struct, tag=True):
         )
 
 
+class Capturing(msgspec.Struct, tag=True):
+    """Up: the capture of ``bucket`` begins, or has ended, so that the engine knows it if this rank dies."""
+
+    bucket: str
+    begun: bool
+
+
 class Compiled(msgspec.Struct, tag=True):
     """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
 
@@ -149,7 +156,7 @@ class RankFailure(msgspec.Struct, tag=True):
 
 
 Down = Dial | Begin | Go | End | Run | Warm | Words | Compile
-Up = Linked | Met | RankReady | Done | StepAnswer | Compiled | RankFailure
+Up = Linked | Met | RankReady | Done | StepAnswer | Capturing | Compiled | RankFailure
 
 
 def _plain(value: Any) -> Any:

@@ -51,6 +51,7 @@ class Child:
         remote: its process was not started by this one, so that versions and files must be compared.
         met: what it would load; of remote ranks.
         gone: set when nothing comes from it any more.
+        capturing: the bucket whose capture it has begun; empty: none.
     """
 
     place: Place
@@ -60,6 +61,7 @@ class Child:
     met: Future[Facts] = field(default_factory=Future)
     ready: Future[None] = field(default_factory=Future)
     gone: Event = field(default_factory=Event)
+    capturing: str = ""
 
     @property
     def number(self) -> int:

@@ -87,11 +87,10 @@ class Multiproc:
         self._digests: dict[int, tuple[int, int]] = {}
         self._compiling: dict[int, Compiling] = {}
         self._grammars = 0
-        self._closing = self._steady = False
+        self._closing = self._steady = self._overlaps = False
         self._pulse: Pulse | None = None
         self._launches, self._results = SerialThread("rank 0"), SerialThread("rank 0 results")
         self._rank: Rank
-        self._overlaps = False
         self.children: list[Child] = []
         try:
             for number in range(1, self.world):
@@ -238,8 +237,7 @@ class Multiproc:
         """Ends the other ranks once rank 0 has run all submitted Steps."""
         if self._closing:
             return
-        self._closing = True
-        well = self._failure is None
+        self._closing, well = True, self._failure is None
         if well:
             self._launches.put(lambda: leave(self._launcher.place(0).rendezvous))
         for thread in (self._results, self._launches):
@@ -340,7 +338,7 @@ class Multiproc:
             child.gone.set()
             if not self._closing and self._failure is None:
                 how = child.how(str(error))
-                self._trouble(child.number, RankDied(f"rank {child.number}{child.at} died: {how}"))
+                self._trouble(child.number, RankDied(f"rank {child.number}{child.at} died: {how}", child.capturing))
         finally:
             child.gone.set()
 
@@ -351,6 +349,8 @@ class Multiproc:
                     self._settle(child.ready, None)
                 case frames.Met(facts):
                     self._settle(child.met, facts)
+                case frames.Capturing(bucket, begun):
+                    child.capturing = bucket if begun else ""
                 case frames.Compiled(number, problem):
                     self._compiled(number, problem)
                 case frames.Done(number, digest):

@@ -32,6 +32,7 @@ from trencadis.core.links.keyed import Pulse
 from trencadis.core.links.link import Link, LinkClosed, PlainLink
 from trencadis.core.process import children, function_trace, logsetup, settling, torch_build
 from trencadis.core.process.heap import Tidier
+from trencadis.core.progress import Progress, Silent
 from trencadis.core.step import Step, StepOutput
 
 if TYPE_CHECKING:
@@ -46,11 +47,22 @@ FAREWELL = 0.5
 """Seconds in which the report of a failure may leave a process that ends."""
 
 
-def build(factory: str, config: EngineConfig, place: Place) -> RankHandle:
-    """Builds a rank: calls ``package.module:function`` with the configuration and the place."""
+class CaptureTeller(Silent):
+    """Tells the engine which capture begins; all else is rank 0's to report."""
+
+    def __init__(self, send: Callable[[frames.Up], None]) -> None:
+        self._send = send
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """Before and after each."""
+        self._send(frames.Capturing(bucket, begun))
+
+
+def build(factory: str, config: EngineConfig, place: Place, progress: Progress) -> RankHandle:
+    """Builds a rank: calls ``package.module:function`` with the configuration, the place and who is told of it."""
     module, _, name = factory.partition(":")
     made: Any = getattr(import_module(module), name)
-    opened: RankHandle = made(config, place)
+    opened: RankHandle = made(config, place, progress)
     return opened
 
 
@@ -134,7 +146,7 @@ class RankProcess:
         settling.settle(begin.config.device, rank=begin.place.card, world=begin.place.cards)
         if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
             torch_build.load()
-        opened = build(begin.factory, begin.config, begin.place)
+        opened = build(begin.factory, begin.config, begin.place, CaptureTeller(self.send))
         self.send(frames.RankReady())
         self.steady = True
         run = self.overlapped(opened) if opened.overlaps else self.one_by_one(opened.rank)

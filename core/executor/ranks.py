@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trencadis.core import envs
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 from trencadis.core.errors import StartupError
 
 
@@ -123,4 +123,4 @@ def asked_threads(flag: int | None, environ: Mapping[str, str]) -> int | None:
 
 def threads_of(asked: int | None, world: int) -> int:
     """CPU threads of each of ``world`` ranks; ``asked``: threads of the whole engine."""
-    return max((asked or available_cpus()) // max(world, 1), 1)
+    return max((asked or computing_cpus()) // max(world, 1), 1)

@@ -10,7 +10,15 @@ class RankFailed(RuntimeError):
 
 
 class RankDied(RankFailed):
-    """A rank ended without reporting why."""
+    """A rank ended without reporting why.
+
+    Args:
+        capture: the bucket whose capture it had begun, which may be why; empty: none.
+    """
+
+    def __init__(self, message: str, capture: str = "") -> None:
+        super().__init__(message)
+        self.capture = capture
 
 
 @dataclass(order=True)

@@ -1,7 +1,8 @@
 """Reports each capture to the parent process, so that a bucket whose capture kills the engine is skipped next time.
 
 Nothing is written to disk: the engine tells its parent before and after each capture, and the parent passes the
-buckets in whose capture an engine died to the next engine.
+buckets in whose capture an engine died to the next engine. Other ranks tell the engine, which passes it on where one of
+them dies. Pipeline stages have graphs of their own, so that later ones name their stage with the bucket.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ class Journal:
     Args:
         skip: printed names of buckets in whose capture an earlier engine died.
         tell: called before and after every capture, also if it ends with an exception.
+        stage: of the pipeline.
     """
 
-    def __init__(self, skip: Iterable[str] = (), tell: Tell = lambda bucket, begun: None) -> None:
-        self._skip, self._tell = frozenset(skip), tell
+    def __init__(self, skip: Iterable[str] = (), tell: Tell = lambda bucket, begun: None, stage: int = 0) -> None:
+        self._skip, self._tell, self._stage = frozenset(skip), tell, stage
 
     def skips(self, bucket: object) -> bool:
         """Whether this bucket must stay compiled."""
-        return str(bucket) in self._skip
+        return self._name(bucket) in self._skip
 
     @contextmanager
     def capture(self, bucket: object) -> Iterator[None]:
         """Reports the capture that runs inside the ``with`` block."""
-        self._tell(str(bucket), True)
+        name = self._name(bucket)
+        self._tell(name, True)
         try:
             yield
         finally:
-            self._tell(str(bucket), False)
+            self._tell(name, False)
+
+    def _name(self, bucket: object) -> str:
+        return f"stage {self._stage} {bucket}" if self._stage else str(bucket)

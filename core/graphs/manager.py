@@ -108,15 +108,13 @@ class GraphManager:
         self.backend.fill(program, inputs)
         out = self._launch(program) if self.counted else program.run()
         planned = not self.planned or bucket in self.planned
-        miss = ""
-        if self.counted:
-            self.hits[bucket] += 1
-            miss = self._miss(bucket, program, first)
+        miss = self._miss(bucket, program, first) if self.counted else ""
         seconds = time.perf_counter() - start
         return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned, miss)
 
     def _miss(self, bucket: Bucket, program: Program, first: bool) -> str:
-        """Why this launch had no graph ready, "" if it had; a graph captured for this very launch was not ready."""
+        """Counts a launch. Why it had no graph ready, "" if it had; one captured for this very launch was not ready."""
+        self.hits[bucket] += 1
         if bucket not in self.planned:
             return UNPLANNED
         if first:
@@ -157,7 +155,9 @@ class GraphManager:
         return found
 
     def _launch(self, program: Program) -> Any:
-        work = program.replay if program.state is ProgramState.CAPTURED else program.run
+        def work() -> Any:  # the state is asked at each try: the graph that was given up may be this one
+            return program.replay() if program.state is ProgramState.CAPTURED else program.run()
+
         return self._with_relief(program.bucket, work)
 
     def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:

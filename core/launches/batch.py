@@ -98,14 +98,18 @@ class RankBatch:
     def _leave(self, seat: int) -> None:
         last = self.count - 1
         if seat != last:
-            self._numbers[:, seat] = self._numbers[:, last]
-            self._floats[:, seat] = self._floats[:, last]
-            self._table[seat] = self._table[last]
-            self._keys[seat], self._samples[seat] = self._keys[last], self._samples[last]
+            self._move(last, seat)
         self._table[last] = 0
         self._keys.pop()
         self._samples.pop()
         self.count = last
+
+    def _move(self, old: int, seat: int) -> None:
+        """Gives the row of seat ``old`` another one."""
+        self._numbers[:, seat] = self._numbers[:, old]
+        self._floats[:, seat] = self._floats[:, old]
+        self._table[seat] = self._table[old]
+        self._keys[seat], self._samples[seat] = self._keys[old], self._samples[old]
 
     def _join(self, row: Row, delta: int) -> None:
         seat, draw = self.count, row.samples[0]
@@ -123,12 +127,16 @@ class RankBatch:
         """Makes room for ``rows`` rows and one of ZERO blocks behind them, each of ``width`` blocks."""
         have = self._table.shape
         if rows + 1 > have[0] or width > have[1]:
-            more = (2 * rows + 1 if rows + 1 > have[0] else have[0], width + 64 if width > have[1] else have[1])
-            table = np.zeros(more, np.int32)
-            table[: have[0], : have[1]] = self._table
-            self._table = table
-            self._numbers = _wider(self._numbers, more[0])
-            self._floats = _wider(self._floats, more[0])
+            self._grow_table(
+                2 * rows + 1 if rows + 1 > have[0] else have[0], width + 64 if width > have[1] else have[1]
+            )
+
+    def _grow_table(self, rows: int, width: int) -> None:
+        table = np.zeros((rows, width), np.int32)
+        table[: self._table.shape[0], : self._table.shape[1]] = self._table
+        self._table = table
+        self._numbers = _wider(self._numbers, rows)
+        self._floats = _wider(self._floats, rows)
 
     # What a launch needs of it
 

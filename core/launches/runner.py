@@ -105,6 +105,8 @@ class Runner:
         self.backend = backend
         self.model = model
         self.plan = plan
+        self.ragged = plan.policy.mixed
+        """Whether one launch holds all rows, those that have a seat first; else launches are cut row by row."""
         self.vocab = model.config.text.vocab
         bodies: dict[str, Callable[[Any], Any]] = {
             "text": model.text,
@@ -129,11 +131,6 @@ class Runner:
         self.batch = self.batches[0]
         self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
 
-    @property
-    def ragged(self) -> bool:
-        """Whether one launch holds all rows, those that have a seat first; else launches are cut row by row."""
-        return self.plan.policy.mixed
-
     def execute(self, step: Step) -> StepPending:
         """Launches ``step``; the device may still be running it on return."""
         pending = StepPending(step.number, {})
@@ -147,20 +144,24 @@ class Runner:
         self._run_step(step if self.ragged else self.batch.whole(step), pending)
         if step.batch is not None:
             self.batch.advance(step.rows, step.batch.joins)
-        self.graphs.settle()
+        if self.graphs.counted:
+            self.graphs.settle()
         return pending
 
     def _run_step(self, step: Step, pending: StepPending) -> None:
         for launch in split(step, self.plan):
-            if runs(self.share, launch.bucket.stage):
+            if self.share.stages == 1 or runs(self.share, launch.bucket.stage):
                 self._launch(step, launch, pending)
         if not self.share.ends:
             return
         self._sample(step, pending)
         if any(row.targets is not None or row.pool is not None for row in step.rows):
-            last = _last_rows(step)
-            self._score(last, pending)
-            self._pool(last, pending)
+            self._of_prompts(_last_rows(step), pending)
+
+    def _of_prompts(self, last: list[tuple[Row, int]], pending: StepPending) -> None:
+        """Scores and pools tokens of prompts."""
+        self._score(last, pending)
+        self._pool(last, pending)
 
     def pass_by(self, held: Persistent) -> None:
         """Takes rows from other ranks and gives them rows: of other pipeline stages, and of pictures."""
@@ -199,20 +200,27 @@ class Runner:
         return self.desk.grammars.prepare(grammar)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
-        stage = launch.bucket.stage
-        if stage is Stage.RESET:
+        if launch.bucket.stage is Stage.RESET:
             resets = [step.resets[i] for i in launch.items]
             self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
-        elif stage is Stage.VISION and self.gathered is not None:
-            self._encode_own(self.gathered, [step.images[i] for i in launch.items], pending)
-        elif stage is Stage.VISION:
-            self._encode([step.images[i] for i in launch.items], launch.bucket, pending)
+        elif launch.bucket.stage is Stage.VISION:
+            self._launch_vision([step.images[i] for i in launch.items], launch.bucket, pending)
         else:
-            inputs = self._text_inputs(step, launch)
-            if self.passage is not None:
-                self._run_between(self.passage, launch.bucket, inputs, pending)
-            else:
-                self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+            self._launch_text(self._text_inputs(step, launch), launch.bucket, pending)
+
+    def _launch_text(self, inputs: StepInputs, bucket: Bucket, pending: StepPending) -> None:
+        """A text launch."""
+        if self.passage is not None:
+            self._run_between(self.passage, bucket, inputs, pending)
+        else:
+            self._run(bucket, inputs, len(inputs.tokens), pending)
+
+    def _launch_vision(self, images: list[Encode], bucket: Bucket, pending: StepPending) -> None:
+        """A VISION launch."""
+        if self.gathered is not None:
+            self._encode_own(self.gathered, images, pending)
+        else:
+            self._encode(images, bucket, pending)
 
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
         inputs = self.model.pack(images, bucket.dims[0])
@@ -239,11 +247,15 @@ class Runner:
 
     def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
         """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
-        if self.ragged:
-            if not step.rows:
-                return self.batch.inputs()
-            guests = host.text_inputs(step.rows)
-            return self.batch.with_guests(guests) if step.seated else guests
+        if not self.ragged:
+            return self._parts_inputs(step, launch)
+        if not step.rows:
+            return self.batch.inputs()
+        guests = host.text_inputs(step.rows)
+        return self.batch.with_guests(guests) if step.seated else guests
+
+    def _parts_inputs(self, step: Step, launch: Launch) -> StepInputs:
+        """Inputs of a launch that is cut from rows."""
         first = [last - len(row.tokens) + 1 for row, last in _last_rows(step)]
         parts = launch.parts(step)
         rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]

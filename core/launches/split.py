@@ -59,7 +59,9 @@ def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
     A ragged launch computes the rows that have a seat, too; they are in none of its items. Rectangles are cut from rows
     alone: there the runner has made rows of all seats.
     """
-    launches = [*_resets(step, plan), *_vision(step, plan)]
+    launches = _resets(step, plan) if step.resets else []
+    if step.images:
+        launches.append(_vision(step, plan))
     if (step.rows or step.seated) and plan.policy.mixed:
         launches.append(Launch(_ragged(step, plan), tuple(range(len(step.rows)))))
     elif step.rows:
@@ -78,12 +80,10 @@ def _resets(step: Step, plan: Plan) -> list[Launch]:
     return found
 
 
-def _vision(step: Step, plan: Plan) -> list[Launch]:
-    """At most one launch: ``Packer`` chose images that fit into one."""
-    if not step.images:
-        return []
+def _vision(step: Step, plan: Plan) -> Launch:
+    """One launch: ``Packer`` chose images that fit into it."""
     need = sum(i.slots for i in step.images)
-    return [Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))]
+    return Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))
 
 
 def _ragged(step: Step, plan: Plan) -> Bucket:

@@ -25,6 +25,17 @@ class LayerKV(NamedTuple):
     static: Tensor | None = None  # float32 [2]: the scale of all keys and that of all values
 
 
+def put_slots(cache: Tensor, x: Tensor, slot: Tensor) -> None:
+    """``cache[slot] = x``, [n, g, ...] in a cache [blocks, block_size, g, ...]; ``slot``: int64 [n]."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slot, x)
+
+
+def slots_at(cache: Tensor, where: slice | Tensor) -> Tensor:
+    """Slots of a cache with blocks, [L, g, ...]; a slice is not copied."""
+    flat = cache.flatten(0, 1)
+    return flat[where] if isinstance(where, slice) else flat.index_select(0, where)
+
+
 class Attn(NamedTuple):
     """What attention needs of a text launch; opaque to models. Backends may subclass it."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from trencadis.core.backend import Comm, Ops, Weight
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.source import Source, StackedPart
 from trencadis.core.layout import aligned
 from trencadis.core.quant.tensor import QTensor, fits, joined
 
@@ -103,10 +103,18 @@ class Columns(Linear):
     def load(self, source: Source, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
         spans = self._spans()
-        weights = [self._weight(source, name, *where) for name, where in zip(names, spans, strict=True)]
         biases = None
         if self.bias:
             biases = _join([self._bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
+        held = [self._quantised(source, name, *where) for name, where in zip(names, spans, strict=True)]
+        if all(found is None for found in held):
+            parts = [StackedPart(f"{name}.weight", *where) for name, where in zip(names, spans, strict=True)]
+            self.pack(source.stacked(parts, self.inputs), biases)
+            return
+        weights = [
+            self._plain(source, name, *where) if found is None else found
+            for found, name, where in zip(held, names, spans, strict=True)
+        ]
         self.pack_apart(together(weights), biases)
 
     def _spans(self) -> list[tuple[int, int, int, int]]:
@@ -119,12 +127,12 @@ class Columns(Linear):
             offset += size if self.fused else 0
         return found
 
-    def _weight(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Matrix:
-        shape = (size, self.inputs)
-        found = source.quantised(name, shape, 0, start, stop)
-        if found is not None:
-            return found.padded(width, self.inputs)
-        return pad_rows(source.shard(f"{name}.weight", shape, 0, start, stop), width)
+    def _quantised(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> QTensor | None:
+        found = source.quantised(name, (size, self.inputs), 0, start, stop)
+        return None if found is None else found.padded(width, self.inputs)
+
+    def _plain(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+        return pad_rows(source.shard(f"{name}.weight", (size, self.inputs), 0, start, stop), width)
 
     def _bias(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
         return pad_rows(source.shard(f"{name}.bias", (size,), 0, start, stop), width)

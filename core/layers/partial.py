@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.source import Source, StackedPart, stack
 from trencadis.core.quant.tensor import QTensor, joined
 
 TURNING = ("q_proj", "k_proj")
@@ -37,6 +39,9 @@ class PartlyTurned:
 
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         return self._ordered(name, self.source.shard(name, shape, dim, start, stop))
+
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        return stack(self, parts, inputs)
 
     def quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""

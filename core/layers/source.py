@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from trencadis.core.quant.tensor import QTensor
+
+
+class StackedPart(NamedTuple):
+    """Rows [start, stop) of the tensor ``name`` [size, inputs], and zeros below up to ``width``."""
+
+    name: str
+    size: int
+    start: int
+    stop: int
+    width: int
 
 
 class Source(Protocol):
@@ -32,8 +44,25 @@ class Source(Protocol):
         """
         ...
 
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        """Several weights below each other, [sum of widths, inputs].
+
+        The next call may overwrite it, where the backend's ops say that they copy weights.
+        """
+        ...
+
     def has(self, name: str) -> bool: ...
 
     def kv_scale(self, name: str, kind: str) -> float:
         """The scale of keys (``kind`` k) or values (v) of attention ``name``; StartupError without a good one."""
         ...
+
+
+def stack(source: Source, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+    """``Source.stacked`` by ``shard``, in memory of its own."""
+    found = []
+    for part in parts:
+        rows = source.shard(part.name, (part.size, inputs), 0, part.start, part.stop)
+        missing = part.width - len(rows)
+        found.append(torch.cat([rows, rows.new_zeros((missing, inputs))]) if missing else rows)
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.vision_config import NO_SLOT
+from trencadis.core.checkpoint.vision_config import CROSSING, NO_SLOT
 from trencadis.core.layout import RESERVED_ROWS, aligned
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.ledger import Before
@@ -335,24 +335,30 @@ class Sized:
         """
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
-            sizes = v.hidden, v.head_dim, v.intermediate, v.heads
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            return self._layers_keep(bucket, *sizes, -(-8 // v.slot.cell)) + leaving
+            return self._layers_keep(bucket, v.hidden, v.head_dim, v.crossing, v.heads, -(-8 // v.slot.cell)) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
-        columns = t.intermediate if t.experts is None else t.experts.inner
-        return self._layers_keep(bucket, t.hidden, t.head_dim, columns, t.heads, 16)
+        crossing = CROSSING + (1 if t.place == SANDWICH else 0)
+        experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
+        kept = self._layers_keep(bucket, t.hidden, t.head_dim, crossing, t.heads, 16)
+        return kept + (experts * self.itemsize if self.ranks > 1 and self.graphs.cached else 0)
 
-    def _layers_keep(self, bucket: Bucket, width: int, d: int, columns: int, heads: int, indices: int) -> int:
-        """``kept`` of layers of these sizes; ``indices``: bytes of a token's indices in the type of the body."""
+    def _layers_keep(self, bucket: Bucket, width: int, d: int, crossing: int, heads: int, indices: int) -> int:
+        """``kept`` of layers of these sizes.
+
+        Args:
+            crossing: widths of the stream that cross the cuts before a layer's two collectives.
+            indices: bytes of a token's indices in the type of the body.
+        """
         layers, size = self.layers(bucket.stage), padded_tokens(bucket)
         if not self.graphs.cached:
             return 0 if self.ranks == 1 else size * layers * 2 * width * self.itemsize
         cuts, each = self.graphs.cuts(layers), 2 * width
         if self.ranks > 1:
-            cuts, each = layers, 6 * width + self._share(columns) + self._share(heads * d)
+            cuts, each = layers, crossing * width + self._share(heads * d)
         once = self.shared(bucket) if cuts else 0
         return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
 

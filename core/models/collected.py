@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import renamed
 from trencadis.core.errors import StartupError
+from trencadis.core.layers.source import StackedPart, stack
 from trencadis.core.models.family import StoredNames
 from trencadis.core.models.loader import FLOATS, Dummy
 from trencadis.core.quant.formats.raw import RawWeight
@@ -68,6 +69,8 @@ class Collected:
             # Some conversions keep a tied table under the head's name alone.
             self.tensors.setdefault("embed_tokens.weight", self.tensors["lm_head.weight"])
         self._last: tuple[str, QTensor] | None = None
+        self.copied: bool = backend.ops.copies
+        self._room: Tensor | None = None
 
     def _add(self, name: str, tensor: Tensor, stored: str) -> None:
         before = self.tensors.setdefault(name, tensor)
@@ -127,6 +130,23 @@ class Collected:
         if stop - start < shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)
         return self._move(tensor)
+
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        """Joined, and converted as they are copied, in memory that each call uses again where the backend copies it."""
+        if not self.copied or self.dummy is not None:
+            return stack(self, parts, inputs)
+        found = [self._find(part.name, (part.size, inputs))[part.start : part.stop] for part in parts]
+        if len(parts) == 1 and len(found[0]) == parts[0].width:
+            return self._move(found[0])
+        rows, at = sum(part.width for part in parts), 0
+        if self._room is None or self._room.numel() < rows * inputs:
+            self._room = torch.empty(rows * inputs, dtype=self.dtype, device=self.device)
+        out = self._room[: rows * inputs].view(rows, inputs)
+        for tensor, part in zip(found, parts, strict=True):
+            out[at : at + len(tensor)] = tensor
+            out[at + len(tensor) : at + part.width] = 0
+            at += part.width
+        return out
 
     def scheme(self, name: str) -> Scheme | None:
         """How the weight of module ``name`` is quantised, by config.json; None: it is not."""

@@ -77,12 +77,16 @@ class Layer:
         Where norms stand behind the sums, (the stream, None).
         """
         if self.behind:
-            x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
-            return self.post_norm(scaled(self.mlp(x), self.scale), x)[0], None
+            return self._normed_behind(x, rotary, attn), None
         normed, residual = self.input_norm(x, residual)
         # No name holds what attention made: its memory is free again while the MLP runs.
         normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
         return self._out(1, self.mlp(normed)), residual
+
+    def _normed_behind(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+        """The stream behind a layer whose norms stand behind the sums."""
+        x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
+        return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
 
     def _out(self, part: int, x: Tensor) -> Tensor:
         """What attention (0) or the MLP (1) made, as the stream takes it."""
@@ -107,6 +111,7 @@ class Entry:
         self.places: Tensor | None = None  # [positions, hidden], learned
         self.types: Tensor | None = None  # [token types, hidden]
         self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
+        self.placed = bool(c.width != c.hidden or c.learned or c.types)
 
     def load(self, source: Source) -> None:
         c = self.config
@@ -130,15 +135,22 @@ class Entry:
         if self.parts > 1:
             image_row = image_row * self.parts
         x = self._scaled(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
-        if self.widen is not None:
-            x = self.widen(x)
-        if self.places is not None:
-            x = x + ops.gather_rows(self.places, (positions[0] + c.position_offset).long())
-        if self.types is not None and self.norm is not None:
-            x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
+        if self.placed:
+            x = self._placed(x, positions)
         residual = ops.first_residual(x) if c.place != POST else None
         deep = tuple(image_row.long() + part for part in range(1, self.parts))
         return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deep
+
+    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings at the stream's width, with what learned tables add to them."""
+        ops = self.ops
+        if self.widen is not None:
+            x = self.widen(x)
+        if self.places is not None:
+            x = x + ops.gather_rows(self.places, (positions[0] + self.config.position_offset).long())
+        if self.types is not None and self.norm is not None:
+            x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
+        return x
 
     def _scaled(self, x: Tensor, image_row: Tensor) -> Tensor:
         """Embeddings times their scale; rows of pictures, where the model sees any, stay as they are."""

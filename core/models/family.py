@@ -57,6 +57,8 @@ class VisionSide:
         times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
             the marks of a medium of its own; empty: the patches of a video follow each other.
         around: what stands before and behind a picture's mark in a prompt's text; it is encoded with the text around.
+        numbered: what stands before and behind a picture's number in a raw prompt, where marks are numbered texts, no
+            tokens. Texts between pictures are then encoded by themselves, each as a prompt.
         windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
@@ -68,6 +70,7 @@ class VisionSide:
     positions: str = ""
     times: str = ""
     around: tuple[str, str] = ("", "")
+    numbered: tuple[str, str] = ("", "")
     windows: bool = False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from trencadis.core.errors import StartupError
 from trencadis.core.models.bin_file import read_bin
+from trencadis.core.models.weight_files import files_of
+from trencadis.core.process.ahead import Populating
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -41,6 +42,8 @@ class Dummy:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
+    nbytes = 0
+
     def forget(self) -> None:
         """Does nothing, because nothing is mapped."""
 
@@ -65,13 +68,22 @@ class Stored:
     def __init__(self, path: Path, load_format: str = "auto") -> None:
         self.files = files_of(path, load_format)
         self.maps: list[mmap.mmap] = []
+        self._populating: Populating | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
             yield from read_file(file, self.maps)
+        self._populating = Populating(self.maps)
 
     def forget(self) -> None:
         """Releases the pages read so far: packed weights are copies, and other views read their pages again."""
+        if self._populating is not None:
+            self._populating.end()
         for data in self.maps:
             data.madvise(mmap.MADV_DONTNEED)
         self.maps.clear()
@@ -84,63 +96,6 @@ def weights_of(path: Path, *, load_format: str = "auto", seed: int = 0) -> Dummy
         load_format: see ``files_of``; dummy: random ones.
     """
     return Dummy(seed) if load_format == "dummy" else Stored(path, load_format)
-
-
-def files_of(path: Path, load_format: str = "auto") -> list[Path]:
-    """The weight files of a folder.
-
-    Args:
-        load_format: safetensors, pt (``pytorch_model.bin`` alone), or auto: safetensors if there are any, else those.
-
-    Raises:
-        StartupError: there is none, some are missing, or one lies outside the folder.
-    """
-    found: list[Path] = []
-    if load_format != "pt":
-        found = _listed(path, "model.safetensors", "*.safetensors")
-    if not found and load_format != "safetensors":
-        found = _listed(path, "pytorch_model.bin", "pytorch_model-*.bin")
-    if not found:
-        held = "no weights"
-        if load_format == "safetensors" and any(path.glob("pytorch_model*.bin")):
-            held = "PyTorch .bin weights, which --load-format auto reads"
-        kinds = {"safetensors": "safetensors", "pt": "pytorch_model.bin"}.get(
-            load_format, "safetensors, pytorch_model.bin"
-        )
-        raise StartupError(f"{path} holds {held}; supported: {kinds} (or --load-format dummy)")
-    return found
-
-
-def _listed(path: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index of ``single`` names, else ``single``, else those of ``pattern``."""
-    index = path / f"{single}.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise StartupError(f"{index} is no index of {single.rpartition('.')[2]} files") from None
-        for name in names:
-            if not isinstance(name, str) or name.startswith(("/", "\\")) or {"", ".."} & set(re.split(r"[/\\]", name)):
-                raise StartupError(f"{index} names {str(name)[:80]!r}, which is no file inside the folder")
-        missing = [n for n in names if not (path / n).is_file()]
-        if missing:
-            raise StartupError(f"{path} lacks {missing[0]} ({len(missing)} of {len(names)} weight files missing)")
-        return _inside(path, [path / n for n in names])
-    whole = path / single
-    return _inside(path, [whole] if whole.is_file() else sorted(path.glob(pattern)))
-
-
-def _inside(path: Path, files: list[Path]) -> list[Path]:
-    """Checks that no file is a link to a place outside the folder; returns ``files``.
-
-    A snapshot in the hub's cache consists of links to blobs of its own repository, which count as inside.
-    """
-    root = path.resolve()
-    root = root.parent.parent if root.parent.name == "snapshots" else root
-    for file in files:
-        if not file.resolve().is_relative_to(root):
-            raise StartupError(f"{file} is a link to {file.resolve()}, outside the checkpoint; copy the file there")
-    return files
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:

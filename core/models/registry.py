@@ -6,6 +6,8 @@ and whose object is a ``Family``.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -20,6 +22,8 @@ from trencadis.core.models.family import Family
 if TYPE_CHECKING:
     from trencadis.core.backend import Backend
     from trencadis.core.models.interface import Model
+
+log = logging.getLogger("trencadis.engine")
 
 GROUP = "trencadis.models"
 """Entry-point group in which an installed package offers a ``Family`` under the name of each architecture."""
@@ -36,6 +40,7 @@ TABLE = {
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.mistral3.family:FAMILY",
+    "Phi3VForCausalLM": "trencadis.multimodal.phi3_v.family:FAMILY",
     "SmolVLMForConditionalGeneration": "trencadis.multimodal.smolvlm.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",
     "Gemma3TextForSequenceClassification": f"{_TEXT}.gemma3:FAMILY",
@@ -196,7 +201,11 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
 
     model = make(config, backend)
     cfg = cfg or EngineConfig()
+    begun = time.perf_counter()
     weights = weights_of(config.path, load_format=cfg.load_format, seed=cfg.seed)
     model.load(weights)
     weights.forget()
+    if weights.nbytes and backend.comm.rank == 0:
+        seconds, size = time.perf_counter() - begun, weights.nbytes / 1e9
+        log.info("weights: %.2f GB read and packed in %.2f s, %.2f GB/s", size, seconds, size / max(seconds, 1e-9))
     return model

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
-from trencadis.core.process import children, function_trace, inbox, logsetup, settling, torch_build, wire
+from trencadis.core.process import ahead, children, function_trace, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.process.heap import Tidier
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -117,6 +117,7 @@ class EngineProcess:
         if config.engine == EngineConfig().engine:
             for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
                 log.debug("%s", line)  # the server has shown it
+            ahead.begin(config.model, config.load_format)
             self("importing", "torch")
             torch_build.load()
             # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
@@ -191,12 +192,16 @@ class EngineProcess:
                 if id in self.open:
                     self.pixels(engine, id, index, data)
             case wire.Abort(ids, choice):
-                for id in ids:
-                    if id in self.open:
-                        engine.abort(id, choice)
-                        self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
+                self.abort(engine, ids, choice)
             case _:
                 self.obey_rare(engine, command)
+
+    def abort(self, engine: EngineLike, ids: Sequence[str], choice: int) -> None:
+        """Aborts requests, or one choice of each; -1: all."""
+        for id in ids:
+            if id in self.open:
+                engine.abort(id, choice)
+                self.finished(id, {choice} if choice >= 0 else set(self.open[id]))
 
     def obey_rare(self, engine: EngineLike, command: inbox.Command) -> None:
         """Carries out what few requests need, or none."""
@@ -240,7 +245,7 @@ class EngineProcess:
             return 2
         except BaseException as error:
             log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
-            self.send(wire.Fatal(f"{type(error).__name__}: {error}"[:500], 1))
+            self.send(wire.Fatal(f"{type(error).__name__}: {error}"[:500], 1, getattr(error, "capture", "")))
             return 1
         return 0
 

@@ -129,10 +129,14 @@ class NeedMedia(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """Up: the engine cannot start or go on; ``code`` 2: the configuration is at fault (a StartupError)."""
+    """Up: the engine cannot start or go on; ``code`` 2: the configuration is at fault (a StartupError).
+
+    ``capture``: the bucket in whose capture a rank died; another engine may start without it.
+    """
 
     message: str
     code: int = 1
+    capture: str = ""
 
 
 class Pong(msgspec.Struct, tag=True):

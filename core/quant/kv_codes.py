@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.backend import LayerKV
+from trencadis.core.backend import LayerKV, put_slots, slots_at
 from trencadis.core.quant.kv import CHECKPOINT_TOPS, FP8, INT8, LEAST_SCALES, TOPS, KVForm
 
 MOST = 65504.0
@@ -63,17 +63,12 @@ def store(k: Tensor, v: Tensor, kv: LayerKV, slot: Tensor) -> None:
     assert kv.k_scale is not None and kv.v_scale is not None
     rest, kept = split(k, kv)
     if kept is not None and kv.kept is not None:
-        put(kv.kept, kept, slot)
+        put_slots(kv.kept, kept, slot)
     statics = (None, None) if kv.static is None else kv.static.unbind()
     for x, codes, scales, static in zip((rest, v), kv[:2], (kv.k_scale, kv.v_scale), statics, strict=True):
         units, scale = scaled(x, codes_of(codes), static)
-        put(codes, encoded(units, codes), slot)
-        put(scales, scale, slot)
-
-
-def put(cache: Tensor, x: Tensor, slot: Tensor) -> None:
-    """``cache[slot] = x``, [n, g, ...] in a cache [blocks, block_size, g, ...]."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slot, x)
+        put_slots(codes, encoded(units, codes), slot)
+        put_slots(scales, scale, slot)
 
 
 def opened(kv: LayerKV, where: slice | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -81,18 +76,12 @@ def opened(kv: LayerKV, where: slice | Tensor, dtype: torch.dtype) -> tuple[Tens
     assert kv.k_scale is not None and kv.v_scale is not None
     found = []
     for codes, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
-        wide = values(at(codes, where)).mul_(at(scales, where).float()[..., None])
+        wide = values(slots_at(codes, where)).mul_(slots_at(scales, where).float()[..., None])
         found.append(wide.to(dtype))
     if kv.kept is not None and kv.pairs is not None:
-        kept = at(kv.kept, where).to(dtype)
+        kept = slots_at(kv.kept, where).to(dtype)
         found[0].scatter_(2, kv.pairs.long().expand(kept.shape[0], -1, -1), kept)
     return found[0], found[1]
-
-
-def at(cache: Tensor, where: slice | Tensor) -> Tensor:
-    """Slots of a cache with blocks, [L, g, ...]; a slice is not copied."""
-    flat = cache.flatten(0, 1)
-    return flat[where] if isinstance(where, slice) else flat.index_select(0, where)
 
 
 def pairs_of(bias: Tensor, kept: int) -> Tensor:

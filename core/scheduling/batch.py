@@ -79,11 +79,15 @@ class RunningBatch:
         self._left.append(seat)
         moved = self.sequences.pop()
         if seat != last:
-            self.sequences[seat] = moved
-            moved.seat = seat
-            for values in (self._room, self._draws, self._place, self._random, self._numbers):
-                values[seat] = values[last]
+            self._move(moved, last, seat)
         seq.seat = -1
+
+    def _move(self, seq: Sequence, old: int, seat: int) -> None:
+        """Gives ``seq``, which had seat ``old``, another one."""
+        self.sequences[seat] = seq
+        seq.seat = seat
+        for values in (self._room, self._draws, self._place, self._random, self._numbers):
+            values[seat] = values[old]
 
     def leave_all(self, sequences: list[Sequence]) -> None:
         """Takes their seats."""
@@ -151,8 +155,7 @@ class RunningBatch:
         self._room[:count] -= 1
         self._draws[:count] -= 1
         if self._told:
-            self._tokens = np.fromiter((seq.tokens[-1] for seq in self.sequences), np.int32, count)
-            assert (self._tokens >= 0).all(), "a choice in flight is named again"
+            self._tokens = self._last_tokens()
         for seq in self.sequences:
             seq.tokens.append(PENDING)
             seq.computed += 1
@@ -160,6 +163,12 @@ class RunningBatch:
             seq.inflight += 1
             seq.scheduled = number
         return blocks, self.full()
+
+    def _last_tokens(self) -> Int32:
+        """int32 [count]: the token that each computes now."""
+        tokens = np.fromiter((seq.tokens[-1] for seq in self.sequences), np.int32, len(self.sequences))
+        assert (tokens >= 0).all(), "a choice in flight is named again"
+        return tokens
 
     def change(self, grown: Int32) -> BatchChange | None:
         """What this step changes; those that join have their seats from now on. None if nothing does."""
@@ -274,8 +283,11 @@ class Lanes:
     def deal(self, running: Iterable[Sequence]) -> None:
         """Hands sequences that this lane has too many of to the lane with the fewest."""
         more = self.sizes[self.now] - min(self.sizes)
-        if more < 2:
-            return
+        if more >= 2:
+            self._deal(running, more)
+
+    def _deal(self, running: Iterable[Sequence], more: int) -> None:
+        """``deal`` where this lane has ``more`` sequences than another."""
         mine = [seq for seq in running if seq.lane == self.now and seq.inflight == 0 and not seq.resting]
         for seq in mine[len(mine) - more // 2 :]:
             lane = self.least

@@ -104,11 +104,10 @@ class Encoder:
 
     def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
         """Adds a chosen image to the VISION launch, pinned for ``owner``; False if the arena has no rows for it."""
-        ahead = owner == THIS_STEP
         wanted = vision.chosen[key]
         span = wanted.span
         rows = self.arena.put(key, span.held, owner, vision.kept)
-        if rows is None and not ahead:
+        if rows is None and owner != THIS_STEP:
             # This image is needed now, the kept ones later.
             rows = self.arena.put(key, span.held, owner)
         if rows is None:
@@ -181,24 +180,21 @@ class Encoder:
             seq.stats.image_hits += hit
 
 
-def uncut(seq: Sequence, count: int, limits: SchedulerLimits) -> int:
-    """``count`` tokens, or where tokens of a picture see each other as many as end before one that they would cut.
+def uncut(seq: Sequence, count: int) -> int:
+    """As many of ``count`` tokens as end before a picture that they would cut; its tokens see each other.
 
     None where that is the first one: the picture waits for a step with room for all of it. A prefix hit may end inside
     it, since its keys do not depend on where chunks begin.
     """
-    if not limits.joined:
-        return count
     start, end = seq.computed, seq.computed + count
     cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
     return max(next(cut, end) - start, 0)
 
 
 def seen_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[SeenSpan, ...]:
-    """Which tokens of the chunk [start, end) see each other."""
+    """Which tokens of the chunk [start, end) see each other; what was drawn sees what stands before it."""
     if limits.whole:
-        return (SeenSpan(0, end - start),)
-    if not limits.joined:
-        return ()
+        prompt = min(end, len(seq.request.tokens))
+        return (SeenSpan(0, prompt - start),) if start < prompt else ()
     inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
     return tuple(SeenSpan(max(span.offset - start, 0), span.end - start) for span in inside)

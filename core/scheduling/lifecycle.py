@@ -17,7 +17,7 @@ from trencadis.core.request import Delta, Request, RequestStats
 from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
+from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
@@ -58,7 +58,7 @@ class Lifecycle:
             held = len(request.tokens)
             self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
             return
-        if rows_at_once(request.spans) > (rows := self.scheduler.arena.capacity):
+        if request.spans and rows_at_once(request.spans) > (rows := self.scheduler.arena.capacity):
             self.refuse(request, 413, f"an image needs more than the {rows} rows of the image arena")
             return
         now = self.scheduler.clock()
@@ -83,10 +83,6 @@ class Lifecycle:
         stops = frozenset(p.stop_token_ids) | (frozenset() if endless else frozenset(limits.eos))
         banned = frozenset(p.stop_token_ids) | frozenset(limits.eos)
         seed = p.seed if p.seed is not None else zlib.crc32(request.id.encode()) ^ (limits.seed * 0x9E3779B1)
-        shape = (3, len(request.tokens))
-        positions = None
-        if request.positions is not None:
-            positions = np.frombuffer(request.positions, "<i4").reshape(shape).astype(np.int32, copy=False)
         return Sequence(
             key=self._keys,
             request=request,
@@ -99,7 +95,7 @@ class Lifecycle:
             eos=tuple(t for t in limits.eos if 0 <= t < limits.vocab),
             unending=p.ignore_eos and grammar,
             chain=Chain(request, limits.block_size),
-            positions=positions,
+            positions=None if request.positions is None else positions_in(request.positions),
             arrived=now,
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
         )
@@ -245,8 +241,7 @@ class Lifecycle:
             self._prompt_done(seq)
             seq.first = self.scheduler.clock()
         if seq.request.params.reports:
-            item = reported(seq, head, row, token, output.scored.get(seq.key))
-            delta.logprobs = [*(delta.logprobs or []), item]
+            delta.logprobs = [*(delta.logprobs or []), reported(seq, head, row, token, output.scored.get(seq.key))]
         produced = seq.known() - seq.prompt
         if token in seq.stops and seq.key not in output.text:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
@@ -328,10 +323,8 @@ class Lifecycle:
         self._ended[seq.request.id] = None
         if self.scheduler.fair is not None:
             self.scheduler.fair.ended(seq)
-        for sibling in seq.siblings:
-            if not sibling.ended:  # it waited for this one's prompt; now it computes the prompt itself
-                self.scheduler.enqueue(sibling)
-        seq.siblings = []
+        if seq.siblings:
+            self._part(seq)
         if seq.status is SequenceStatus.RUNNING:
             self.scheduler.leave(seq)
         elif seq.status is SequenceStatus.LEAVING:
@@ -339,6 +332,13 @@ class Lifecycle:
         else:
             self.scheduler.order.remove(seq, self.scheduler.waiting)
             seq.status = SequenceStatus.DONE
+
+    def _part(self, seq: Sequence) -> None:
+        """Lets siblings that wait for the prompt of ``seq`` compute it themselves."""
+        for sibling in seq.siblings:
+            if not sibling.ended:
+                self.scheduler.enqueue(sibling)
+        seq.siblings = []
 
     def _stats(self, seq: Sequence) -> RequestStats:
         now = self.scheduler.clock()

@@ -7,7 +7,7 @@ includes that of a decode step, because images that are left over wait for anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,20 +37,18 @@ class Packer:
         options = [first_fit(needs, size) for size in self._capacities(needs[0])]
         return min(options, key=lambda chosen: self._per_slot(sum(needs[i] for i in chosen)))
 
-    def _capacities(self, oldest: int) -> Iterator[int]:
+    def _capacities(self, oldest: int) -> list[int]:
         """Slots of the launches to compare, the largest first, so that it wins a tie."""
         if self.plan is None:
-            yield max(self.budget, oldest)
-            return
+            return [max(self.budget, oldest)]
         sizes = self._sizes
         unplanned = oldest > sizes[-1] if sizes else self.plan.policy.captures
         if unplanned:
             # The oldest image needs a shape that was not planned: alone, it causes only one such shape.
-            yield oldest
-            return
+            return [oldest]
         most = max(self.budget, self.plan.fit(Stage.VISION, (oldest,)).dims[0])
         fitting = [s for s in sizes if oldest <= s <= most]
-        yield from reversed(fitting or [most])
+        return list(reversed(fitting or [most]))
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:

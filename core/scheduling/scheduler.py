@@ -68,8 +68,7 @@ class Scheduler:
         self.fair = self.order.fair
         self._closings: list[int] = []  # keys of choices that left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
-        self._had_vision = False  # the last step had a VISION launch
-        self._starved_text = False  # the last step left a text-only request without tokens
+        self._had_vision = self._starved_text = False  # the last step had VISION; left a text-only request no tokens
 
     # The queue
 
@@ -121,13 +120,15 @@ class Scheduler:
         if self.with_media:
             self.encoder.ahead(vision)
             self.encoder.end(vision, self._in_order())
+            mine = (seq for seq in self.running if seq.lane == self.lanes.now)
+            self._had_vision, self._starved_text = bool(vision.images), builder.starves(chain(mine, self.waiting))
+        else:
+            self._had_vision = self._starved_text = False
         return self._step(builder, grown)
 
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images = tuple(builder.vision.images)
-        mine = (seq for seq in self.running if seq.lane == self.lanes.now)
-        self._had_vision, self._starved_text = bool(images), builder.starves(chain(mine, self.waiting))
         seated = [*self.lanes.batch]
         if not builder.rows and not images and not seated:
             return None
@@ -174,7 +175,8 @@ class Scheduler:
             return
         count = self._chunk_size(seq, builder)
         if count > 0:
-            count = uncut(seq, self._allocate_blocks(seq, count, builder), self.limits)
+            count = self._allocate_blocks(seq, count, builder)
+            count = uncut(seq, count) if self.limits.joined else count
         if count > 0 and not (self.limits.whole and count < seq.due):
             if seq.seat < 0:
                 self._add_row(seq, count, builder)
@@ -247,7 +249,7 @@ class Scheduler:
                 self.lanes.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
-        spans = seen_spans(seq, start, end, self.limits)
+        spans = seen_spans(seq, start, end, self.limits) if self.limits.whole or self.limits.joined else ()
         row = Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
         builder.rows.append(row)
         self.publish(seq)

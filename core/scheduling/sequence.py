@@ -122,12 +122,12 @@ class Sequence:
             if self.long:  # core/layers/rope.py
                 found[0] = 0
             return found
-        if start + count <= self.prompt:
-            return self.positions[:, start : start + count]
-        return self._positions_beyond(self.positions, start, start + count)
+        return self._positions_from(self.positions, start, start + count)
 
-    def _positions_beyond(self, prompt: Int32, start: int, end: int) -> Int32:
-        """Positions of a chunk that reaches beyond the prompt, whose own are ``prompt``."""
+    def _positions_from(self, prompt: Int32, start: int, end: int) -> Int32:
+        """``positions_of`` where those of the prompt are ``prompt``."""
+        if end <= self.prompt:
+            return prompt[:, start:end]
         tail = np.arange(max(start, self.prompt), end, dtype=np.int32) + np.int32(self.request.delta)
         rest = _on_all_axes(tail)
         return rest if start >= self.prompt else np.concatenate([prompt[:, start:], rest], axis=1)
@@ -233,6 +233,11 @@ def check_holders(holders: list[Sequence], waiting: list[Sequence], free: list[i
     assert len(slots) == len(holders) and not slots & set(free)
     assert all(seq.status is SequenceStatus.WAITING and not seq.blocks for seq in waiting)
     assert all(len(seq.blocks) * size >= seq.computed for seq in holders)
+
+
+def positions_in(data: bytes) -> Int32:
+    """``Request.positions`` as int32 [3, prompt]."""
+    return np.frombuffer(data, "<i4").reshape(3, -1).astype(np.int32, copy=False)
 
 
 def _on_all_axes(positions: Int32) -> Int32:

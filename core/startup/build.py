@@ -71,7 +71,7 @@ class OpenedRank:
     rank: Runner
     plan: CachePlan
     limits: ShapeLimits
-    watch: GraphWatch
+    watch: GraphWatch | None
     depth: int
     overlaps: bool
     step_seconds: float = 0.0
@@ -107,7 +107,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     if config.report_evictions:
         scheduler.pool.log = scheduler.arena.log = EvictionLog()
     info = _info(backend, plan, model_config, time.perf_counter() - started)
-    info.graphs = watch.plan()
+    info.graphs = None if watch is None else watch.plan()
     info.step_seconds = opened.step_seconds
     return Engine(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
 
@@ -127,9 +127,9 @@ def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[
     return group, opened
 
 
-def rank_of(config: EngineConfig, place: Place) -> OpenedRank:
+def rank_of(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
     """Opens a rank other than 0, in a process of its own."""
-    return open_rank(config, place, Silent())
+    return open_rank(config, place, progress)
 
 
 def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
@@ -155,13 +155,13 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     limits = shape_limits(config, model_config, policy, ImageNeeds())
     backend = make(backend_config(config, model_config, place, policy, dtype, limits, index))
     check_kv(device, model_config, backend.policy)
+    watch: GraphWatch | None = None
     if backend.policy.captures:
         start = DeviceStart.planned(config, model_config, backend, progress)
         runner, plan, limits, watch, _ = start.run()
         _check_chunking(config, model_config, plan, limits)
     else:
         runner, plan = _host(config, model_config, backend, limits, progress)
-        watch = GraphWatch(runner.graphs)
     seconds = 0.0
     if not backend.policy.captures and isinstance(runner.model, Decoder):
         seconds = step_seconds(runner.model, limits.max_tokens)

@@ -254,7 +254,7 @@ class DeviceStart:
             multimodal=self.model_config.sees,
             least_kv=(limits.row_blocks + RESERVED_BLOCKS) * block,
             block_bytes=block,
-            journal=Journal(self.config.skip_captures, self.progress.capture),
+            journal=Journal(self.config.skip_captures, self.progress.capture, self.model_config.share.stage),
             keep=lambda captures: self._keep(captures, fixed.activations),
         )
 

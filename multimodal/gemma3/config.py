@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trencadis.core.checkpoint.vision_config import SharedMatrix
-from trencadis.multimodal.tiles.config import TileTower
+from trencadis.multimodal.tiles.config import SiglipTower
 
 
 @dataclass(frozen=True)
-class MeanTower(TileTower):
+class MeanTower(SiglipTower):
     """A picture is one tile without a class token; a row is the mean of a cell's patches, normed and projected."""
-
-    class_token: ClassVar[bool] = False
-    last_norm: ClassVar[bool] = True
 
     @property
     def projection(self) -> int:

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.families import gemma3
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.texts import PARTS
-from trencadis.multimodal.tiles.config import CHANNELS
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES
+from trencadis.multimodal.tiles.fields import BLOCK_NAMES, SIGLIP, tile_fields
 
 TEXT: Mapping[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -24,7 +22,6 @@ TEXT: Mapping[str, Any] = {
 """Gemma3TextConfig's values of keys that the hub's text_config leaves out."""
 
 TOKENS = {"placed_token_id": ("boi_token", 255_999), "image_token_id": ("image_token", 262_144)}
-MOST_PIXELS = 4096
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:
@@ -49,30 +46,12 @@ def _token(root: Fields, name: str, default: int, vocab: int) -> int:
 
 
 def _vision(root: Fields, c: Fields, width: int) -> MeanTower:
-    c.only("model_type", ("siglip_vision_model",), "siglip_vision_model")
-    c.only("num_channels", (CHANNELS,), CHANNELS)
-    hidden = c.integer("hidden_size", most=WIDEST, default=768)
-    heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
-    if hidden % (2 * heads):
-        c.refuse("num_attention_heads", f"implemented: heads of an even size, and hidden_size is {hidden}")
-    image, patch = c.integer("image_size", most=MOST_PIXELS, default=224), c.integer("patch_size", default=16)
+    fields = tile_fields(c, ("siglip_vision_model",), SIGLIP, width)
     tokens = root.integer("mm_tokens_per_image", default=256)
-    side, across = image // patch, math.isqrt(tokens)
-    if image % patch or across**2 != tokens or side % across or WINDOW_SLOTS % (side // across) ** 2:
+    side, across = fields["image"] // fields["patch"], math.isqrt(tokens)
+    if across**2 != tokens or side % across or WINDOW_SLOTS % (side // across) ** 2:
         root.refuse("mm_tokens_per_image", f"implemented: squares of 1, 2, 4 or 8 patches a side, and there are {side}")
-    return MeanTower(
-        depth=c.integer("num_hidden_layers", most=MOST_LAYERS, default=12),
-        hidden=hidden,
-        heads=heads,
-        intermediate=c.integer("intermediate_size", most=WIDEST, default=3072),
-        out_hidden=width,
-        image=image,
-        patch=patch,
-        eps=c.number("layer_norm_eps", 0, 1, 1e-6, above=True),
-        activation=activation_of(c, "hidden_act", "gelu_pytorch_tanh"),
-        merge=side // across,
-        projector="",
-    )
+    return MeanTower(**{**fields, "merge": side // across}, projector="")
 
 
 FAMILY = Family(

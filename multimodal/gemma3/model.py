@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from trencadis.core.backend import Backend
@@ -51,12 +50,6 @@ class Gemma3Seeing(TileModel):
         super().__init__(config, backend, colours)
         assert isinstance(config.vision, MeanTower)
         self.tell = MeanExit(backend, config.vision)  # type: ignore[assignment]
-
-    def places(self, source: Source, at: str) -> Tensor:
-        c = self.tower
-        table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
-        table = table + source.take(f"{at}.patch_embedding.bias", (c.hidden,))
-        return torch.cat([torch.zeros_like(table[:1]), table])
 
 
 def make(config: ModelConfig, backend: Backend) -> Gemma3Seeing:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.texts import text_of
-from trencadis.multimodal.tiles.config import TileTower
+from trencadis.multimodal.tiles.config import SiglipTower
 from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
 
 IMAGE_TOKEN = 128257
@@ -17,14 +14,6 @@ KINDS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")
 """model_type of the tower; older files repeat the model's."""
 
 MOST_MERGE = 8
-
-
-@dataclass(frozen=True)
-class SiglipTower(TileTower):
-    """SigLIP: no class token, a norm behind the layers."""
-
-    class_token: ClassVar[bool] = False
-    last_norm: ClassVar[bool] = True
 
 
 def describe(root: Fields, c: Fields, tied: bool) -> Described:

@@ -111,9 +111,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
         out = _flatten(image)
     except (ValueError, OSError):
         raise BadRequest("The image's colour mode is not supported.") from None
-    if turn is None:
-        return out
-    out = out.transpose(turn)
+    return out if turn is None else _turned(out, turn)
+
+
+def _turned(image: Image.Image, turn: Image.Transpose) -> Image.Image:
+    out = image.transpose(turn)
     # The copy inherits the EXIF bytes; a second pass would turn it again.
     out.info = {}
     return out

@@ -22,7 +22,7 @@ from trencadis.multimodal.images.cache import PreparedCache
 from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, inspect_header
-from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.processor import Prepared, Processor
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
@@ -120,7 +120,9 @@ class ImageFrontend:
 
     async def _prepare_part(self, part: MediaPart, scope: MediaScope) -> Prepared:
         with attach_param(part.path):
-            processor = self.processor.with_options(part.options.over(scope.options), part.path)
+            options, processor = part.options.over(scope.options), self.processor
+            if options != NO_OPTIONS:
+                processor = processor.with_options(options, part.path)
             download = None
             if is_web_url(part.source):
                 scope.fetches()
@@ -157,12 +159,8 @@ class ImageFrontend:
     async def _open_source(self, part: MediaPart, processor: Processor) -> OpenedSource:
         """Loads a source and reads its header; decodes nothing yet."""
         source = part.source
-        if is_array(source):
-            source = await self.decoder.run(partial(array_to_image, source))
-        if isinstance(source, Image.Image):
-            image, content = await self.decoder.run(partial(self._load_pil, source))
-            size = image.height, image.width
-            return OpenedSource(content, size, partial(self._prepare_pil, image, processor))
+        if is_array(source) or isinstance(source, Image.Image):
+            return await self._open_decoded(source, processor)
         with stages.timed_stage("fetch"):
             data = await self.loader.load(source, part.path) if isinstance(source, str | Path) else source
         if not isinstance(data, bytes):
@@ -170,6 +168,13 @@ class ImageFrontend:
         content, header = await self.decoder.run(partial(self._inspect, data))
         size = header.height, header.width
         return OpenedSource(content, size, lambda digest: self.decoder.prepare(data, header, processor, digest))
+
+    async def _open_decoded(self, source: NDArray[Any] | Image.Image, processor: Processor) -> OpenedSource:
+        """An offline caller's array or PIL image."""
+        if not isinstance(source, Image.Image):
+            source = await self.decoder.run(partial(array_to_image, source))
+        image, content = await self.decoder.run(partial(self._load_pil, source))
+        return OpenedSource(content, (image.height, image.width), partial(self._prepare_pil, image, processor))
 
     async def _prepare_pil(self, image: Image.Image, processor: Processor, digest: str) -> Prepared:
         begun = time.perf_counter()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, TooLarge, UnsupportedMedia
@@ -94,16 +95,9 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def _parse(data: bytes | bytearray) -> Header:
-    if data.startswith(b"\xff\xd8\xff"):
-        return _jpeg(data)
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return _png(data)
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return _gif(data)
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return _webp(data)
-    if data.startswith(b"BM"):
-        return _bmp(data)
+    for start, read in READERS:
+        if start.match(data):
+            return read(data)
     raise UnsupportedMedia("The bytes are no JPEG, PNG, WebP, GIF or BMP image.")
 
 
@@ -130,12 +124,28 @@ def _jpeg(data: bytes | bytearray) -> Header:
     return Header("JPEG", width, height, depth=8 * min(parts, 4), scans=data.count(b"\xff\xda"))
 
 
+@dataclass(slots=True)
+class _Texts:
+    """What the text chunks of a PNG add up to."""
+
+    chunks: int = 0
+    packed: int = 0
+    bytes: int = 0
+
+    def add(self, size: int, packed: bool) -> None:
+        self.chunks, self.bytes = self.chunks + 1, self.bytes + size
+        self.packed += packed
+        # A compressed chunk of 1 kB unpacks to 1 MB while the file is opened.
+        if self.chunks > MAX_TEXT_CHUNKS or self.packed > MAX_PACKED_CHUNKS or self.bytes > MAX_TEXT_BYTES:
+            raise BadRequest("The image carries too much text.")
+
+
 def _png(data: bytes | bytearray) -> Header:
     size, kind, width, height, bits, colour = struct.unpack_from(">I4sIIBB", data, 8)
     if kind != b"IHDR" or size != 13:
         raise BadRequest(DAMAGED)
     depth = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
-    at, frames, texts, packed, text_bytes, pixels = 33, 1, 0, 0, 0, 0
+    at, frames, pixels, texts = 33, 1, 0, _Texts()
     for _ in range(MAX_STEPS):
         if at + 8 > len(data):
             break
@@ -145,11 +155,7 @@ def _png(data: bytes | bytearray) -> Header:
         elif kind == b"acTL" and struct.unpack_from(">I", data, at + 8)[0] > 1:
             frames = 2
         elif kind in (b"tEXt", b"zTXt", b"iTXt"):
-            texts, text_bytes = texts + 1, text_bytes + size
-            packed += kind != b"tEXt"
-            # A compressed chunk of 1 kB unpacks to 1 MB while the file is opened.
-            if texts > MAX_TEXT_CHUNKS or packed > MAX_PACKED_CHUNKS or text_bytes > MAX_TEXT_BYTES:
-                raise BadRequest("The image carries too much text.")
+            texts.add(size, packed=kind != b"tEXt")
         elif kind == b"IEND":
             break
         at += 12 + size
@@ -221,3 +227,13 @@ def _bmp(data: bytes | bytearray) -> Header:
     else:
         raise BadRequest(DAMAGED)
     return Header("BMP", width, abs(height), depth=depth)
+
+
+READERS: tuple[tuple[re.Pattern[bytes], Callable[[bytes | bytearray], Header]], ...] = (
+    (re.compile(rb"\xff\xd8\xff"), _jpeg),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    (re.compile(rb"GIF8[79]a"), _gif),
+    (re.compile(rb"RIFF.{4}WEBP", re.DOTALL), _webp),
+    (re.compile(rb"BM"), _bmp),
+)
+"""What files of each format begin with, and who reads them."""

@@ -33,11 +33,13 @@ class ServerOptions:
         pixels: min_pixels and max_pixels, if given.
         videos: defaults for the videos of every request.
         checkpoint: keys whose values the checkpoint fixes; the server compares them.
+        tiles: num_crops, if given.
     """
 
     pixels: dict[str, int] = field(default_factory=dict)
     videos: MediaOptions = NO_OPTIONS
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    tiles: int | None = None
 
 
 def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
@@ -61,7 +63,7 @@ def server_options(kwargs: Mapping[str, Any]) -> ServerOptions:
     both, for_images = found[""], found.get(".images_kwargs", NO_OPTIONS).over(found[""])
     pixels = {name: value for name, value in for_images.given.items() if name in ("min_pixels", "max_pixels")}
     clips = MediaOptions(**{name: value for name, value in both.given.items() if name in VIDEO_NAMES})
-    return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).over(clips), fixed)
+    return ServerOptions(pixels, found.get(".videos_kwargs", NO_OPTIONS).over(clips), fixed, for_images.num_crops)
 
 
 def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
@@ -74,6 +76,20 @@ def _options(kwargs: Mapping[str, Any], where: str) -> MediaOptions:
         return request_options(kwargs, where)
     except BadRequest as error:
         raise StartupError(f"{where}: {error.message}") from None
+
+
+def without_tiles(tiles: int | None, param: str | None = None) -> None:
+    """Refuses num_crops where a model cuts no picture by it.
+
+    Raises:
+        BadRequest: with the ``param`` that it came from.
+        StartupError: it came from the command line, which has no ``param``.
+    """
+    if tiles is None:
+        return
+    if param is None:
+        raise StartupError(f"{FLAG}: num_crops does not apply, this model cuts no picture by it")
+    raise BadRequest("num_crops does not apply to this model.", param=f"{param}.num_crops")
 
 
 def check_pixel_limits(least: int, most: int, factor: int) -> None:

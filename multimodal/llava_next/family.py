@@ -32,9 +32,6 @@ class GridTower(ClipTower):
         """Those of the largest grid, and the whole picture once more."""
         return 1 + max(h * w for h, w in self.grids) // self.image**2
 
-    def beside(self, ranks: int) -> int:
-        return super().beside(ranks) + self.out_hidden
-
 
 def grids_of(c: Fields, image: int) -> tuple[Size, ...]:
     """``image_grid_pinpoints``; raises StartupError for sizes that are not whole tiles, or too many of them."""

@@ -18,7 +18,7 @@ from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD, Triple
 from trencadis.multimodal.errors import attach_param
 from trencadis.multimodal.grids import Grid, check_aspect, grid_of, slots_of, tokens_of
 from trencadis.multimodal.images.decode import to_rgb
-from trencadis.multimodal.images.limits import check_pixel_limits, server_options
+from trencadis.multimodal.images.limits import check_pixel_limits, server_options, without_tiles
 from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
 from trencadis.multimodal.processor import ImageOutline, Prepared
 from trencadis.multimodal.qwen2_vl.geometry import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
@@ -90,6 +90,7 @@ class ImageProcessor:
         )
         check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
         made._check_checkpoint_values(asked.checkpoint)
+        without_tiles(asked.tiles)
         return made
 
     def _check_checkpoint_values(self, asked: Mapping[str, Any]) -> None:
@@ -127,6 +128,7 @@ class ImageProcessor:
             BadRequest: the options ask for more than the server's max_pixels, or contradict each other.
         """
         o, path = options, f"{param}." if param else ""
+        without_tiles(o.num_crops, param or "")
         low, high = o.min_pixels, self.max_pixels if o.max_pixels is None else o.max_pixels
         if high > self.max_pixels:
             raise BadRequest(f"max_pixels={high} is above this server's {self.max_pixels}.", param=f"{path}max_pixels")
@@ -189,11 +191,14 @@ class ImageProcessor:
             check_aspect(height, width)
             return self.fixed
         made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
-        if self.ceiling is not None:
-            grid = grid_of(*made, self.patch)
-            if self._slots(grid) > self.ceiling[0] or tokens_of(grid, self.merge) > self.ceiling[1]:
-                raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
-        return made
+        return made if self.ceiling is None else self._within(made, *self.ceiling)
+
+    def _within(self, size: tuple[int, int], slots: int, tokens: int) -> tuple[int, int]:
+        """``size``, if it has no more slots and tokens."""
+        grid = grid_of(*size, self.patch)
+        if self._slots(grid) > slots or tokens_of(grid, self.merge) > tokens:
+            raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
+        return size
 
     def frames(self) -> dict[str, Any]:
         """Limits of a video's frames: those of images."""

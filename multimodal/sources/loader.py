@@ -79,22 +79,26 @@ class MediaLoader:
             Unprocessable: the download failed, or the file cannot be read.
         """
         with attach_param(param):
-            if isinstance(source, Path):
-                async with self._files.current():
-                    return await self._in_thread(self._read_path, str(source))
-            match = _SCHEME.match(source)
-            scheme = match[1].lower() if match else ""
-            if scheme == "data":
+            if isinstance(source, str) and source[:5].lower() == "data:":
                 if len(source) <= SMALL:
                     return decode_data_url(source, self.max_bytes)
                 return await self._in_thread(decode_data_url, source)
-            if scheme == "file":
-                async with self._files.current():
-                    return await self._in_thread(self._read_file, source)
-            if scheme in ("http", "https"):
-                async with self._gates.current():
-                    return await self._fetcher.get(source)
-            raise BadRequest("The URL must be either a HTTP, data or file URL.")
+            return await self._from_elsewhere(source)
+
+    async def _from_elsewhere(self, source: str | Path) -> bytes:
+        """The bytes of what is not in the request itself."""
+        if isinstance(source, Path):
+            async with self._files.current():
+                return await self._in_thread(self._read_path, str(source))
+        match = _SCHEME.match(source)
+        scheme = match[1].lower() if match else ""
+        if scheme == "file":
+            async with self._files.current():
+                return await self._in_thread(self._read_file, source)
+        if scheme in ("http", "https"):
+            async with self._gates.current():
+                return await self._fetcher.get(source)
+        raise BadRequest("The URL must be either a HTTP, data or file URL.")
 
     def close(self) -> None:
         """Ends the threads when their work is done."""
@@ -163,6 +167,11 @@ class MediaPermits:
             async with gate:
                 yield None
             return
+        async with self._downloaded(download, gate) as found:
+            yield found
+
+    @asynccontextmanager
+    async def _downloaded(self, download: Callable[[], Awaitable[T]], gate: asyncio.Semaphore) -> AsyncIterator[T]:
         async with self._downloads.current():
             found = await download()
             await gate.acquire()

@@ -88,7 +88,7 @@ class TileTower(ViTConfig):
 
     @property
     def slot(self) -> SlotForm:
-        return SlotForm(CHANNELS * self.patch**2, self.merge**2)
+        return SlotForm(self.planes * CHANNELS * self.patch**2, self.merge**2)
 
     @property
     def cell_width(self) -> int:
@@ -113,17 +113,25 @@ class TileTower(ViTConfig):
         yield SharedMatrix("visual.projector.linear_2", self.out_hidden, inner, self.out_hidden)
 
     def beside(self, ranks: int) -> int:
-        """The table of places, which holds the class token's embedding in its first row, norms, the projector."""
+        """The table of places, whose first row holds the class token's embedding, norms, constants, the projector."""
         matrices = list(self.exit_matrices(ranks))
         total = sum(m.rows * m.columns + m.rows * self.projector_bias for m in matrices)
         total += (self.side**2 + 1) * self.hidden + (self.first_norm + self.last_norm) * self.norm
-        return total + self.cell_norm * 2 * self.cell_width + self.layer_scale * 2 * self.hidden * self.depth
+        total += self.cell_norm * 2 * self.cell_width + self.constants * self.out_hidden
+        return total + self.layer_scale * 2 * self.hidden * self.depth
 
     def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
         inner = -(-self.out_hidden // ranks) if self.projector else 0
         leaving = (2 + self.last_norm + self.cell_norm) * self.cell_width + 2 * inner + self.out_hidden
         layers = super().activations(slots, itemsize, ranks, unit)
+        if self.planes > 1:  # a patch's bytes become float32 before they are added
+            layers = max(layers, slots * (4 * (self.planes + 2) + itemsize) * self._values(unit))
         return max(layers, slots * itemsize * (2 * self.hidden + leaving // self.merge**2))
+
+    @property
+    def crossing(self) -> int:
+        """What is multiplied crosses beside the product."""
+        return super().crossing + self.layer_scale
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
         """The projector's collective."""
@@ -131,3 +139,11 @@ class TileTower(ViTConfig):
             return 0
         inner = self.cell_width + 2 * -(-self.out_hidden // ranks) if cached else 0
         return slots // self.merge**2 * (inner + self.out_hidden) * itemsize
+
+
+@dataclass(frozen=True)
+class SiglipTower(TileTower):
+    """SigLIP: no class token, a norm behind the layers."""
+
+    class_token: ClassVar[bool] = False
+    last_norm: ClassVar[bool] = True

@@ -24,6 +24,9 @@ class Usual(NamedTuple):
     activation: str
 
 
+SIGLIP = Usual(768, 12, 12, 3072, 224, 16, 1e-6, "gelu_pytorch_tanh")
+"""SiglipVisionConfig's."""
+
 BLOCK_NAMES = (
     (".encoder.layers.", ".blocks."),
     (".layer_norm1.", ".norm1."),

@@ -14,11 +14,13 @@ from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.linear import ColumnPart, Columns, Linear, Rows
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.source import Source
-from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
+from trencadis.core.layout import RESERVED_ROWS, SINK_ROW, WINDOW_SLOTS
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.interface import Persistent
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.colours import Colours
 from trencadis.multimodal.tiles.config import CHANNELS, TileTower
+from trencadis.multimodal.tiles.fine import OFFSET, PLANES, STEPS
 from trencadis.multimodal.vit_block import ViTBlock, spread
 
 CELL_EPS = 1e-5
@@ -35,11 +37,31 @@ class CellEntry:
 
     def __call__(self, pixels: Tensor, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """([s, hidden] of ``dtype``, what it is added to). int32 positions [s, 2]: the place in the table, and 0."""
-        x, place = self.patch(self.ops.patches(pixels, *self.colours, dtype)), position[:, 0]
+        x, place = self.patch(self.values(pixels, dtype)), position[:, 0]
         x = x * (place != 0).to(dtype)[:, None] + self.ops.gather_rows(self.table, place.long())
         if self.norm is not None:
             x = self.norm(x)[0]
         return x, self.ops.first_residual(x)
+
+    def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """[s, values of a patch] of ``dtype``, of a slot's bytes."""
+        return self.ops.patches(pixels, *self.colours, dtype)
+
+
+class FineEntry(CellEntry):
+    """The start of a VISION launch whose values have three bytes each (``fine``).
+
+    ``colours``: (scale, shift), float32 [values of a patch].
+    """
+
+    def __init__(self, ops: Ops, patch: Linear, norm: Norm | None, colours: tuple[Tensor, Tensor]) -> None:
+        scale, shift = colours
+        shifts = [shift - OFFSET * scale, torch.zeros_like(shift), torch.zeros_like(shift)]
+        super().__init__(ops, patch, norm, (torch.cat([scale * step for step in STEPS]), torch.cat(shifts)))
+
+    def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        planes = self.ops.patches(pixels, *self.colours, torch.float32).view(len(pixels), PLANES, -1)
+        return (planes[:, 0] + planes[:, 1] + planes[:, 2]).to(dtype)
 
 
 class ScaledBlock(ViTBlock):
@@ -117,6 +139,8 @@ class TileModel(Decoder):
     ``colours``: how the checkpoint's processor makes values.
     """
 
+    constants: Tensor | None = None
+
     def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
         super().__init__(config, backend)
         assert isinstance(config.vision, TileTower)
@@ -128,8 +152,9 @@ class TileModel(Decoder):
         self.first_norm = norm_of(LAYER, ops, c.hidden, c.eps) if c.first_norm else None
         kind = ScaledBlock if c.layer_scale else ViTBlock
         self.blocks = [kind(tower, c, True, c.eps, c.activation) for _ in range(c.depth)]
-        scale, shift = spread(colours, c.slot.values // CHANNELS)
-        self.see = CellEntry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
+        scale, shift = spread(colours, c.embedded // CHANNELS)
+        entry = CellEntry if c.planes == 1 else FineEntry
+        self.see = entry(ops, self.patch, self.first_norm, (scale.to(backend.device), shift.to(backend.device)))
         self.tell = CellExit(tower, c)
 
     def load_from(self, source: Source) -> None:
@@ -145,10 +170,27 @@ class TileModel(Decoder):
         for i, block in enumerate(self.blocks):
             block.load(source, f"visual.blocks.{i}")
         self.tell.load(source)
+        if c.constants:
+            self.constants = self.constant_rows(source)
 
     def places(self, source: Source, at: str) -> Tensor:
-        """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included."""
+        """[1 + patches, hidden]: the class token at its place, then what a patch has by its place, biases included.
+
+        Here SigLIP's, which has no class token: zeros stand for it.
+        """
+        c = self.tower
+        table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
+        table = table + source.take(f"{at}.patch_embedding.bias", (c.hidden,))
+        return torch.cat([torch.zeros_like(table[:1]), table])
+
+    def constant_rows(self, source: Source) -> Tensor:
+        """[constants, width of an arena row]: what is the same for every picture, for towers with ``constants``."""
         raise NotImplementedError
+
+    def bind(self, persistent: Persistent) -> None:
+        super().bind(persistent)
+        if self.constants is not None:
+            persistent.arena[RESERVED_ROWS : RESERVED_ROWS + len(self.constants)] = self.constants
 
     def vision(self, inputs: VisionTensors) -> None:
         """Encodes packed tiles and writes their tokens to ``arena[rows]``."""
@@ -193,4 +235,5 @@ class TileModel(Decoder):
             return super().nbytes()
         own = self.patch.bytes + self.see.table.nbytes + self.tell.nbytes()
         own += 0 if self.first_norm is None else self.first_norm.nbytes()
+        own += 0 if self.constants is None else self.constants.nbytes
         return super().nbytes() + own + sum(block.nbytes() for block in self.blocks)

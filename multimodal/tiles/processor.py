@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.multimodal.colours import CLIP, Colours
 from trencadis.multimodal.grids import check_aspect
 from trencadis.multimodal.images.decode import to_rgb
-from trencadis.multimodal.images.limits import server_options
+from trencadis.multimodal.images.limits import server_options, without_tiles
 from trencadis.multimodal.options import MediaOptions
 from trencadis.multimodal.processor import FILES, ImageOutline, Layout, Prepared, TakenRows
 from trencadis.multimodal.tiles.config import CHANNELS, TileTower
@@ -35,7 +35,11 @@ class TileProcessor(Colours, ABC):
         image: pixels along a side of a tile.
         patch: pixels along a side of a patch; merge: patches along a side of a cell.
         slots: VISION slots of a tile.
+
+    ``planes``: bytes of a value.
     """
+
+    planes: ClassVar[int] = 1
 
     image: int = 0
     patch: int = 0
@@ -46,7 +50,7 @@ class TileProcessor(Colours, ABC):
     @property
     def values(self) -> int:
         """uint8 values of a patch."""
-        return CHANNELS * self.patch**2
+        return self.planes * CHANNELS * self.patch**2
 
     @property
     def cells(self) -> int:
@@ -70,6 +74,11 @@ class TileProcessor(Colours, ABC):
         for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
             if getattr(options, name) is not None:
                 raise BadRequest(FIXED, param=f"{param}.{name}" if param else name)
+        return self.with_tiles(options.num_crops, param or "")
+
+    def with_tiles(self, tiles: int | None, param: str) -> TileProcessor:
+        """This processor with a request's ``num_crops``; raises BadRequest where it does not apply."""
+        without_tiles(tiles, param)
         return self
 
     @abstractmethod
@@ -78,7 +87,7 @@ class TileProcessor(Colours, ABC):
 
     @abstractmethod
     def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        """uint8 [image, image, 3] each, of a picture in RGB that ``height`` x ``width`` stand for."""
+        """uint8 [image, image, 3 x planes] each, of a picture in RGB that ``height`` x ``width`` stand for."""
 
     def sizes(self, height: int, width: int) -> ImageOutline:
         """What an image becomes; raises BadRequest for an aspect ratio above 200."""
@@ -108,7 +117,7 @@ class TileProcessor(Colours, ABC):
         merge, patch, unit = self.merge, self.patch, self.patch * self.merge
         rows, columns = tile.shape[0] // unit, tile.shape[1] // unit
         whole = tile[: rows * unit, : columns * unit]
-        grid = whole.reshape(rows, merge, patch, columns, merge, patch, CHANNELS)
+        grid = whole.reshape(rows, merge, patch, columns, merge, patch, tile.shape[-1])
         return np.ascontiguousarray(grid.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.values))
 
 
@@ -146,12 +155,18 @@ def tower_of(config: ModelConfig) -> TileTower:
     return config.vision
 
 
-def check_options(asked: Mapping[str, Any]) -> None:
-    """Refuses ``--mm-processor-kwargs`` that would change a picture's size or pixels."""
+def check_options(asked: Mapping[str, Any], tiles: bool = False) -> int | None:
+    """Refuses ``--mm-processor-kwargs`` that would change a picture's size or pixels; returns num_crops, if given.
+
+    ``tiles``: whether num_crops applies.
+    """
     given = server_options(asked)
     if given.pixels or given.checkpoint:
         name = next(iter({**given.pixels, **given.checkpoint}))
         raise StartupError(f"--mm-processor-kwargs: {name} does not apply, the pictures of this model have fixed sizes")
+    if not tiles:
+        without_tiles(given.tiles)
+    return given.tiles
 
 
 def shared_fields(v: TileTower, colours: Colours = CLIP) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trencadis.multimodal.images.cache import PreparedCache, Unshared
 from trencadis.multimodal.images.decode import load_pil_image
 from trencadis.multimodal.images.decoder import ImageDecoder
 from trencadis.multimodal.images.frontend import cache_key, content_digest
+from trencadis.multimodal.images.limits import without_tiles
 from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaOptions, MediaPart, MediaScope
 from trencadis.multimodal.processor import Prepared, VideoProcessor
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
@@ -143,6 +144,7 @@ class VideoFrontend:
     async def _prepare_part(self, part: MediaPart, room: int, scope: MediaScope) -> PreparedVideo:
         with attach_param(part.path):
             asked = part.options.over(scope.video_options.over(self.options))
+            without_tiles(asked.num_crops, part.path)
             fetch = None
             if _any_web_url(part.source):
                 scope.fetches()

@@ -315,6 +315,9 @@ class WorkerPool:
         """The same worker, or its replacement, which starts now while no job waits for it."""
         if process is None or (process.jobs < self.recycle and process.peak <= MAX_PEAK_BYTES):
             return process
+        return self._replacement(process)
+
+    def _replacement(self, process: WorkerProcess) -> WorkerProcess | None:
         self._end_process(process)
         try:
             return self._spawn()

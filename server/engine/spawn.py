@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 from trencadis.core.executor.ranks import asked_threads, threads_of
 from trencadis.core.links.topology import RAY, topology
 from trencadis.core.process import settling, wire
@@ -27,10 +27,13 @@ log = logging.getLogger("trencadis.server")
 class EngineEnd(Protocol):
     """An engine's process, here or elsewhere; ``subprocess.Popen`` is one."""
 
-    pid: int
-    """Of its process; 0 where that is another machine's."""
     returncode: int | None
     """None while it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Of a process of this machine; 0: it is elsewhere."""
+        ...
 
     def poll(self) -> int | None:
         """``returncode``, looked up now."""
@@ -93,7 +96,7 @@ def spawn(config: EngineConfig) -> EngineHandle:
 
 def child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     """``config`` with the threads of all ranks; in the child's environment OMP_NUM_THREADS is the share of rank 0."""
-    threads = asked_threads(config.threads, environ) or available_cpus()
+    threads = asked_threads(config.threads, environ) or computing_cpus()
     return dataclasses.replace(config, threads=threads)
 
 

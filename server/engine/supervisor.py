@@ -327,7 +327,7 @@ class Supervisor:
             return await self._rest()
         self.slumber.end(False)
         fatal = self.link.fatal
-        if fatal is not None and self.last_info is None:
+        if fatal is not None and self.last_info is None and not fatal.capture:
             self.on_fatal(fatal.message, fatal.code)
             return False
         self.up = None
@@ -348,9 +348,10 @@ class Supervisor:
         return True
 
     def _skip_capture(self) -> None:
-        """Excludes the bucket in whose capture an engine crashed; not if this process killed the engine."""
-        bucket = self.link.capturing
-        if bucket and not self.link.reason and bucket not in self.config.skip_captures:
+        """Excludes the bucket in whose capture an engine or a rank crashed; not if this process killed the engine."""
+        fatal = self.link.fatal
+        bucket = fatal.capture if fatal is not None else "" if self.link.reason else self.link.capturing
+        if bucket and bucket not in self.config.skip_captures:
             log.error("the engine crashed during the capture of %s: this bucket stays without a graph", bucket)
             self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 from trencadis.core.devices import choose, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.ranks import asked_threads
@@ -27,7 +27,7 @@ def deal(config: EngineConfig, size: int, environ: Mapping[str, str] | None = No
         return [config]
     config = dataclasses.replace(config, report_evictions=True, kv_offloading_size=config.kv_offloading_size / size)
     if likely(config.device) == "cpu":
-        threads = asked_threads(config.threads, os.environ if environ is None else environ) or available_cpus()
+        threads = asked_threads(config.threads, os.environ if environ is None else environ) or computing_cpus()
         asked = config.kv_cache_memory_bytes
         config = dataclasses.replace(
             config,

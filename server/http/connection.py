@@ -75,6 +75,16 @@ class SharedLimits:
 class Connection(H11Protocol):
     """A connection under the limits of ``shared``."""
 
+    _held = 0
+    _ended = False
+    """Whether the client has closed its side."""
+    _timer: asyncio.TimerHandle | None = None
+    _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
+    """What the timer waits for: a head, or the rest of a body that nobody reads."""
+    _look: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], None] | None = None
+    """Called when the connection ends while its request waits for its turn."""
+
     def __init__(
         self,
         shared: SharedLimits,
@@ -87,14 +97,6 @@ class Connection(H11Protocol):
         # The gate writes access lines, with what only it knows.
         self.access_log = False
         self._shared = shared
-        self._held = 0
-        self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-        """What the timer waits for: a head, or the rest of a body that nobody reads."""
-        self._look: asyncio.TimerHandle | None = None
-        self.on_lost: Callable[[], None] | None = None
-        """Called when the connection ends while its request waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""

@@ -230,15 +230,10 @@ class BodyPace:
 def record_of(scope: Scope, headers: Headers, id: str) -> RequestRecord:
     """The record of a request that has come now."""
     client = scope.get("client")
+    address = f"{client[0]}:{client[1]}" if client else ""
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-    return RequestRecord(
-        id,
-        scope["method"],
-        path_of(scope),
-        f"{client[0]}:{client[1]}" if client else "",
-        parent=parent,
-        rank=headers.get("x-data-parallel-rank", ""),
-    )
+    rank = headers.get("x-data-parallel-rank", "")
+    return RequestRecord(id, scope["method"], path_of(scope), address, parent, rank=rank)
 
 
 def path_of(scope: Scope) -> str:

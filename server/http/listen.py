@@ -64,10 +64,7 @@ class Listener(socket.socket):
         try:
             plain, address = super().accept()
         except OSError as error:
-            if error.errno not in SHORT:
-                raise
-            self._without_a_descriptor()
-            raise BlockingIOError from None
+            raise self._failed(error) from None
         if len(self.open) >= self.most:
             self._turn_away(plain)
             raise BlockingIOError
@@ -75,6 +72,13 @@ class Listener(socket.socket):
         self.open.add(connection)
         connection.of = self.open
         return connection, address
+
+    def _failed(self, error: OSError) -> OSError:
+        """What ``accept`` raises, where the system could accept no connection."""
+        if error.errno not in SHORT:
+            return error
+        self._without_a_descriptor()
+        return BlockingIOError()
 
     def _turn_away(self, plain: socket.socket) -> None:
         """Closes a connection that is one too many."""

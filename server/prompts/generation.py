@@ -129,7 +129,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._request = request
-        self._pixels: Sequence[Pixels] = prompt.pixels
+        self._pixels: Sequence[Pixels] = prompt.pixels if prompt.media else ()
         self._done = done
         self.prompt = prompt
         self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
@@ -196,9 +196,7 @@ class Generation:
 
     async def _close(self, deltas: AsyncIterator[object] | None) -> None:
         if any(s.finish_reason is None for s in self.streams):
-            self._engine.abort(self._request.id)
-            if "error" not in self.timing.finish:
-                self.timing.finish.append("abort")
+            self._abort()
         if self.timing.end is None:
             self.timing.end = time.monotonic()
             self.timing.engine = max(self._request.replica, 0)
@@ -208,6 +206,11 @@ class Generation:
         if close is not None:
             with suppress(RuntimeError):
                 await close()
+
+    def _abort(self) -> None:
+        self._engine.abort(self._request.id)
+        if "error" not in self.timing.finish:
+            self.timing.finish.append("abort")
 
 
 async def spaced(pieces: AsyncGenerator[ChoicePiece], interval: int) -> AsyncGenerator[ChoicePiece]:

@@ -162,9 +162,7 @@ class PlaceholderJoiner:
         if placed != image:
             put = partial(put, placed=placed)
         if side.times and self._encode is not None:
-            texts = [text for one in prepared if is_video(one) for text in loaded(side.times)(one)]
-            marks = self._config.vision_start, self._config.vision_end
-            put = partial(put, times=[self._encode(text) for text in texts], marks=marks)
+            put = self._timed(put, loaded(side.times), prepared, self._encode)
         expanded, spans = put(tokens, image, prepared, places, video, self._encode)
         vision = self._config.vision
         if not side.positions or self._config.text.mrope_section is None:
@@ -172,6 +170,17 @@ class PlaceholderJoiner:
         whole, seconds = (spans, []) if side.times else position_spans(spans, prepared)
         positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
+
+    def _timed(
+        self,
+        put: Callable[..., Any],
+        times: Callable[..., list[str]],
+        media: Sequence[PreparedMedia],
+        encode: Callable[[str], list[int]],
+    ) -> Callable[..., Any]:
+        """``put``, which is told the times of each video's frames in words."""
+        texts = [encode(text) for one in media if is_video(one) for text in times(one)]
+        return partial(put, times=texts, marks=(self._config.vision_start, self._config.vision_end))
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:

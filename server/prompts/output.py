@@ -49,6 +49,15 @@ class ChoiceStream:
         shown: special tokens that ``reader`` must see.
     """
 
+    count: int = 0
+    """Tokens so far."""
+    cached_tokens: int = 0
+    """Of the prompt, those that came from the prefix cache."""
+    finish_reason: str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    stats: RequestStats | None = None
+    pooled: bytes = b""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -66,13 +75,7 @@ class ChoiceStream:
             self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
-        self.count = 0
-        self.cached_tokens = 0
-        self.pooled = b""
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.stats: RequestStats | None = None
-        self.finish_reason: str | None = None
 
     @property
     def stopped_early(self) -> bool:

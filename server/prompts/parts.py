@@ -61,11 +61,16 @@ def read_part(part: Any, where: str) -> str | MediaPart:
 
 
 def _medium(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
-    """The image or video of a part of type ``kind``, which is no text."""
+    """The image or video of a part of type ``kind``, which is not text."""
     if kind in IMAGE_PARTS:
         uuid = part_uuid(part, where)
         source = _image(part, where, uuid is not None)
         return MediaPart(source, where, part_options(part, where), uuid=uuid)
+    return _no_image(part, kind, where)
+
+
+def _no_image(part: Mapping[str, Any], kind: Any, where: str) -> MediaPart:
+    """The video of a part of type ``kind``, which is neither text nor image."""
     if kind in VIDEO_PARTS:
         uuid = part_uuid(part, where)
         return MediaPart(_video(part, where, uuid is not None), where, part_options(part, where), "video", uuid)

@@ -14,6 +14,7 @@ from trencadis.core.models.registry import family_of
 from trencadis.core.request import SamplingParams
 from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.placeholders import Numbered
 from trencadis.multimodal.stages import record_media_times
 from trencadis.server.prompts import params
 from trencadis.server.prompts.chat import PAIR_ROLES, MessageRules, parse
@@ -83,7 +84,8 @@ class TextService:
         self.template = template
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
         side = family_of(config.architecture).vision
-        self._around = ("", "") if side is None else side.around
+        self._around = side.around if side is not None and any(side.around) else None
+        self._marks = Numbered(*side.numbered) if side is not None and any(side.numbered) else None
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -128,9 +130,13 @@ class TextService:
         truncate: int | None = None,
         truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
+        told: bool = True,
         **how: Unpack[Rendering],
     ) -> Prompt:
         """Renders and encodes a conversation and puts its media into the prompt.
+
+        Args:
+            told: whether the prompt has its text beside its ids.
 
         Raises:
             BadRequest: a message, a medium or the length is wrong.
@@ -139,21 +145,21 @@ class TextService:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
         template, rules = self.template, self._messages
 
-        def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str]:
+        def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str | None]:
             talk = parse(messages, rules)
             check()
             text = template.render(talk.messages, **how)
             check()
-            text = self._with_room(text, marked=True)
-            cut = None if talk.media or truncation_side == "right" else truncate
-            return talk.media, self._encode(text, check, marked=True, truncate=cut), self.tokenizer.unmark(text)
+            text = self._with_room(text, marked=True) if self._around else text
+            whole = self.tokenizer.unmark(text) if told else None
+            if talk.media and self._marks is not None:
+                return talk.media, self._apart(text, check, marked=True), whole
+            cut = truncate is not None and truncation_side != "right" and not talk.media
+            return talk.media, self._encode(text, check, marked=True, cut=cut), whole
 
         media, tokens, text = await _run(read, messages, *how.values())
         if media:
-            made = await self._joined(tokens, media, scope, text)
-            if truncate is not None and len(self._truncated(made.tokens, truncate, "left")) < len(made.tokens):
-                raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
-            return made
+            return self._whole(await self._joined(tokens, media, scope, text), truncate)
         if truncate is not None:
             tokens = self._truncated(tokens, truncate, truncation_side)
         params.too_long(len(tokens), self.max_model_len, self.room)
@@ -208,8 +214,8 @@ class TextService:
             tokens = cut_text(self.tokenizer, prompt, self._most(truncate), side)
         elif isinstance(prompt, str):
             # For a text that is too long only its end is encoded, which suffices only if truncation keeps the end.
-            cut = truncate if side == "left" else None
-            tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, truncate=cut)
+            cut = truncate is not None and side == "left"
+            tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, cut=cut)
         else:
             tokens = list(prompt)
             bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
@@ -254,7 +260,11 @@ class TextService:
         """
         if not isinstance(prompt, str):
             return await self._joined(list(prompt), parts, scope, None)
-        text = self._with_room(prompt, marked=False)
+        if self._marks is not None:
+            text, parts = self._marks.placed(prompt, parts, self.tokenizer.token(self.config.placed) or "")
+            tokens = await _run(lambda check: self._apart(text, check, marked=False), prompt)
+            return await self._joined(tokens, parts, scope, prompt)
+        text = self._with_room(prompt, marked=False) if self._around else prompt
         tokens = await _run(lambda check: self._encode(text, check, add_special_tokens=True), prompt)
         return await self._joined(tokens, parts, scope, prompt)
 
@@ -306,12 +316,20 @@ class TextService:
 
     def _with_room(self, text: str, marked: bool) -> str:
         """``text`` with what the family puts around a picture's mark."""
-        before, behind = self._around
-        if not before and not behind:
-            return text
+        before, behind = self._around or ("", "")
         name = self.tokenizer.token(self.config.placed) or ""
         mark = self.tokenizer.mark(name) if marked else name
         return text.replace(mark, f"{before}{mark}{behind}") if mark else text
+
+    def _apart(self, text: str, check: Check, *, marked: bool) -> list[int]:
+        """The ids of a text whose parts between pictures are prompts of their own."""
+        name = self.tokenizer.token(self.config.placed) or ""
+        begin, end = self.tokenizer.framing if marked else ([], [])
+        tokens: list[int] = []
+        for i, part in enumerate(text.split(self.tokenizer.mark(name) if marked else name)):
+            tokens += [self.config.placed] * (i > 0)
+            tokens += [*begin, *self._encode(part, check, marked=marked, add_special_tokens=True), *end]
+        return tokens
 
     def _placeholder(self, token: int) -> str:
         """Marked text of a medium, between the vision marks if the checkpoint has them."""
@@ -320,15 +338,9 @@ class TextService:
         return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
 
     def _encode(
-        self,
-        text: str,
-        check: Check,
-        *,
-        marked: bool = False,
-        add_special_tokens: bool = False,
-        truncate: int | None = None,
+        self, text: str, check: Check, *, marked: bool = False, add_special_tokens: bool = False, cut: bool = False
     ) -> list[int]:
-        """The ids of a text; only of its end if ``truncate`` keeps no more than that.
+        """The ids of a text; ``cut``: of its end at least, since the caller keeps no more than that.
 
         Raises:
             BadRequest: the text is far too long.
@@ -337,7 +349,7 @@ class TextService:
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
         check_json(text, "messages" if marked else "prompt")
         if len(text) > COUNTED:
-            text = self._counted(text, check, marked, truncate is not None)
+            text = self._counted(text, check, marked, cut)
         tokenizer = self.tokenizer
         return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
 
@@ -352,6 +364,12 @@ class TextService:
             params.too_long(count, self.max_model_len)
         check()
         return end
+
+    def _whole(self, prompt: Prompt, limit: int | None) -> Prompt:
+        """A prompt with media, which no ``truncate_prompt_tokens`` may cut."""
+        if limit is not None and len(self._truncated(prompt.tokens, limit, "left")) < len(prompt.tokens):
+            raise BadRequest("A prompt with images or videos cannot be truncated.", param="truncate_prompt_tokens")
+        return prompt
 
     def _truncated(self, tokens: list[int], limit: int, side: str) -> list[int]:
         most = self._most(limit)

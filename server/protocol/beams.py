@@ -77,10 +77,8 @@ def check_width(width: int, ends: int, most: int) -> None:
         raise BadRequest(f"Beam search keeps 1 to {widest} beams (n), half of max_logprobs; got {width}.", param="n")
 
 
-def beam_rule(request: BeamFields) -> BeamRule | None:
-    """How to search; None if the request asks for no beams."""
-    if not request.use_beam_search:
-        return None
+def beam_rule(request: BeamFields) -> BeamRule:
+    """How to search, for a request that asks for beams."""
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     return BeamRule(penalty, read_early(request.early_stopping))
 

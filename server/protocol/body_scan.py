@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trencadis.core.errors import BadRequest, TooLarge
 
@@ -48,24 +48,27 @@ class BodyLimits:
     text: int = 16 << 20
 
 
+@dataclass(slots=True)
 class BodyScan:
-    """Scans a body piece by piece.
+    """Scans a body piece by piece; counts its bytes (``size``), values, containers, and bytes of long texts.
 
     ``outline`` and ``long`` are complete after ``finish``. A long string is a list of pieces as they arrived, without
     quotes and still escaped.
     """
 
-    def __init__(self, limits: BodyLimits | None = None) -> None:
-        self.limits = limits or BodyLimits()
-        self.long: list[list[bytes]] = []
-        self.size = self.values = self.containers = self.text = 0
-        self._outline: list[bytes] = []
-        self._outlined = 0
-        self._depth = 0
-        self._open: list[bytes] | None = None
-        self._opened = 0
-        self._carry = b""
-        self._after_long = False
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    long: list[list[bytes]] = field(default_factory=list)
+    size: int = 0
+    values: int = 0
+    containers: int = 0
+    text: int = 0
+    _outline: list[bytes] = field(default_factory=list)
+    _outlined: int = 0
+    _depth: int = 0
+    _open: list[bytes] | None = None  # pieces of the string that has begun
+    _opened: int = 0
+    _carry: bytes = b""
+    _after_long: bool = False
 
     @property
     def outline(self) -> bytes:
@@ -137,10 +140,8 @@ class BodyScan:
             raise TooLarge(f"The request exceeds {limits.outline} bytes beside its long texts and media.")
         self._outline.append(piece)
         bare = _STRING.sub(b"", piece) if b'"' in piece else piece
-        if self._after_long and (rest := piece.lstrip(_BLANKS)):
-            self._after_long = False
-            if rest.startswith(b":"):
-                raise BadRequest(f"A key of the request has {LONG} bytes or more.")
+        if self._after_long:
+            self._check_behind(piece.lstrip(_BLANKS))
         brackets = bare.translate(None, _NO_BRACKET)
         opened = brackets.count(b"[") + brackets.count(b"{")
         self.containers += opened
@@ -150,6 +151,12 @@ class BodyScan:
         if self.containers > limits.containers:
             raise BadRequest(f"The request holds more than {limits.containers} lists and objects.")
         self._nest(brackets)
+
+    def _check_behind(self, rest: bytes) -> None:
+        """Refuses a long string that was a key; ``rest`` follows it."""
+        self._after_long = not rest
+        if rest.startswith(b":"):
+            raise BadRequest(f"A key of the request has {LONG} bytes or more.")
 
     def _nest(self, brackets: bytes) -> None:
         for bracket in brackets:

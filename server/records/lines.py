@@ -14,6 +14,7 @@ from trencadis.server.records.record import RequestRecord
 log = logging.getLogger("trencadis.server")
 access = logging.getLogger("uvicorn.access")
 LONGEST_PATH = 500
+IDLE = "request %s: did not run, total %.3f s, %s%s"
 PARAMS = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed")
 
 
@@ -68,8 +69,7 @@ def say_closing(record: RequestRecord, most: int | None) -> None:
     tenant = f", tenant {record.tenant}" if record.tenant else ""
     timing, first, stats = record.timing, record.first, record.stats
     if timing is None:
-        line = "request %s: did not run, total %.3f s, %s%s"
-        log.info(line, named, seconds, record.outcome, tenant, extra={"fields": fields})
+        log.info(IDLE, named, seconds, record.outcome, tenant, extra={"fields": fields})
         return
     cached = sum(max((s.cached_tokens for s in t.streams), default=0) for t in record.timings)
     slowest = max(stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)

@@ -113,12 +113,16 @@ def text_of(pieces: list[bytes], check: Check = no_check) -> str:
         rest = text[end:]
         found = str(json.loads(f'"{text[:end]}"'))
         if out and "\ud800" <= out[-1][-1:] <= "\udbff" and "\udc00" <= found[:1] <= "\udfff":
-            # A surrogate pair whose two escapes were in two pieces.
-            pair = (out[-1][-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
-            out[-1], found = out[-1][:-1] + pair, found[1:]
+            out[-1], found = _paired(out[-1], found)
         if found:
             out.append(found)
     return "".join(out)
+
+
+def _paired(text: str, found: str) -> tuple[str, str]:
+    """Two pieces of a text between which a surrogate pair was cut, with the pair in the first."""
+    pair = (text[-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
+    return text[:-1] + pair, found[1:]
 
 
 def _whole(text: str) -> int:

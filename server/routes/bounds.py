@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trencadis.core.errors import BadRequest
@@ -29,6 +30,8 @@ COUNTS = {
     "stream_options": 64,
 }
 """Most items by field. ``BodyLimits`` counts the values inside items."""
+LISTED = frozenset({"prompt", "input", "text_1", "text_2", "queries", "items", "data_1", "data_2"})
+"""Fields of one prompt or several."""
 MAX_TEMPLATE = 1 << 17
 """Most characters of a chat template in a request."""
 
@@ -47,10 +50,16 @@ def check_counts(body: Any) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise BadRequest(f"{name} holds {len(value)} items; at most {most} are allowed.", param=name)
-    for name in ("prompt", "input", "text_1", "text_2", "queries", "items", "data_1", "data_2"):
-        given, most = body.get(name), RequestLimits.max_prompts
-        if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
-            raise BadRequest(f"At most {most} {name}s are allowed, got {len(given)}.".replace("ss ", "s "), param=name)
+    if not LISTED.isdisjoint(body):
+        _check_prompts(body)
     template = body.get("chat_template")
     if isinstance(template, str) and len(template) > MAX_TEMPLATE:
         raise BadRequest(f"chat_template has at most {MAX_TEMPLATE} characters.", param="chat_template")
+
+
+def _check_prompts(body: Mapping[str, Any]) -> None:
+    """``check_counts`` of fields that take a prompt or a list of them."""
+    for name in LISTED.intersection(body):
+        given, most = body[name], RequestLimits.max_prompts
+        if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
+            raise BadRequest(f"At most {most} {name}s are allowed, got {len(given)}.".replace("ss ", "s "), param=name)

@@ -71,7 +71,8 @@ class ChatRoute:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return usage_of([self.generation], self.body.return_image_sizes, self.state.tells_details)
+        config = self.state.settings.config
+        return usage_of([self.generation], self.body.return_image_sizes, config.enable_prompt_tokens_details)
 
     @property
     def as_ids(self) -> bool:
@@ -200,7 +201,7 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     side, scope = body.truncation_side or "left", state.scope(body, http, ticket)
     try:
         return await state.service.chat_prompt(
-            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, **how
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, told=False, **how
         )
     except TrencadisError as error:
         if "content[" in (error.param or ""):
@@ -247,8 +248,6 @@ async def prepare(
     if body.continue_final_message and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
     echo = body.echoed(role) if body.echo else ""
-    # Only offline callers read the text of a conversation.
-    prompt.text = None
     forms = state.forms.of(body.chat_template)
     if not body.is_plain:
         await _formed(forms, state, body, prompt)

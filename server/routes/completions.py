@@ -163,7 +163,7 @@ class Completion:
             system_fingerprint=self.state.settings.fingerprint,
         )
         if usage:
-            made.usage = usage_of(self.generations, shown=self.state.tells_details)
+            made.usage = usage_of(self.generations, shown=self.state.settings.config.enable_prompt_tokens_details)
         return made
 
 

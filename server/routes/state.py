@@ -113,9 +113,8 @@ class AppState:
         if model in names:
             return model
         if model and not self.settings.config.skip_model_name_validation:
-            raise NotFound(
-                f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"[:199], param="model"
-            )
+            told = f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"
+            raise NotFound(told[:199], param="model")
         return names[0]
 
     def check_request(self, request: GenerateRequest) -> dict[str, str]:
@@ -184,11 +183,6 @@ class AppState:
         asked = request.return_tokens_as_token_ids
         return self.settings.config.return_tokens_as_token_ids if asked is None else asked
 
-    @property
-    def tells_details(self) -> bool:
-        """Whether usage tells kinds of prompt tokens."""
-        return self.settings.config.enable_prompt_tokens_details
-
     def asked(self, request: GenerateRequest) -> AskedForm | None:
         """The form of answer that a request asks for.
 
@@ -205,26 +199,18 @@ class AppState:
         Raises:
             BadRequest: mm_processor_kwargs are unknown or wrong.
         """
-        return media_scope(
-            request.cache_salt or "",
-            request.mm_processor_kwargs,
-            str(http.scope.get("trencadis.tenant", "")),
-            lambda pixels: ticket.charge(pixels=pixels),
-            partial(prepared, http),
-        )
+        salt, tenant = request.cache_salt or "", str(http.scope.get("trencadis.tenant", ""))
+        told = partial(prepared, http)
+        return media_scope(salt, request.mm_processor_kwargs, tenant, lambda n: ticket.charge(pixels=n), told)
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
         if not request.is_plain:
             self._rule(prompt, sampling, request)
-        made = prompt.request(
-            f"{id}-{uuid.uuid4().hex[:8]}",
-            sampling,
-            arrival=time.time(),
-            salt=request.cache_salt or "",
-            priority=request.priority,
-        )
-        made.beams, made.replica = beam_rule(request), self.pinned()
+        own, salt = f"{id}-{uuid.uuid4().hex[:8]}", request.cache_salt or ""
+        made = prompt.request(own, sampling, arrival=time.time(), salt=salt, priority=request.priority)
+        made.beams = beam_rule(request) if request.use_beam_search else None
+        made.replica = self.pinned()
         if request.stream:
             prompt.interval = request.stream_interval or self.settings.config.stream_interval
         account = CURRENT.get()
@@ -324,14 +310,19 @@ def prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptToke
     """Kinds of the tokens of all prompts; ``sizes``: as in ``usage_of``."""
     details = PromptTokensDetails(cached_tokens=sum(g.cached_tokens for g in generations), image_tokens=0)
     if any(g.prompt.media for g in generations):
-        kinds = {"image": False, "video": True}
-        counts = {kind: sum(g.prompt.media_tokens(videos) for g in generations) for kind, videos in kinds.items()}
-        details.image_tokens, details.video_tokens = counts.values()
-        details.multimodal_tokens = {kind: count for kind, count in counts.items() if count}
+        _count_media(details, generations)
     if sizes:
         details.images = [one for g in generations for one in image_details(g.prompt)]
         details.videos = [one for g in generations for one in video_details(g.prompt)] or None
     return details
+
+
+def _count_media(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
+    """Adds the placeholder tokens of images and videos."""
+    kinds = {"image": False, "video": True}
+    counts = {kind: sum(g.prompt.media_tokens(videos) for g in generations) for kind, videos in kinds.items()}
+    details.image_tokens, details.video_tokens = counts.values()
+    details.multimodal_tokens = {kind: count for kind, count in counts.items() if count}
 
 
 def image_details(prompt: Prompt) -> list[ImageDetails]:

@@ -15,6 +15,12 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
 
 
+def sentencepiece_bytes(text: str) -> bytes:
+    """The bytes of a token of SentencePiece's."""
+    match = BYTE_TOKEN.match(text)
+    return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+
 class Pieces:
     """The bytes of token ids.
 
@@ -44,10 +50,7 @@ class Pieces:
             values = [self._alphabet.get(c) for c in text]
             # If an added token has a character outside the alphabet, the library takes the whole token literally.
             return text.encode() if None in values else bytes(v for v in values if v is not None)
-        if token in self._special:
-            return str(text).encode()
-        match = BYTE_TOKEN.match(text)
-        return bytes([int(match[1], 16)]) if match else str(text).replace("▁", " ").encode()
+        return text.encode() if token in self._special else sentencepiece_bytes(text)
 
     def is_special(self, token: int) -> bool:
         """Whether ``skip_special_tokens`` drops it."""

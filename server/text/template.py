@@ -15,6 +15,7 @@ from trencadis.server.text.sandbox import TICK, environment, render
 from trencadis.server.text.tokenizer import Tokenizer
 
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
+BOTH = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CALL_ID = "call00000"
@@ -96,10 +97,7 @@ class ChatTemplate:
             raise BadRequest(EMPTY, param="messages")
         opens, continues = how.get("add_generation_prompt", True), how.get("continue_final_message", False)
         if continues and opens:
-            raise BadRequest(
-                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
-                param="continue_final_message",
-            )
+            raise BadRequest(BOTH, param="continue_final_message")
         values: dict[str, Any] = {
             **self._specials,
             **{k: self.scrub(v) for k, v in (how.get("kwargs") or {}).items() if k not in RESERVED},

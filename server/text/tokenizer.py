@@ -122,6 +122,13 @@ class Tokenizer:
             return ids[1:] if ids[:2] == [first, first] else ids
         return ids
 
+    @property
+    def framing(self) -> tuple[list[int], list[int]]:
+        """Special ids that the checkpoint puts before and behind a prompt."""
+        plain, whole = (ids_of(self._raw, "a", add_special_tokens=special) for special in (False, True))
+        before = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:before], whole[before + len(plain) :]
+
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text whose special tokens are marks (``mark``); typed special tokens are plain text."""
         return ids_of(self._marked, text)

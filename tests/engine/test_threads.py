@@ -1,4 +1,4 @@
-"""How many CPU threads an engine takes: --threads, else OMP_NUM_THREADS, else the CPUs of this process."""
+"""How many CPU threads an engine takes: --threads, else OMP_NUM_THREADS, else the cores of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import available_cpus, computing_cpus
 from trencadis.core.startup.build import create_engine
 from trencadis.server.engine.spawn import child_config, child_environment
 
@@ -21,7 +21,7 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("asked", "variable", "found"), [(None, "3", 3), (5, "3", 5), (None, "", available_cpus())])
+@pytest.mark.parametrize(("asked", "variable", "found"), [(None, "3", 3), (5, "3", 5), (None, "", computing_cpus())])
 def test_an_engine_takes_the_threads_that_were_asked_for(
     asked: int | None, variable: str, found: int, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +32,7 @@ def test_an_engine_takes_the_threads_that_were_asked_for(
     engine.close()
 
 
-SHARED = [(None, "6", 6), (8, "6", 8), (None, "", available_cpus())]
+SHARED = [(None, "6", 6), (8, "6", 8), (None, "", computing_cpus())]
 
 
 @pytest.mark.parametrize(("asked", "variable", "all_ranks"), SHARED)
@@ -41,3 +41,16 @@ def test_ranks_share_the_threads_of_the_engine(asked: int | None, variable: str,
     config, environ = EngineConfig("m", threads=asked, tensor_parallel_size=2), {"OMP_NUM_THREADS": variable}
     assert child_config(config, environ).threads == all_ranks
     assert child_environment(config, environ)["OMP_NUM_THREADS"] == str(max(all_ranks // 2, 1))
+
+
+def test_a_core_counts_once_whatever_its_threads(tmp_path: Path) -> None:
+    """Four cores of two threads each: CPU n and n + 4 are one core."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    nothing, least = tmp_path / "none", computing_cpus(tmp_path / "none")
+    for usable, cores in ((range(8), 4), ((0, 4), 1), ((0, 1, 5), 2), ((), least), ((9,), least)):
+        assert computing_cpus(nothing, tmp_path, usable) == min(cores, available_cpus(nothing)), usable
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    assert computing_cpus(tmp_path, tmp_path, range(8)) == 1

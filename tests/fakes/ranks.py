@@ -12,7 +12,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.ranks import Place
-from trencadis.core.progress import Warming
+from trencadis.core.progress import Progress, Warming
 from trencadis.core.step import Bias, Draw, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
 
 
@@ -71,8 +71,14 @@ class FakeRank:
         return Warming(done=self.warmed)
 
 
-def make(config: EngineConfig, place: Place) -> FakeRank:
+def make(config: EngineConfig, place: Place, progress: Progress | None = None) -> FakeRank:
     """``EngineConfig.policy`` says what goes wrong."""
+    if progress is not None:
+        progress.capture("prefill[8x1]", True)
+        progress.capture("prefill[8x1]", False)
+        if config.policy == f"capture@{place.rank}":
+            progress.capture(f"decode[{place.rank}]", True)
+            os.kill(os.getpid(), 9)
     if config.policy == f"refuse@{place.rank}":
         raise StartupError("there is no room for me")
     if config.policy == f"die@{place.rank}":

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.ranks import Place
+from trencadis.core.progress import Progress
 from trencadis.core.startup.build import OpenedRank, rank_of
 
 
-def make(config: EngineConfig, place: Place) -> OpenedRank:
+def make(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
     """``core.startup.build.rank_of`` on a smaller card."""
     os.environ["TRENCADIS_HPU_EMULATOR_PROFILE"] = "gaudi2"
-    opened = rank_of(config, place)
-    assert opened.watch.captures is not None
+    opened = rank_of(config, place, progress)
+    assert opened.watch is not None and opened.watch.captures is not None
     Path(os.environ["SMALL_CARD_REPORT"]).write_text(f"{opened.watch.captures.division} {opened.plan.num_blocks}")
     return opened

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from tests.families.test_same_tokens import answered, prompts
 from trencadis.core.errors import StartupError
 from trencadis.core.models.collected import canonical
-from trencadis.core.models.loader import files_of, read_file, weights_of
+from trencadis.core.models.loader import read_file, weights_of
 from trencadis.core.models.registry import family_of
+from trencadis.core.models.weight_files import files_of
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -76,7 +76,13 @@ def test_a_prompt_that_reads_no_prefix_has_none():
 
 
 @pytest.mark.parametrize(
-    ("words", "size"), [(["-dp", "4"], 4), (["--data-parallel-size=2", "--data-parallel-size-local", "2"], 2), ([], 1)]
+    ("words", "size"),
+    [
+        (["-dp", "4"], 4),
+        (["--data-parallel-size=2", "--data-parallel-size-local", "2"], 2),
+        (["-dp", "4", "--data-parallel-size-local", "2", "--data-parallel-backend", "ray"], 4),
+        ([], 1),
+    ],
 )
 def test_the_number_of_engines_is_a_flag(words, size):
     settings = from_command_line(["m", *words], {})

@@ -185,6 +185,39 @@ def test_a_step_that_stood_still_makes_chunks_small_for_a_short_time() -> None:
     assert len(shaken.steps) < 1.3 * len(calm.steps)
 
 
+@pytest.mark.long
+def test_a_bound_costs_prompts_little() -> None:
+    """Four answers beside eight prompts of 1,500 tokens; the first two teach costs."""
+    free = 0.0
+    for target in (10.0, 0.2, 0.1, 0.06, 0.03):
+        engine, _ = shadow_engine(blocks=600, size=16, rows=16, depth=0, seqs=12, tokens=2048, length=4096)
+        machine = timed(engine, target, random.Random(5), LADDER)
+        clock, last, gaps, first = machine.clock, dict[str, float](), list[float](), list[float]()
+        for number in range(4):
+            endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+            engine.add(Request(f"a{number}", [1 + number, 2, 3], endless))
+        for _ in range(5):
+            last.update({d.id: clock.now for d in engine.step()})
+        for number in range(8):
+            prompt = [1 + (number * 31 + i * i) % 50 for i in range(1500)]
+            engine.add(Request(f"p{number}", prompt, SamplingParams(temperature=0, max_tokens=1)))
+            begun, ended = clock.now, False
+            while not ended:
+                for delta in engine.step():
+                    ended |= delta.id.startswith("p")
+                    if delta.tokens and not ended and number > 1:
+                        gaps.append(clock.now - last[delta.id])
+                    last[delta.id] = clock.now
+            first += [clock.now - begun] if number > 1 else []
+        gaps, ttft = sorted(gaps), sorted(first)[len(first) // 2]
+        free = free or ttft
+        p99 = gaps[int(0.99 * len(gaps))] if gaps else ttft
+        middle = gaps[len(gaps) // 2] if gaps else ttft
+        print(f"{target * 1e3:6.0f} ms: gaps {middle * 1e3:.0f} and {p99 * 1e3:.0f} ms, TTFT {ttft:.2f} s")
+        assert p99 <= 1.05 * target or target == 10.0
+        assert ttft <= 1.75 * free
+
+
 def learned(target: float, sizes: tuple[int, ...] = LADDER, mixed: bool = True) -> StepTimes:
     """Knows a device of 10 ms a decoding step and 0.5 ms a token of a prompt."""
     times = StepTimes(target, sizes, mixed, PAIR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
+from trencadis.core.layers.source import StackedPart, stack
 from trencadis.core.memory.estimate import Sized
 from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
@@ -52,11 +54,17 @@ class Shapes:
         assert 0 <= start < stop <= shape[dim], f"{name}: a rank without any"
         return self.take(name, (*shape[:dim], stop - start, *shape[dim + 1 :]))
 
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        return stack(self, parts, inputs)
+
     def quantised(self, *args: Any, **kwargs: Any) -> None:
         return None
 
     def has(self, name: str) -> bool:
         return False
+
+    def kv_scale(self, name: str, kind: str) -> float:
+        return 1.0
 
 
 class Noted(ReferenceOps):

@@ -17,8 +17,9 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.loader import files_of, weights_of
+from trencadis.core.models.loader import weights_of
 from trencadis.core.models.registry import build
+from trencadis.core.models.weight_files import files_of
 
 
 def load(path: Path, **engine: Any) -> None:

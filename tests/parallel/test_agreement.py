@@ -30,7 +30,7 @@ def test_the_smallest_card_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     group = Multiproc(config, "tests.fakes.small_card:make")
     try:
         opened = group.start(lambda place: open_rank(config, place, Silent()))
-        assert opened.watch.captures is not None
+        assert opened.watch is not None and opened.watch.captures is not None
         ledger, division = opened.watch.captures.ledger, opened.watch.captures.division
         assert report.read_text() == f"{division} {opened.plan.num_blocks}"
         assert ledger.before.total == GAUDI3 and division.kv + division.graphs < GAUDI2

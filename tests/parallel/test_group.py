@@ -26,7 +26,7 @@ from trencadis.core.errors import StartupError
 from trencadis.core.executor.launcher import LocalLauncher
 from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.ranks import check_size, shares, threads_of
-from trencadis.core.executor.trouble import RankFailed
+from trencadis.core.executor.trouble import RankDied, RankFailed
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -118,6 +118,15 @@ def test_nobody_waits_for_a_collective_whose_partner_is_dead(group: Any) -> None
 def test_a_start_up_that_fails_on_any_rank_fails(group: Any, mode: str, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         group(mode)
+
+
+def test_a_rank_that_dies_in_a_capture_says_in_which(group: Any) -> None:
+    with pytest.raises(RankDied, match="rank 2 died: killed by SIGKILL") as caught:
+        group("capture@2")
+    assert caught.value.capture == "decode[2]"
+    with pytest.raises(RankDied) as caught:
+        group("die@1")
+    assert not caught.value.capture, "a capture that has ended is not to blame"
 
 
 PARENT = """

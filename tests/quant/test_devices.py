@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def test_the_ledger_prices_checkpoints_of_devices(
     assert backend.memory.free() < before
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("ordered", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
 def test_shares_of_ranks_are_priced(device: str, ordered: bool, vl_checkpoint: Path, tmp_path: Path) -> None:
     """GPTQ over two ranks: the first has what the ledger says; by activations both do, whatever columns a share has."""
@@ -242,6 +243,7 @@ def test_nothing_compiles_after_warm_up(device: str, vl_checkpoint: Path) -> Non
 def test_nothing_compiles_after_warm_up_long(
     device: str, method: str, cache: str, count: int, vl_checkpoint: Path
 ) -> None:
+    count = min(count, int(os.environ.get("TRENCADIS_TEST_REQUESTS", count)))
     no_compilations(device, method, count, vl_checkpoint, kv_cache_dtype=cache)
 
 

@@ -25,7 +25,7 @@ JSON = {"content-type": "application/json"}
 
 
 def scanned(data: bytes, step: int = SLICE, limits: BodyLimits | None = None) -> BodyScan:
-    scan = BodyScan(limits)
+    scan = BodyScan(limits or BodyLimits())
     for at in range(0, len(data), step):
         scan.feed(data[at : at + step])
     scan.finish()

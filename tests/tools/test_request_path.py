@@ -57,6 +57,12 @@ def test_rooms_are_packages_and_files_beside_them() -> None:
     ]  # fmt: skip
 
 
+def test_what_timers_start_is_named_as_it_is_called() -> None:
+    for file, names in request_path.TIMED.items():
+        found = {name for _, name in request_path.functions(file)}
+        assert {name.rpartition(".")[2] for name in names} <= found, file
+
+
 @pytest.mark.long
 def test_one_answer_takes_no_more_code_than_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     """The bars of lines (2,600 and 3,900) are missed; until they are met, the figures may not grow."""

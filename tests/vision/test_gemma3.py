@@ -321,7 +321,7 @@ def test_a_raw_prompt_gets_its_newlines(path: Path) -> None:
     ("config.json", "vision_config.model_type", "clip_vision_model", "model_type"),
     ("config.json", "text_config.model_type", "gemma2", "model_type"),
     ("config.json", "vision_config.num_attention_heads", 5, "num_attention_heads"),
-    ("config.json", "vision_config.image_size", 225, "mm_tokens_per_image"),
+    ("config.json", "vision_config.image_size", 225, "patch_size"),
     ("config.json", "image_token_index", 10**6, "image_token_index"),
     ("config.json", "boi_token_index", -1, "boi_token_index"),
     ("preprocessor_config.json", "do_pan_and_scan", True, "do_pan_and_scan"),

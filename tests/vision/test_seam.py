@@ -15,10 +15,11 @@ SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
-    "multimodal/smolvlm/", "multimodal/pixtral/", "multimodal/mistral3/",
+    "multimodal/smolvlm/", "multimodal/pixtral/", "multimodal/mistral3/", "multimodal/phi3_v/",
 )  # fmt: skip
 NAMES = re.compile(
-    r"1_?176\b|image_pad|video_pad|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3",
+    r"1_?176\b|image_pad|video_pad|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3"
+    r"|phi-?3(\.5)?[_-]?v",
     re.IGNORECASE,
 )
 TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.family:[A-Z]+",$')

@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.oracles.transformers_model import Answer
 from tests.vision import forms
+from tests.vision.beside import phi3_v
 from tests.vision.rig import FamilyRig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.layout import RESERVED_ROWS
@@ -37,6 +38,8 @@ class Compared:
         mistakes: of a model: (place, name, value).
         altered: (key of config.json, value, what the line names).
         settings: the same of preprocessor_config.json.
+        image: a picture's mark in a raw prompt; ``another``: that of a second one, where it is another.
+        values: (our processor, theirs, picture): holds pixels to theirs; None: as ``same_values`` does.
     """
 
     write: Callable[..., Path]
@@ -48,6 +51,8 @@ class Compared:
     altered: tuple[tuple[str, Any, str], ...] = ()
     settings: tuple[tuple[str, Any, str], ...] = ()
     image: str = "<image>"
+    another: str = ""
+    values: Callable[[Any, Any, Image.Image], None] | None = None
 
 
 def _changed(model: Any, ops: Any) -> tuple[Any, str, Any]:
@@ -175,7 +180,7 @@ COMPARED = {
         lambda theirs, ours, h, w: theirs._get_number_of_features(h, w, ours.image, ours.image) - 1,
         {
             "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
-            "no newline": lambda model, ops: (model, "newline", model.newline * 0),
+            "no newline": lambda model, ops: (model, "constants", model.constants * 0),
             "two tiles changed": _changed,
         },
         (
@@ -278,6 +283,39 @@ COMPARED = {
         altered=(("vision_feature_select_strategy", "default", "strategy"),),
         image="[IMG]",
     ),
+    "phi3_v": Compared(
+        phi3_v.phi3_v,
+        {"four tiles": {}, "sixteen tiles, gqa, gelu": {
+            "crops": 16, "num_key_value_heads": 1, "seed": 2, "vision": {"layer_norm_eps": 1e-5}},
+         "112, one tile": {"image": 112, "crops": 1, "seed": 3}},
+        phi3_v.Processor,
+        ("pixel_values", "image_sizes", "numbers"),
+        lambda theirs, ours, h, w: theirs.count(h, w),
+        {
+            "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
+            "no separators": lambda model, ops: (model, "constants", model.constants * 0),
+            "separators changed": lambda model, ops: (model, "constants", model.constants.flip(0)),
+            "two tiles changed": _changed,
+            "low bytes lost": lambda model, ops: (
+                model.see, "colours", (model.see.colours[0] * (torch.arange(1764) < 588), model.see.colours[1])
+            ),
+        },
+        (
+            ("embd_layer.hd_transform_order", "glb_sub", "hd_transform_order"),
+            ("embd_layer.use_hd_transform", False, "use_hd_transform"), ("img_processor.layer_idx", -9, "layer_idx"),
+            ("img_processor.type_feature", "cls_patch", "type_feature"), ("img_processor.num_img_tokens", 9, "num_img"),
+            ("img_processor.image_dim_out", 64, "image_dim_out"), ("img_processor.model_name", "other", "model_name"),
+            ("img_processor.patch_size", 15, "patch_size"), ("image_token_id", 10**6, "image_token_id"),
+        ),
+        (
+            ("num_crops", 0, "num_crops"), ("num_crops", 300, "num_crops"), ("do_convert_rgb", False, "do_convert_rgb"),
+            ("image_processor_type", "CLIPImageProcessor", "image_processor_type"),
+            ("num_img_tokens", 144, "num_img_tokens"),
+        ),
+        "<|image_1|>",
+        "<|image_2|>",
+        phi3_v.same_values,
+    ),
 }  # fmt: skip
 
 
@@ -319,6 +357,8 @@ def worst_row(rig: FamilyRig, pictures: Sequence[tuple[Prepared, torch.Tensor]],
 def same_values(family: Compared, path: Path, image: Image.Image) -> None:
     """Holds a picture's pixels, normalised as the device does, to transformers' bit for bit."""
     ours = image_processor(load_config(path), {})
+    if family.values is not None:
+        return family.values(ours, family.processor(path), image)
     theirs = family.processor(path)(images=[image], text=family.image, return_tensors="np")["pixel_values"]
     one = ours.prepare(image, "d")
     theirs = np.asarray(theirs).reshape(-1, *np.asarray(theirs).shape[-3:])

@@ -13,6 +13,7 @@ from trencadis.backends.cpu.reference import PlainWeight
 from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.attn import SingleAttn
 from trencadis.backends.cuda.kernels.layers import attend, skinny
+from trencadis.backends.cuda.kernels.peers import sums
 from trencadis.core.backend import LayerKV, Rotary
 
 Case = tuple[str, Callable[[], None]]
@@ -74,6 +75,22 @@ def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
     yield "output", run(seen, out, residual=x)
     yield "gate and up", run(x, gate_up, first, gate=True)
     yield "down", run(inside, down, residual=x)
+
+
+def sums_of_ranks(arch: int) -> Iterator[Case]:
+    """Small sums over 2, 4 and 8 ranks, with a residual and without."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for world in (2, 4, 8):
+            tables = [torch.empty(world, dtype=torch.int64) for _ in range(2)]
+            room = sums.PeerRoom(1, world, *tables, torch.empty(256, dtype=torch.int32), sums.MOST)
+            x = torch.empty(ROWS, 8192, dtype=dtype)
+            for residual in (None, x):
+
+                def run(x: Tensor = x, room: sums.PeerRoom = room, residual: Tensor | None = residual) -> None:
+                    sums.all_reduce(x, room, residual)
+
+                name = f"{str(dtype).removeprefix('torch.')}, {world} ranks"
+                yield name if residual is None else f"{name} and residual", run
 
 
 def attention(d: int, dtype: torch.dtype, extra: str) -> Callable[[], None]:

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import POST, ModelConfig
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models import registry
-from trencadis.core.step import StepInputs
+from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """What a prompt with a picture has beside its ids, for each token.
+
+    Args:
+        rows: int32 [n]: the arena row that it takes; 0: none.
+        positions: int32 [3, n].
+        upto: int32 [n]: the last place that it sees; None: its own.
+    """
+
+    rows: Int32
+    positions: Int32
+    upto: Int32 | None
 
 
 class ByHand:
-    """A model with blocks for one row; ``comm``: of the ranks that share it."""
+    """A model with blocks for one row; ``comm``: of the ranks that share it, ``arena``: rows for pictures."""
 
-    def __init__(self, config: ModelConfig, comm: Any = None) -> None:
+    def __init__(self, config: ModelConfig, comm: Any = None, blocks: int = BLOCKS, arena: int = 4) -> None:
         self.config = config
         t = config.text
         settings = BackendConfig(
@@ -36,16 +54,29 @@ class ByHand:
         self.model: Any = registry.build(config, self.backend)
         self.model.bind(
             persistent(
-                config, self.backend, blocks=BLOCKS, block_size=BLOCK, arena_rows=4, seqs=2, tokens=BLOCK * BLOCKS
+                config, self.backend, blocks=blocks, block_size=BLOCK, arena_rows=arena, seqs=2, tokens=BLOCK * blocks
             )
         )
-        order = np.random.default_rng(3).permutation(np.arange(2, BLOCKS)).astype(np.int32)
+        order = np.random.default_rng(3).permutation(np.arange(2, blocks)).astype(np.int32)
         self.blocks = order[None]
 
-    def logits(self, ids: list[int], chunk: int) -> Tensor:
+    def encode(self, items: Sequence[Encode]) -> Tensor:
+        """Encodes items in one launch; float32 [rows of the arena, width], without further parts of rows."""
+        bucket = Plan(self.backend.policy).fit(Stage.VISION, (sum(item.slots for item in items),))
+        program = self.backend.program(bucket, self.model.vision)
+        self.backend.fill(program, self.model.pack(items, bucket.dims[0]))
+        program.run()
+        arena: Tensor = self.model.persistent.arena
+        return arena[:: self.config.row_parts].float().clone()
+
+    def logits(self, ids: list[int], chunk: int, seen: SeenPrompt | None = None) -> Tensor:
         """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens; of a model that pools, its hidden rows."""
         out, n = [], len(ids)
-        positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
+        if seen is None:
+            positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
+            whole = None if self.config.text.causal else np.full(n, n - 1, np.int32)
+            seen = SeenPrompt(np.zeros(n, np.int32), positions, whole)
+        positions, upto = seen.positions.copy(), seen.upto
         positions[0] *= not 0 < self.config.text.long_from < n  # core/layers/rope.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
@@ -53,11 +84,11 @@ class ByHand:
             stop = start + size
             inputs = StepInputs(
                 tokens=np.array(ids[start:stop], np.int32), from_slot=np.zeros(size, np.int32),
-                positions=np.ascontiguousarray(positions[:, start:stop]), image_row=np.zeros(size, np.int32),
+                positions=np.ascontiguousarray(positions[:, start:stop]), image_row=seen.rows[start:stop],
                 out_row=np.arange(1, size + 1, dtype=np.int32), row_start=np.array([0, size], np.int32),
                 context=np.array([start], np.int32), blocks=self.blocks, slot=np.ones(1, np.int32),
                 adapter=np.zeros(1, np.int32),
-                upto=None if self.config.text.causal else np.full(size, stop - 1, np.int32),
+                upto=None if upto is None else np.minimum(upto[start:stop], stop - 1),
             )  # fmt: skip
             self._launch(inputs, *((Stage.DECODE, 1) if size == 1 else (Stage.PREFILL, size, 1)))
             with torch.inference_mode():

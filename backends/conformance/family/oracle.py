@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from trencadis.backends.conformance.result import Skipped
 SMALL = {
     "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
-    "vocab_size": 512, "head_dim": 16, "sliding_window": 24,
+    "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64,
 }  # fmt: skip
 """Sizes of a random checkpoint, where config.json or transformers' default has larger ones."""
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files that state an image processor."""
 
 Seen = dict[str, Tensor]
 
@@ -46,13 +51,8 @@ def declared(path: Path) -> dict[str, Any]:
     return {f.name: None if f.default is dataclasses.MISSING else f.default for f in own}
 
 
-def write_dummy(path: Path, folder: Path, seed: int) -> None:
-    """Writes a small checkpoint to ``folder``: ``path``/config.json with smaller sizes, every parameter random."""
-    import transformers
-    from safetensors.torch import save_file
-
-    kind, raw = _class_of(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
-    whole = transformers.AutoConfig.from_pretrained(path)
+def _shrink(raw: dict[str, Any], whole: Any) -> None:
+    """Gives the keys of a configuration, or of a part of one, the sizes of a random checkpoint."""
     shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
     for key, size in SMALL.items():
         size = 4 if key == "num_key_value_heads" and shared else size
@@ -61,9 +61,27 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
     if isinstance(raw.get("layer_types"), list):
         kinds = dict.fromkeys(raw["layer_types"])  # each, where there is room
         raw["layer_types"] = [*kinds, *raw["layer_types"]][: SMALL["num_hidden_layers"]]
-    ids = [key for key in raw if key.endswith("token_id")]
-    raw.update({key: 1 for key in ids if isinstance(raw[key], int) and raw[key] >= SMALL["vocab_size"]})
+    most = SMALL["vocab_size"]
+    for key in [key for key in raw if key.endswith(("token_id", "token_index"))]:
+        if isinstance(raw[key], int) and raw[key] >= most:
+            raw[key] = most - 1 if "image" in key else 1
+
+
+def write_dummy(path: Path, folder: Path, seed: int) -> None:
+    """Writes a small checkpoint to ``folder``: ``path``/config.json with smaller sizes, every parameter random."""
+    import transformers
+    from safetensors.torch import save_file
+
+    kind, raw = _class_of(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
+    whole = transformers.AutoConfig.from_pretrained(path)
+    _shrink(raw, whole)
+    for part in ("text_config", "vision_config"):
+        if isinstance(raw.get(part), dict) and hasattr(whole, part):
+            _shrink(raw[part], getattr(whole, part))
     folder.mkdir(parents=True, exist_ok=True)
+    for name in PROCESSORS:
+        if (path / name).is_file():
+            shutil.copyfile(path / name, folder / name)
     (folder / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
     model = kind(transformers.AutoConfig.from_pretrained(folder)).to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +94,45 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
     if getattr(model.config, "tie_word_embeddings", False):
         held.pop("lm_head.weight", None)
     save_file({n: t.clone().contiguous() for n, t in held.items()}, folder / "model.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A picture: what transformers' processor makes of it, and the id that stands for its rows."""
+
+    inputs: dict[str, Tensor]
+    token: int
+
+
+def shown(path: Path, image: Any, token: int) -> Shown:
+    """A picture as the processor of a checkpoint makes it, by Pillow; raises Skipped where it has none."""
+    import transformers
+
+    library: Any = transformers
+    try:
+        processor = library.AutoImageProcessor.from_pretrained(path, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
+    return Shown(dict(processor(images=[image], return_tensors="pt", **_of_processor(path, processor))), token)
+
+
+def _of_processor(path: Path, images: Any) -> dict[str, Any]:
+    """What the processor of pictures and texts, which needs a tokenizer, asks of the image processor."""
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    config: Any = transformers.AutoConfig.from_pretrained(path)
+    kind: Any = getattr(transformers, names.get(config.model_type) or "none", None)
+    try:
+        asked = dict(getattr(kind, "images_kwargs", None) or {})
+    except ImportError:  # a class whose module lacks a library
+        asked = {}
+    merge: int = getattr(config, "spatial_merge_size", 1)
+    patch: Any = getattr(images, "patch_size", None)
+    if merge > 1 and hasattr(patch, "keys"):
+        asked["patch_size"] = {side: merge * patch[side] for side in ("height", "width")}
+    return asked
 
 
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
@@ -97,17 +154,37 @@ class TheirModel:
         """Names of its parameters and stored buffers."""
         return set(self.model.state_dict())
 
-    def logits(self, ids: list[int]) -> Tensor:
-        """float32 [n, vocabulary]; of a model without an output head, its hidden rows [n, hidden]."""
+    def logits(self, ids: list[int], prefix: int = 0, seen: Shown | None = None) -> Tensor:
+        """float32 [n, vocabulary]; of a model without an output head, its hidden rows [n, hidden].
+
+        ``prefix``: tokens of a prompt that all see each other; ``seen``: the prompt's picture.
+        """
+        given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        if prefix:
+            given["token_type_ids"] = (torch.arange(len(ids)) >= prefix).long()[None]
+        if seen is not None:
+            known = inspect.signature(self.model.forward).parameters
+            marks = (given["input_ids"] == seen.token).long()
+            given = {**{key: marks for key in ("token_type_ids", "mm_token_type_ids") if key in known}, **given}
+            given |= {key: value for key, value in seen.inputs.items() if key in known}
         with torch.inference_mode():
             found: Tensor
             if self.generates:
-                found = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+                found = self.model(**given, use_cache=False).logits[0]
             else:
                 found = self.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         return found
 
-    def parts(self, ids: list[int], layers: int) -> Seen:
+    def rows(self, seen: Shown) -> Tensor:
+        """float32 [rows, hidden] that stand for a picture in a prompt."""
+        known = inspect.signature(self.model.get_image_features).parameters
+        with torch.inference_mode():
+            found = self.model.get_image_features(**{k: v for k, v in seen.inputs.items() if k in known})
+        found = getattr(found, "pooler_output", found)
+        parts = found if isinstance(found, list | tuple) else [found]
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).float()
+
+    def parts(self, ids: list[int], layers: int, prefix: int = 0) -> Seen:
         """What each part of each layer puts out, [n, width], in the order in which it is computed, then the logits."""
         modules = self.model.modules()
         stack: Any = next((m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == layers), None)
@@ -129,7 +206,7 @@ class TheirModel:
                     hooks.append(child.register_forward_pre_hook(hook, with_kwargs=True))
             hooks.append(layer.register_forward_hook(_behind(f"sum behind layer {i}", seen)))
         try:
-            seen["logits"] = self.logits(ids)
+            seen["logits"] = self.logits(ids, prefix)
         finally:
             for hook in hooks:
                 hook.remove()

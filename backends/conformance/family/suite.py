@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.conformance import programs
+from trencadis.backends.conformance.family import pictures
 from trencadis.backends.conformance.family.by_hand import ByHand, shared_logits
 from trencadis.backends.conformance.family.oracle import TheirModel, declared
 from trencadis.backends.conformance.result import CheckFailed, Report, Result, Skipped
@@ -64,6 +65,14 @@ class CheckedModel:
             return found
         return replace(found, pooling=pooling_of(EngineConfig(str(self.checkpoint)), found))
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model has a tower; a checkpoint that is refused counts as one without."""
+        try:
+            return load_config(self.checkpoint).vision is not None
+        except StartupError:
+            return False
+
     @cached_property
     def theirs(self) -> TheirModel:
         return TheirModel(self.checkpoint, self.config.pooling is None)
@@ -93,11 +102,24 @@ class CheckedModel:
         pad = self.config.text.pad  # takes no position
         return [int(i) + 1 if int(i) == pad else int(i) for i in ids]
 
-    def wanted(self, ids: list[int]) -> Tensor:
-        """transformers' logits, float32 [n, vocabulary]; hidden rows of a model without an output head."""
-        if tuple(ids) not in self.answers:
-            self.answers[tuple(ids)] = self.theirs.logits(ids)
-        return self.answers[tuple(ids)]
+    def wanted(self, ids: list[int], drawn: int = 0) -> Tensor:
+        """transformers' logits, float32 [n, vocabulary]; hidden rows of a model without an output head.
+
+        ``drawn``: how many of the last ``ids`` are no part of the prompt.
+        """
+        prefix = self.prefix(len(ids) - drawn)
+        if (prefix, *ids) not in self.answers:
+            self.answers[prefix, *ids] = self.theirs.logits(ids, prefix)
+        return self.answers[prefix, *ids]
+
+    def prefix(self, prompt: int) -> int:
+        """Tokens of a prompt that see each other, of a model that generates; 0: each sees those before it."""
+        return 0 if self.config.text.causal or self.config.pooling is not None else prompt
+
+    @cached_property
+    def pictures(self) -> list[tuple[pictures.Pictured, Tensor, Tensor, Tensor]]:
+        """Pictures, and what both sides make of them."""
+        return pictures.compared(self.config, self.checkpoint, self.seed, self.theirs)
 
     def subject(self, policy: str) -> Subject:
         """The CPU backend under a policy, with this checkpoint."""
@@ -201,6 +223,7 @@ def ledger(model: CheckedModel) -> str:
     # A tied table serves the embedding and the head, and is held once.
     shared = made.embedding.nbytes() if config.text.tied and config.pooling is None else 0
     held = made.nbytes() - shared + made.enter.rotary.nbytes()
+    held += 0 if config.vision is None else config.vision.tables()
     counted = Sized(config, itemsize=4).weights()
     if counted != held:
         raise CheckFailed(f"the plan counts {counted} bytes, the loaded model has {held}")
@@ -210,7 +233,7 @@ def ledger(model: CheckedModel) -> str:
 def parts(model: CheckedModel) -> str:
     """The parts of each layer put out what transformers' do; the first that does not is named."""
     _decoder(model)
-    theirs = model.theirs.parts(model.ids, model.config.text.layers)
+    theirs = model.theirs.parts(model.ids, model.config.text.layers, model.prefix(len(model.ids)))
     ours = model.ours.parts(model.ids)
     both = [name for name in theirs if name in ours]
     for name in both:
@@ -245,9 +268,38 @@ def logits(model: CheckedModel, chunk: int) -> str:
     got, want = model.ours.logits(model.ids, chunk or len(model.ids)), model.wanted(model.ids)
     off = _error(got, want)
     if off > TOLERANCE:
-        bad = (got - want).abs().amax(1) > TOLERANCE * want.abs().max()
-        raise CheckFailed(f"off by {off:.2g} of the largest logit, first at position {int(bad.int().argmax())}")
+        raise CheckFailed(f"off by {off:.2g} of the largest logit, first at position {_first(got, want)}")
     return f"{len(model.ids)} tokens, off by {off:.1g} of the largest logit"
+
+
+def picture_rows(model: CheckedModel) -> str:
+    """What stands for a picture in a prompt equals transformers'."""
+    most = 0.0
+    for one, ours, theirs, _ in model.pictures:
+        off = _error(ours, theirs)
+        if off > TOLERANCE:
+            bad = "" if ours.shape != theirs.shape else f", first at row {_first(ours, theirs)}"
+            which = f"a picture of {len(one.encoded)} items"
+            raise CheckFailed(f"{which}: off by {off:.2g} of the largest value{bad}{_ratio(ours, theirs)}")
+        most = max(most, off)
+    return f"{len(model.pictures)} pictures, off by {most:.1g} of the largest value"
+
+
+def picture_logits(model: CheckedModel) -> str:
+    """The logits of prompts with a picture equal transformers'."""
+    most = 0.0
+    for one, _, _, ours in model.pictures:
+        theirs = model.theirs.logits(one.ids, model.prefix(len(one.ids)), one.theirs)
+        off = _error(ours, theirs)
+        if off > TOLERANCE:
+            raise CheckFailed(f"off by {off:.2g} of the largest logit, first at position {_first(ours, theirs)}")
+        most = max(most, off)
+    return f"{len(model.pictures)} prompts, off by {most:.1g} of the largest logit"
+
+
+def _first(ours: Tensor, theirs: Tensor) -> int:
+    """The first row that differs."""
+    return int(((ours - theirs).abs().amax(1) > TOLERANCE * theirs.abs().max()).int().argmax())
 
 
 def tokens(model: CheckedModel, policy: str) -> str:
@@ -261,7 +313,7 @@ def tokens(model: CheckedModel, policy: str) -> str:
     PromptRunner(model.config, subject.backend(), 16).answer(asked[:SEQS], DECODED, ARGMAX)
     ties = 0
     for i, one in enumerate(asked):
-        want = model.wanted(one.ids + one.answer[:-1])[len(one.ids) - 1 :]
+        want = model.wanted(one.ids + one.answer[:-1], len(one.answer) - 1)[len(one.ids) - 1 :]
         for at, token in enumerate(one.answer):
             best = want[at].topk(2)
             if token == int(best.indices[0]):
@@ -306,6 +358,9 @@ def _with(check: Callable[..., str], **given: object) -> Callable[[CheckedModel]
     return update_wrapper(partial(check, **given), check)
 
 
+OF_PICTURES = "pictures."
+"""Begins the names of checks that models without a tower have not."""
+
 CHECKS: dict[str, Callable[[CheckedModel], str]] = {
     "config": config_keys,
     "weights": weights,
@@ -314,6 +369,8 @@ CHECKS: dict[str, Callable[[CheckedModel], str]] = {
     "logits.whole": _with(logits, chunk=0),
     "logits.chunks-of-7": _with(logits, chunk=7),
     "logits.chunks-of-1": _with(logits, chunk=1),
+    "pictures.rows": picture_rows,
+    "pictures.logits": picture_logits,
     "tokens.serving": _with(tokens, policy=""),
     "tokens.padded": _with(tokens, policy="padded"),
     "padding.serving": _with(padding, policy=""),
@@ -330,7 +387,8 @@ def run(model: CheckedModel, only: Iterable[str] = (), tell: Callable[[Result], 
     threads = torch.get_num_threads()
     try:
         for name, check in CHECKS.items():
-            if not prefixes or name.startswith(prefixes):
+            asked = not prefixes or name.startswith(prefixes)
+            if asked and (model.sees or not name.startswith(OF_PICTURES)):
                 report.results.append(run_check(name, check, model))
                 tell(report.results[-1])
     finally:

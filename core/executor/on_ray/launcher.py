@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpus import computing_cpus
 from trencadis.core.devices import RESOURCES, likely
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
@@ -94,7 +94,7 @@ class RayLauncher:
     def launch(self, number: int) -> Child:
         """Starts an actor, which starts the rank's process; that comes to this engine."""
         place, (address, port) = self.place(number), self._door.address
-        threads = self._config.threads or (available_cpus() if self.nodes[number].here else None)
+        threads = self._config.threads or (computing_cpus() if self.nodes[number].here else None)
         told = frames.Dial(
             address=address, port=port, rank=number, local=place.local_rank, beside=place.local_world,
             key=self._key.hand_over(), tls=files(self._config), patience=60.0, threads=threads,

@@ -17,7 +17,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, rese
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.kv.arena import rows_of_run
 from trencadis.core.launches import persistent
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.source import Source, StackedPart, stack
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.models.collected import Collected
 from trencadis.core.models.decoder import Decoder, Layer, first_rows
@@ -114,6 +114,9 @@ class Overlaid:
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         return self._source.shard(name, shape, dim, start, stop)
 
+    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+        return stack(self, parts, inputs)
+
     def quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
@@ -135,6 +138,7 @@ class Calibration:
         config: the 16-bit checkpoint.
         weights: its tensors.
         prompts: each of at most as many tokens as the model takes.
+        threads: of the CPU; 0: as many as this process may use.
 
     Memory: the embedding and the tower while prompts are embedded; then one layer, two times [tokens, hidden] of all
     prompts, and the sums of products of one layer's inputs.
@@ -148,8 +152,9 @@ class Calibration:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         t = config.text
         settings = BackendConfig(
-            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto
-        )
+            dtype, BLOCK, max_tokens=self.longest, vocab_size=t.vocab, windows=t.windows, upto=t.upto,
+            options={"threads": str(threads)} if threads else None,
+        )  # fmt: skip
         self.backend: Any = devices.load("cpu")(settings)
         self.ops = Watching(self.backend.ops)
         self.backend.ops = self.ops

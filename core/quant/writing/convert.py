@@ -64,13 +64,15 @@ def recipe_for(checkpoint: Checkpoint, to: str, group: int = 0) -> Recipe:
 
 
 def convert(
-    checkpoint: Checkpoint, out: Path, recipe: Recipe, prompts: Sequence[Calibrant] = (), say: Say = lambda line: None
-) -> Written:
+    checkpoint: Checkpoint, out: Path, recipe: Recipe, prompts: Sequence[Calibrant] = (), say: Say = lambda line: None,
+    threads: int = 0,
+) -> Written:  # fmt: skip
     """Writes folder ``out``, which must not be there or be empty; what goes wrong leaves nothing behind.
 
     Args:
         prompts: what columns are compensated over; none: the nearest codes.
         say: told of each layer.
+        threads: of the CPU; 0: as many as this process may use.
 
     Raises:
         StartupError: ``out`` holds something, the disk is too small, or a weight is not finite.
@@ -89,7 +91,7 @@ def convert(
         made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
         made.chmod(0o755)
         try:
-            written = _write(checkpoint, made, slots, recipe, prompts, say)
+            written = _write(checkpoint, made, slots, recipe, prompts, say, threads)
             _carry(checkpoint, made, recipe)
             made.replace(out)
         finally:
@@ -120,6 +122,7 @@ def _write(
     recipe: Recipe,
     prompts: Sequence[Calibrant],
     say: Say,
+    threads: int,
 ) -> Written:
     written = Written(sum(t.nbytes for t in checkpoint.tensors.values()))
     written.after = sum(slot.bytes for some in slots.values() for slot in some)
@@ -127,7 +130,7 @@ def _write(
     calibration = None
     if prompts:
         say(f"embedding {len(prompts)} prompts of {sum(len(p.request.tokens) for p in prompts)} tokens")
-        calibration = Calibration(checkpoint.config, checkpoint, prompts)
+        calibration = Calibration(checkpoint.config, checkpoint, prompts, threads)
         checkpoint.forget()
     with Folder(path, slots) as folder:
         for name, tensor in checkpoint.tensors.items():

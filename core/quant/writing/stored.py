@@ -17,8 +17,9 @@ from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.collected import canonical, fused_parts, one_by_one
 from trencadis.core.models.family import StoredNames
-from trencadis.core.models.loader import FLOATS, files_of, read_file
+from trencadis.core.models.loader import FLOATS, read_file
 from trencadis.core.models.registry import family_of
+from trencadis.core.models.weight_files import files_of
 
 LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj)\.weight")
 """A linear layer of the decoder, by its canonical name."""

@@ -10,7 +10,7 @@ from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
-_DATA = "one API process serves all engines of --data-parallel-size, which are on this machine; leave it out"
+_DATA = "one API process serves all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _EXPERTS = "no model with experts is served here"
 _TUNES_EXPERTS = "it tunes experts, which no model has that is served"
@@ -20,11 +20,13 @@ _TIMEOUT = "how long a collective may take follows from the measured time of a l
 
 
 def _local(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All engines are on this machine.
+    """All engines are on this machine, unless Ray places them.
 
     Raises:
         StartupError: fewer are asked for here than in all.
     """
+    if own.get("data_parallel_backend") == "ray":
+        return {}
     size = own.get("data_parallel_size", value)
     if size != value:
         raise StartupError(f"--data-parallel-size-local {value} is not --data-parallel-size {size}: {_DATA}.")

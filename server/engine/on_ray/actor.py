@@ -42,10 +42,17 @@ class EngineActor:
                 return f"the engine on {platform.node()} cannot join: {differ}; every node needs the same"
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs of an actor, which are none beside cards
             self._handle = spawn(asked.config)
-            self._relay = Relay(self._handle.sock, dialled(told), lambda why: self._end())
+        except StartupError as error:
+            return f"{platform.node()}: {error}"
+        try:
+            link = dialled(told)
         except StartupError as error:
             self._end()
-            return str(error)
+            return (
+                f"the engine on {platform.node()} does not reach the server at {told.address}:{told.port}: nodes must "
+                f"reach all its ports ({error})"
+            )
+        self._relay = Relay(self._handle.sock, link, lambda why: self._end())
         return ""
 
     def _end(self) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import RESOURCES, likely
@@ -83,7 +83,7 @@ class PlacedEngine:
     """
 
     def __init__(self, placement: Placement, number: int, config: EngineConfig, sock: socket.socket) -> None:
-        self.pid, self.returncode = 0, cast("int | None", None)
+        self.returncode: int | None = None
         self._placement, self._number, self._sock = placement, number, sock
         self._key = GroupKey.fresh()
         context = files(config).context(server=True)
@@ -93,6 +93,11 @@ class PlacedEngine:
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         threading.Thread(target=self._run, args=(config,), name="placed", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """0: it is elsewhere."""
+        return 0
 
     def poll(self) -> int | None:
         """None while it runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.oracles import interpreter
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
+from trencadis.backends.cpu.reference import PlainWeight
 from trencadis.backends.cuda.kernels.layers import skinny, whole
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.checkpoint.model_config import LAYER, POST, RMS_ONE, SANDWICH
@@ -28,9 +30,9 @@ CASES = {
 }  # fmt: skip
 
 SAMPLE = {
-    "long keys are cut and joined": LayerCase((600, 30), kv_heads=1),
+    "long keys are cut and joined": LayerCase((520,), spare=0, kv_heads=1, hidden=32, inner=32),
     "a window, norms of heads, odd widths": LayerCase(
-        (70, 40, 3), hidden=88, inner=104, changes={"window": 24, "qk_norm": True, "qkv_bias": False}
+        (70, 3), hidden=88, inner=40, changes={"window": 24, "qk_norm": True, "qkv_bias": False}
     ),
 }
 
@@ -80,6 +82,24 @@ def test_the_first_layer_has_no_residual(device: torch.device) -> None:
     assert checked(LayerCase((9,), spare=0, kv_heads=1), device, first=True) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("peers", [False, True])
+def test_ranks_sum_before_the_stream_is_added(peers: bool, device: torch.device) -> None:
+    """Through memory of peers with the stream at once; through the library before the next norm adds it."""
+    run, ops = LayerRun(LayerCase((9,), spare=0, kv_heads=1), device), CudaOps()
+    layer, messages = run.layer(ops), list[int]()
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        messages.append(x.numel())
+        return x
+
+    comm = SimpleNamespace(world=2, all_reduce=all_reduce)
+    if peers:
+        comm.sum_added = lambda x, residual: all_reduce(x) + residual
+    layer.attention.out.comm = layer.mlp.down.comm = comm  # type: ignore[union-attr, assignment]
+    stream, *_ = run.run(layer, ops)
+    assert messages == [64, 64] and error(stream, run.expected()[0]) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype: torch.dtype, device: torch.device) -> None:
     case = LayerCase((40, 2), kv_heads=1, spare=0, dtype=dtype, changes={"qk_norm": True})
@@ -101,17 +121,14 @@ def test_float16_takes_a_stream_near_its_largest_value(device: torch.device) -> 
 def test_bits_do_not_depend_on_who_arrives_last(
     device: torch.device, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps of columns, in two pieces each."""
+    """Three steps of columns, a piece each."""
     monkeypatch.setattr(skinny, "LEAST_STEPS", 1)
-    run, ops = LayerRun(LayerCase((5,), hidden=128, inner=80, kv_heads=1, spare=0), device), CudaOps()
-    layer = run.layer(ops)
-    kept: list[Any] = []
-
-    def all_of_it() -> Any:
-        kept[:] = run.run(layer, ops)
-        return [torch.nan_to_num(t) for t in kept]
-
-    interpreter.in_all_orders(all_of_it)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 192, generator=generator) for n in (3, 80))
+    arrived, norm = skinny.counters(device), skinny.NormOf(weight[0], 1e-6)
+    w = PlainWeight(weight, weight[:, 0].contiguous(), 80, 192)
+    interpreter.in_all_orders(lambda: skinny.product(x, w, arrived, norm, gate=True))
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,11 @@ class WholeLayer:
         """(x, residual) behind a product whose ranks' parts are summed: one rank adds it to the stream at once."""
         if linear.comm.world == 1:
             return skinny.product(x, plain(linear), self._arrived, residual=stream), None
-        return linear.comm.all_reduce(skinny.product(x, plain(linear), self._arrived)), stream
+        made = skinny.product(x, plain(linear), self._arrived)
+        added = getattr(linear.comm, "sum_added", None)
+        if added is not None and (total := added(made, stream)) is not None:
+            return total, None
+        return linear.comm.all_reduce(made), stream
 
 
 def plain(linear: Linear) -> PlainWeight:

@@ -1,0 +1,104 @@
+"""Memory that the ranks of one host reach on each other's cards, by torch's symmetric memory; or why there is none."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels.peers import sums
+from trencadis.backends.cuda.kernels.peers.sums import BLOCK, MOST, PeerRoom, programs
+
+LEAST_VALUE = 2
+"""Bytes of the shortest value: the longest message has so many more programs."""
+
+
+def unreachable(names: Sequence[str], devices: Sequence[int], rank: int, reaches: Callable[[int, int], bool]) -> str:
+    """Why a rank cannot read the others' memory; empty where it can.
+
+    Args:
+        names, devices: of each rank, its host and its card there.
+    """
+    for other, (name, device) in enumerate(zip(names, devices, strict=True)):
+        if other == rank:
+            continue
+        if name != names[rank]:
+            return f"ranks {rank} and {other} are on two hosts"
+        if device == devices[rank]:
+            return f"ranks {rank} and {other} share a card"
+        if not reaches(devices[rank], device):
+            return f"card {devices[rank]} does not reach the memory of card {device}"
+    return ""
+
+
+class PeerSums:
+    """Sums of small messages in one rank's room."""
+
+    def __init__(self, room: PeerRoom) -> None:
+        self._room = room
+
+    def takes(self, x: Tensor) -> bool:
+        return sums.takes(x, self._room)
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return sums.all_reduce(x, self._room, residual)
+
+
+def opened(group: Any, host: Any, rank: int, world: int, device: torch.device) -> tuple[PeerSums | None, str]:
+    """(a rank's sums, "") or (None, why); collective: all ranks have them, or none has.
+
+    Args:
+        group, host: process groups of the ranks, of cards and of their hosts.
+    """
+    told: list[Any] = [None] * world
+    torch.distributed.all_gather_object(told, (socket.gethostname(), device.index or 0), group=host)
+    names, devices = zip(*told, strict=True)
+    why = unreachable(names, devices, rank, torch.cuda.can_device_access_peer)
+    if not (why := _agreed(why, host, world)):
+        made, why = _made(group, rank, world, device)
+        if not (why := _agreed(why, host, world)):
+            return None if made is None else PeerSums(made), ""
+    return None, f"small sums over ranks go over NCCL: {why}"
+
+
+def _agreed(why: str, host: Any, world: int) -> str:
+    """The first rank's reason that has one."""
+    told: list[Any] = [None] * world
+    torch.distributed.all_gather_object(told, why, group=host)
+    return next(filter(None, told), "")
+
+
+def _made(group: Any, rank: int, world: int, device: torch.device) -> tuple[PeerRoom | None, str]:
+    """Both halves and the flags in one allocation, flags last; zeros before any rank goes on."""
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        count = programs(MOST // LEAST_VALUE)
+        held = symmetric.empty(2 * MOST + 4 * count * world, dtype=torch.uint8, device=device)
+        held.zero_()
+        everyone: Any = group or torch.distributed.group.WORLD
+        handle = symmetric.rendezvous(held, group=everyone)
+        torch.cuda.synchronize(device)
+        torch.distributed.barrier(group=group)
+        views = [handle.get_buffer(i, (held.numel(),), torch.uint8, 0) for i in range(world)]
+    except Exception as error:  # an alpha interface: whatever it says, NCCL serves
+        return None, f"torch's symmetric memory: {str(error).strip().splitlines()[0][:120] or type(error).__name__}"
+    return room_of(views, rank, device), ""
+
+
+_HELD: list[Any] = []
+"""Buffers of rooms: they live as long as the process, for graphs hold their addresses."""
+
+
+def room_of(views: Sequence[torch.Tensor], rank: int, device: torch.device) -> PeerRoom:
+    """The room of a rank that sees all ranks' buffers as ``views``, uint8 each."""
+    world = len(views)
+    _HELD.append(views)
+    starts = [view.data_ptr() for view in views]
+    count = (views[0].numel() - 2 * MOST) // (4 * world)
+    assert count >= programs(MOST // LEAST_VALUE) and MOST % BLOCK == 0
+    messages, flags = (torch.tensor([start + more for start in starts], device=device) for more in (0, 2 * MOST))
+    return PeerRoom(rank, world, messages, flags, torch.zeros(count, dtype=torch.int32, device=device), MOST)

@@ -1,0 +1,84 @@
+"""Phi-3.5-vision as a family: Phi-3's decoder, CLIP's tower over tiles, cells of 2 x 2, rows that separate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.families import phi3
+from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.llava.clip import ClipTower
+from trencadis.multimodal.llava.family import CLIP_NAMES
+from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+from trencadis.multimodal.tiles.fine import PLANES
+
+IMAGE_TOKEN = 32044
+TOWER = "openai/clip-vit-large-patch14-336"
+USUAL = Usual(1024, 16, 24, 4096, 336, 14, 1e-5, "quick_gelu")
+"""The published tower, whose sizes config.json does not repeat; those that a file states hold."""
+
+MERGE = 2
+NEWLINE, SEPARATOR = range(2)
+"""Constant rows: behind each line of cells, and between a picture's tiles and the whole."""
+
+
+@dataclass(frozen=True)
+class CropTower(ClipTower):
+    """CLIP over tiles whose values have three bytes each (``fine``)."""
+
+    constants: ClassVar[int] = 2
+    planes: ClassVar[int] = PLANES
+
+
+def describe(root: Fields, c: Fields, tied: bool) -> Described:
+    """Phi3VConfig."""
+    text = phi3.describe(root, c, tied).text
+    joins = root.within("embd_layer")
+    for key, only in (
+        ("embedding_cls", "image"), ("projection_cls", "mlp"), ("use_hd_transform", True),
+        ("with_learnable_separator", True), ("hd_transform_order", "sub_glb"),
+    ):  # fmt: skip
+        joins.only(key, (only,))
+    p = root.within("img_processor")
+    p.only("name", ("clip_vision_model",))
+    p.only("model_name", (TOWER,))
+    p.only("type_feature", ("patch",), "patch")
+    fields = tile_fields(p, ("clip_vision_model",), USUAL, text.hidden, MERGE)
+    layers = fields["depth"]
+    depth = layers + 1 + p.integer("layer_idx", -layers, -1, -2)
+    vision = CropTower(**{**fields, "depth": depth})
+    p.only("image_dim_out", (vision.hidden,))
+    p.only("num_img_tokens", (vision.tokens,))
+    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
+
+
+_AT = "model.vision_embed_tokens."
+FAMILY = Family(
+    name="Phi-3.5-vision",
+    model_type="phi3_v",
+    architectures={"Phi3VForCausalLM": GENERATE},
+    config=describe,
+    names=StoredNames(
+        {
+            f"{_AT}img_processor.vision_model.": "visual.",
+            f"{_AT}img_processor.": "visual.",
+            f"{_AT}img_projection.0.": "visual.projector.linear_1.",
+            f"{_AT}img_projection.2.": "visual.projector.linear_2.",
+            f"{_AT}wte.": "embed_tokens.",
+            _AT: "visual.",
+            "model.": "",
+            "lm_head.": "lm_head.",
+        },
+        CLIP_NAMES,
+    ),
+    make="trencadis.multimodal.phi3_v.model:make",
+    vision=VisionSide(
+        needs="trencadis.multimodal.phi3_v.processor:image_needs",
+        sizes="trencadis.multimodal.phi3_v.processor:image_sizes",
+        processor="trencadis.multimodal.phi3_v.processor:from_checkpoint",
+        tokens={"image_token_id": "<|image|>"},
+        numbered=("<|image_", "|>"),
+    ),
+    ignored=phi3.FAMILY.ignored | {"image_token_index"},
+)

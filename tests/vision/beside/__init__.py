@@ -1,0 +1,1 @@
+"""Families that transformers has not, or that another package has."""
