@@ -10,6 +10,7 @@ from trencadis.core.errors import Conflict
 
 ENTRIES = 1 << 16
 """Most names that are remembered; about 250 bytes each."""
+CLASH = "This uuid already names other media; use a new one for other bytes."
 
 
 class UuidBook:
@@ -28,7 +29,7 @@ class UuidBook:
 
     def find(self, tenant: str, salt: str, uuid: str) -> str | None:
         """The digest that the name stands for, or None."""
-        name = _name(tenant, salt, uuid)
+        name = name_digest(tenant, salt, uuid)
         with self._lock:
             if name in self._content:
                 self._content.move_to_end(name)
@@ -41,7 +42,7 @@ class UuidBook:
             Conflict: it stands for other content.
         """
         if self.find(tenant, salt, uuid) not in (None, content):
-            raise Conflict("This uuid already names other media; use a new one for other bytes.")
+            raise Conflict(CLASH)
 
     def remember(self, tenant: str, salt: str, uuid: str, content: str) -> None:
         """Gives the name to ``content``, once that is decoded and known to be an image or video.
@@ -49,16 +50,16 @@ class UuidBook:
         Raises:
             Conflict: it stands for other content.
         """
-        name = _name(tenant, salt, uuid)
+        name = name_digest(tenant, salt, uuid)
         with self._lock:
             if self._content.setdefault(name, content) != content:
-                raise Conflict("This uuid already names other media; use a new one for other bytes.")
+                raise Conflict(CLASH)
             self._content.move_to_end(name)
             if len(self._content) > self._entries:
                 self._content.popitem(last=False)
 
 
-def _name(tenant: str, salt: str, uuid: str) -> bytes:
-    """A digest of the triple; each part follows its length, so that no two triples give the same bytes."""
+def name_digest(tenant: str, salt: str, uuid: str) -> bytes:
+    """A digest (24 bytes) of the triple; each part follows its length, so that no two triples give the same bytes."""
     parts = [p.encode("utf-8", "surrogatepass") for p in (tenant, salt, uuid)]
     return hashlib.blake2b(b"".join(b"%d:" % len(p) + p for p in parts), digest_size=24).digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,10 +52,22 @@ class Admission:
     def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds or Bounds()
         self.bodies = BodyBudget(self.bounds.body_bytes)
-        self.inside = [0, 0, 0]
+        self.together: AbstractContextManager[object] = nullcontext()
+        """Within it, what was looked at does not change before it is charged."""
+        self._inside = [0, 0, 0]
         self.rejected = dict.fromkeys(NAMES, 0)
         self._clock = clock
         self._left: deque[tuple[float, Amounts]] = deque()
+
+    @property
+    def inside(self) -> list[int]:
+        """What tickets hold, in the order of ``NAMES``."""
+        return self._inside
+
+    @property
+    def own(self) -> list[int]:
+        """Those of this process, where several count together."""
+        return self._inside
 
     def enter(self, requests: int = 1) -> Ticket:
         """A ticket for ``requests`` choices; charge tokens and pixels once they are known.
@@ -115,11 +127,11 @@ class Admission:
 
     def take(self, wanted: Amounts) -> None:
         """Counts what ``check`` has let in."""
-        self.inside = [a + b for a, b in zip(self.inside, wanted, strict=True)]
+        self._inside = [a + b for a, b in zip(self._inside, wanted, strict=True)]
 
     def give(self, held: Amounts) -> None:
         """Releases what a ticket held."""
-        self.inside = [a - b for a, b in zip(self.inside, held, strict=True)]
+        self.take(Amounts(*(-n for n in held)))
         self._left.append((self._clock(), held))
         self._trim()
 
@@ -155,10 +167,11 @@ class Ticket:
         if self.left:
             return
         held, wanted = self.held, Amounts(requests, tokens, pixels)
-        self.admission.check(wanted, held)
-        if self.account is not None:
-            self._spend(self.account, wanted)
-        self.admission.take(wanted)
+        with self.admission.together:
+            self.admission.check(wanted, held)
+            if self.account is not None:
+                self._spend(self.account, wanted)
+            self.admission.take(wanted)
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
     def _spend(self, account: Account, wanted: Amounts) -> None:
@@ -194,8 +207,17 @@ class BodyBudget:
 
     def __init__(self, bound: int = 1 << 30) -> None:
         self.bound = bound
-        self.inside = 0
         self.rejected = 0
+        self._inside = 0
+
+    @property
+    def inside(self) -> int:
+        """Bytes of all bodies."""
+        return self._inside
+
+    def add(self, count: int) -> None:
+        """Counts bytes that came, or went."""
+        self._inside += count
 
     def open(self) -> BodyCharge:
         """The account of one request."""
@@ -227,15 +249,15 @@ class BodyCharge:
         if not self.done and count:
             self.room(count)
             self.held += count
-            self.budget.inside += count
+            self.budget.add(count)
 
     def give(self, count: int) -> None:
         """``count`` bytes of them are gone."""
         if not self.done:
             self.held -= count
-            self.budget.inside -= count
+            self.budget.add(-count)
 
     def leave(self) -> None:
         """The bytes are gone; a second call does nothing."""
-        self.budget.inside -= self.held
+        self.budget.add(-self.held)
         self.held, self.done = 0, True

@@ -43,6 +43,8 @@ class PreparedCache:
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._pending: dict[str, Future[Prepared]] = {}
         self._lock = Lock()
+        self.elsewhere: Callable[[str], Awaitable[Prepared | None]] | None = None
+        """Asks other processes for an image; ``find`` does, where this one has none."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -90,7 +92,17 @@ class PreparedCache:
             await asyncio.wait([_mark_error_seen(asyncio.wrap_future(pending))])
             with self._lock:
                 found = self._lookup(key) or (pending.result() if pending.exception() is None else None)
+        if found is None and self.elsewhere is not None:
+            found = await self.elsewhere(key)
+            if found is not None:
+                with self._lock:
+                    self._keep(key, found)
         return found
+
+    def kept(self, key: str) -> Prepared | None:
+        """The image from the cache, for another process; counts nothing."""
+        with self._lock:
+            return self._kept.get(key)
 
     def _claim(self, key: str, count: bool) -> tuple[Prepared | None, Future[Prepared] | None]:
         """Returns the cached image, or the future of one in preparation, or neither: then the caller must prepare and

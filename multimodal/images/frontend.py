@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from PIL import Image
 
+from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest
 from trencadis.multimodal import stages
 from trencadis.multimodal.errors import attach_param
@@ -26,6 +27,7 @@ from trencadis.multimodal.options import NO_OPTIONS, NO_SCOPE, MediaPart, MediaS
 from trencadis.multimodal.processor import Prepared, Processor
 from trencadis.multimodal.sources.loader import MediaLoader, MediaPermits, is_web_url
 from trencadis.multimodal.uuids import UuidBook
+from trencadis.multimodal.workers.pool import MAX_WORKERS, MEMORY_BUDGET, WorkerPool
 
 ImageSource = str | Path | bytes | Image.Image | NDArray[Any]
 """A URL (data, http, https, file), a path, the bytes of a file, a PIL image, or an array."""
@@ -59,6 +61,7 @@ class ImageLimits:
         threads: images decoded at a time; None: one per CPU, at most 8.
         concurrent: images of all requests in preparation: loaded, not yet cut into patches.
         downloads: images of all requests that are downloading, or downloaded and waiting for their preparation.
+        memory: bytes granted to all decoding jobs together.
     """
 
     images: int = 999
@@ -66,6 +69,18 @@ class ImageLimits:
     threads: int | None = None
     concurrent: int = 16
     downloads: int = 32
+    memory: int = MEMORY_BUDGET
+
+    def part(self, count: int) -> ImageLimits:
+        """The limits of one of ``count`` processes: what is for all requests together is divided."""
+        threads = self.threads or min(MAX_WORKERS, available_cpus())
+        return replace(
+            self,
+            threads=max(threads // count, 1),
+            concurrent=max(self.concurrent // count, 1),
+            downloads=max(self.downloads // count, 1),
+            memory=self.memory // count,
+        )
 
 
 class ImageFrontend:
@@ -89,7 +104,9 @@ class ImageFrontend:
         self.loader = loader
         self.cache = cache
         self.limits = limits or ImageLimits()
-        self.decoder = ImageDecoder(self.limits.max_pixels, self.limits.threads)
+        self.decoder = ImageDecoder(
+            self.limits.max_pixels, self.limits.threads, WorkerPool(self.limits.threads, budget=self.limits.memory)
+        )
         self.uuids = UuidBook()
         self._permits = MediaPermits(self.limits.concurrent, self.limits.downloads)
 

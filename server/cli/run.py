@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import gc
@@ -10,21 +9,21 @@ import importlib
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
-from trencadis.core.process import function_trace, heap
+from trencadis.core.process import function_trace
 from trencadis.server.cli import logs, signals
-from trencadis.server.cli.notify import Notifier
+from trencadis.server.cli.api.serving import WebServing
+from trencadis.server.cli.api.several import serve_by_several
 from trencadis.server.config import cmdline, dump
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.spawn import EngineHandle
-from trencadis.server.fleet.start import start
+from trencadis.server.fleet.start import Engines, start
 from trencadis.server.http import listen, tls
 
 if TYPE_CHECKING:
@@ -33,13 +32,10 @@ if TYPE_CHECKING:
     from trencadis.core.config import EngineConfig
     from trencadis.server.engine.supervisor import Supervisor
     from trencadis.server.fleet.fleet import Fleet
-    from trencadis.server.routes.state import AppState
+    from trencadis.server.front.remote import RemoteEngines
 
 log = logging.getLogger("trencadis.server")
 
-FLUSH_SECONDS = 5
-TRACES_SECONDS = 3.0
-"""Seconds in which the last traces may reach their collector."""
 DEMO_NAME = "trencadis-demo"
 OPEN_DOOR = "everybody who reaches this port may use the server: set --api-key, --api-key-file or --host 127.0.0.1"
 
@@ -120,7 +116,9 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
     handles: list[EngineHandle] = []
     try:
         engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
-        supervisor = supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
+        if settings.server.api_server_count > 1:
+            return serve_by_several(settings, sock, lambda: _supervised(settings, engines), begun)
+        supervisor = _supervised(settings, engines)
         app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
@@ -128,13 +126,13 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         gc.collect()
         gc.freeze()
         log.info("app built (%.1f s)", time.monotonic() - begun)
-        serving = _Serving(settings, supervisor, app, sock)
-        code = asyncio.run(serving.run())
-        if serving.last_words:
-            print(f"trencadis: {serving.last_words}", file=sys.stderr, flush=True)
-        return code
+        return WebServing(settings, supervisor, app, sock).to_the_end()
     finally:
         end(handles)
+
+
+def _supervised(settings: Settings, engines: Engines) -> Supervisor | Fleet:
+    return supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
 
 
 def supervise(
@@ -163,10 +161,11 @@ def end(handles: Sequence[EngineHandle]) -> None:
             handle.kill()
 
 
-def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet], FastAPI]:
+def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
     """The factory of apps that ``package.module:name`` names."""
     module, _, name = entry.partition(":")
-    return cast("Callable[[Settings, Supervisor | Fleet], FastAPI]", getattr(importlib.import_module(module), name))
+    found = getattr(importlib.import_module(module), name)
+    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
@@ -180,127 +179,3 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
         methods = getattr(route, "methods", None)
         if methods and getattr(route, "name", "") != ELSEWHERE:
             yield getattr(route, "path", ""), ", ".join(sorted(methods))
-
-
-class _Serving:
-    """What runs in the event loop: uvicorn, the supervisor, and the reactions to signals."""
-
-    def __init__(self, settings: Settings, supervisor: Supervisor | Fleet, app: FastAPI, sock: socket.socket) -> None:
-        from trencadis.server.http.web import make_server
-
-        self.settings = settings
-        self.supervisor = supervisor
-        self.state: AppState | None = getattr(app.state, "trencadis", None)
-        self.sock = sock
-        self.web = make_server(settings.server, app, FLUSH_SECONDS)
-        self.unit = Notifier()
-        self.code = 0
-        self.last_words = ""
-        self.said = False
-        self.draining: asyncio.Task[None] | None = None
-        supervisor.on_fatal = self.fatal
-        supervisor.on_info.append(lambda info: self.started())
-
-    async def run(self) -> int:
-        """Serves until a signal, or an engine that cannot start."""
-        helpers = self._begin()
-        try:
-            await self.web.serve(sockets=[self.sock])
-        finally:
-            await self._end(helpers)
-        return self.code
-
-    def _begin(self) -> list[asyncio.Task[None]]:
-        """Reacts to signals and supervises the engine from now on; the tasks beside the server."""
-        signals.in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
-        again = [] if self.web.certificates is None else [self.web.certificates.renew]
-        if self.state is not None and self.state.tenants is not None:
-            again.append(self.state.tenants.reload)
-        signals.on_hangup(asyncio.get_running_loop(), again)
-        self.supervisor.start()
-        assert self.supervisor.task is not None
-        self.supervisor.task.add_done_callback(self.supervision_ended)
-        tidy = asyncio.create_task(heap.keep_tidy(lambda: self.supervisor.stats.steps))
-        collected = asyncio.create_task(heap.keep_collected(lambda: len(self.web.server_state.tasks)))
-        told = asyncio.create_task(self.unit.run(lambda: not self.supervisor.failing, lambda: self.supervisor.phase))
-        return [tidy, collected, told]
-
-    async def _end(self, helpers: list[asyncio.Task[None]]) -> None:
-        for task in helpers:
-            task.cancel()
-        await self.supervisor.stop()
-        if self.state is not None and self.state.traces is not None:
-            await asyncio.to_thread(self.state.traces.close, TRACES_SECONDS)
-
-    def started(self) -> None:
-        """Logs at the engine's first start that the server is up."""
-        if not self.said:
-            self.said = True
-            self.unit.started()
-            logs.say_started(listen.address(self.sock, bool(self.settings.server.ssl_certfile)))
-
-    def fatal(self, message: str, code: int) -> None:
-        """The first start has failed: ends the server with one last line."""
-        self.code, self.last_words = code, message
-        self.stop_now()
-
-    def supervision_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            log.error("supervision failed", exc_info=task.exception())
-            self.code = 1
-            self.stop_now()
-
-    def drain(self, terminated: bool) -> None:
-        """Reacts to the first signal."""
-        self.unit.stopping()
-        self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
-
-    async def _drain(self, delay: float) -> None:
-        """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
-        supervisor, seconds = self.supervisor, float(self.settings.server.shutdown_timeout)
-        if delay and supervisor.accepting:
-            supervisor.leave()
-            log.info("taking requests for %g s more (--drain-delay); a second signal stops at once", delay)
-            await asyncio.sleep(delay)
-        end = time.monotonic() + seconds
-        turns = None if self.state is None else self.state.turns
-        if turns is not None:
-            if turns.waiting:
-                supervisor.leave()
-                log.info("%d requests wait for their turn; they are taken, at most for %g s", turns.waiting, seconds)
-            left = await turns.close(seconds)
-            if left:
-                log.error("%d requests had no turn in %g s (--shutdown-timeout): they end with an error", left, seconds)
-                self.code = 1
-            seconds = max(end - time.monotonic(), 0.0)
-        if supervisor.open_requests:
-            line = "finishing %d requests, at most %g s; a second signal stops at once"
-            log.info(line, supervisor.open_requests, seconds)
-        await supervisor.drain(seconds)
-        if supervisor.stopping:
-            return
-        if supervisor.open_requests:
-            line = "%d requests did not finish in %g s (--shutdown-timeout): they end with an error"
-            log.error(line, supervisor.open_requests, seconds)
-            self.code = 1
-            self.stop_now()
-        else:
-            self.leave()
-
-    def stop_now(self) -> None:
-        """Stops at once, at the second signal or when time is up: kills the engine, so open streams end with an error.
-
-        uvicorn's ``force_exit`` would cancel the lifespan task, which logs a traceback.
-        """
-        if self.state is not None and self.state.turns is not None:
-            self.state.turns.stop()
-        self.supervisor.kill()
-        self.web.config.timeout_graceful_shutdown = 1
-        self.leave()
-
-    def leave(self) -> None:
-        """Ends uvicorn once it runs: told during its own start, it would not shut the app down."""
-        if self.web.started:
-            self.web.should_exit = True
-        else:
-            asyncio.get_running_loop().call_later(0.02, self.leave)

@@ -25,6 +25,10 @@ class ServerConfig:
         1, "engines in one server, each with its own cards (a CPU is shared); a router sends each request to one",
         aliases=("dp",), bound=Bound(1, 1024),
     )  # fmt: skip
+    api_server_count: int = opt(
+        1, "processes that answer requests, over the same engines; limits and /metrics are those of all together",
+        aliases=("asc",), bound=Bound(1, 64),
+    )  # fmt: skip
     data_parallel_backend: str = opt(
         "mp", "where the engines are: mp: processes of this machine; ray: actors of a Ray cluster",
         choices=("mp", "ray"), aliases=("dpb",),

@@ -6,24 +6,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
-import numpy as np
-
-from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
-from trencadis.core.request import Delta, Request
 from trencadis.server.engine import graph_report
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.requests import STOPPED, RequestLink
 from trencadis.server.engine.spawn import EngineHandle, spawn
 
-__all__ = ["EngineHandle", "EngineLink", "spawn"]
+__all__ = ["STOPPED", "EngineHandle", "EngineLink", "spawn"]
 
 log = logging.getLogger("trencadis.server")
 
-STOPPED = "The engine stopped; please retry."
 PING_EVERY = 1.0
 MISSED_PONGS = 10
 STALL_SECONDS = 60.0
@@ -31,24 +24,14 @@ STALL_FACTOR = 20.0
 SLOW_PHASES = ("compiling", "capturing", "validating")
 
 
-@dataclass(slots=True)
-class OpenRequest:
-    """An open request: the queue of its deltas, its pixels, its unfinished choices."""
-
-    deltas: asyncio.Queue[Delta]
-    pixels: Sequence[Pixels]
-    left: set[int] = field(default_factory=set)
-
-
-class EngineLink:
+class EngineLink(RequestLink):
     """Talks to one engine process until it is gone.
 
     Args:
         compile_timeout: limit in seconds of loading and of a step that compiles.
         on_stats: called with every message of counters.
         on_info: called once, when the engine accepts requests.
-        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request whose
-            rule has a grammar is sent.
+        vocabulary: as ``RequestLink`` takes it.
     """
 
     def __init__(
@@ -59,12 +42,11 @@ class EngineLink:
         on_info: Callable[[wire.EngineInfo], None] = lambda info: None,
         vocabulary: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
+        super().__init__(vocabulary)
         self.handle = handle
         self.compile_timeout = compile_timeout
         self.on_stats = on_stats
         self.on_info = on_info
-        self.vocabulary = vocabulary
-        self.vocabulary_sent: asyncio.Task[None] | None = None
         self.info: wire.EngineInfo | None = None
         self.stats = wire.EngineStats()
         self.phase = "starting"
@@ -74,16 +56,8 @@ class EngineLink:
         """The bucket that is being captured."""
         self.fatal: wire.Fatal | None = None
         self.reason = ""
-        self.requests: dict[str, OpenRequest] = {}
-        self.entering = 0
-        """Requests that wait for something before they are in the engine."""
-        self.submitted = 0
-        """Requests that came so far."""
-        self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pinged = self.ponged = 0
         self.born = time.monotonic()
-        self.writer: asyncio.StreamWriter | None = None
-        self.alive = True
 
     # --- life ---
 
@@ -117,13 +91,6 @@ class EngineLink:
             await asyncio.sleep(0.01)
         self.handle.kill()
 
-    def fail_all(self) -> None:
-        """Ends every unfinished choice with an error, because the engine has ended."""
-        for id, entry in self.requests.items():
-            for choice in sorted(entry.left):
-                entry.deltas.put_nowait(Delta(id, choice, finish="error", status=503, message=STOPPED))
-        self.requests.clear()
-
     def give_up(self, reason: str) -> None:
         """Kills the process; ``run`` then ends as after any other end of it."""
         self.reason = reason
@@ -142,7 +109,7 @@ class EngineLink:
                     self.plan, self.stats = stats.plan or self.plan, stats
                     self.on_stats(stats)
             case wire.NeedMedia(id, index):
-                self.wanted.put_nowait((id, index))
+                self.need(id, index)
             case wire.Pong():
                 self.ponged = max(self.ponged, message.n)
                 self.phase = message.phase
@@ -167,16 +134,6 @@ class EngineLink:
             case wire.Fatal():
                 self.fatal, self.reason = message, message.message
 
-    def deliver(self, delta: Delta) -> None:
-        entry = self.requests.get(delta.id)
-        if entry is None or delta.choice not in entry.left:
-            return
-        entry.deltas.put_nowait(delta)
-        if delta.finish is not None:
-            entry.left.discard(delta.choice)
-            if not entry.left:
-                del self.requests[delta.id]
-
     def check_step(self, pong: wire.Pong) -> None:
         """Kills an engine whose step runs far too long; compiling has a limit of its own."""
         limit = self.compile_timeout
@@ -185,98 +142,7 @@ class EngineLink:
         if pong.seconds > limit:
             self.give_up(f"{pong.phase}, step {pong.step}: {pong.seconds:.0f} s, limit {limit:.0f} s")
 
-    # --- requests ---
-
-    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Deltas until every choice has finished; closing the iterator aborts the rest."""
-        if not self.alive or self.writer is None:
-            raise Unavailable(STOPPED, retry_after=5)
-        self.submitted += 1
-        if request.rule is not None and request.rule.grammar:
-            await self.enter_with_vocabulary()
-        entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)))
-        self.requests[request.id] = entry
-        try:
-            await self.send(wire.Add(request))
-            left = len(entry.left)
-            while left:
-                delta = await entry.deltas.get()
-                left -= delta.finish is not None
-                yield delta
-        finally:
-            if self.requests.pop(request.id, None) is not None:
-                self.write(wire.Abort([request.id]))
-
-    def abort(self, id: str, choice: int = -1) -> None:
-        """Aborts one choice (or all of them): its stream ends with ``finish="abort"``."""
-        entry = self.requests.get(id)
-        if entry is None:
-            return
-        chosen = sorted(entry.left) if choice < 0 else [choice] if choice in entry.left else []
-        if chosen:
-            self.write(wire.Abort([id], choice))
-        for one in chosen:
-            self.deliver(Delta(id, one, finish="abort"))
-
-    async def enter_with_vocabulary(self) -> None:
-        """Waits until the engine has the vocabulary; meanwhile a request counts as inside."""
-        self.entering += 1
-        try:
-            await self.send_vocabulary()
-        finally:
-            self.entering -= 1
-        if not self.alive:
-            raise Unavailable(STOPPED, retry_after=5)
-
-    async def send_vocabulary(self) -> None:
-        """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
-        task = self.vocabulary_sent
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self.vocabulary_sent = asyncio.create_task(self._send_vocabulary())
-        await asyncio.shield(task)
-
-    async def _send_vocabulary(self) -> None:
-        if self.vocabulary is None:
-            raise Unavailable("This server has no vocabulary for grammars.")
-        data = memoryview(await self.vocabulary())
-        for offset in range(0, len(data), wire.CHUNK):
-            await self.send(wire.VocabularyPart(offset, len(data)), data[offset : offset + wire.CHUNK])
-
-    async def feed(self) -> None:
-        """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""
-        while True:
-            id, index = await self.wanted.get()
-            entry = self.requests.get(id)
-            if entry is None:
-                continue
-            if index >= len(entry.pixels):
-                await self.send(wire.MediaFailed(id, index, 500, "The image is no longer available."))
-                continue
-            data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
-            for offset in range(0, len(data), wire.CHUNK):
-                if id not in self.requests:
-                    break
-                chunk = data[offset : offset + wire.CHUNK]
-                await self.send(wire.Media(id, index, offset, len(data)), chunk)
-
-    # --- frames to the engine ---
-
-    def write(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
-        """Writes one frame; does nothing if the socket is closed."""
-        if self.writer is None or self.writer.is_closing():
-            return
-        self.writer.write(wire.frame(message, payload))
-        if payload:
-            self.writer.write(payload)
-
-    async def send(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
-        """Writes one frame and waits while the socket is full. ``run`` handles a broken socket."""
-        self.write(message, payload)
-        if self.writer is not None:
-            try:
-                await self.writer.drain()
-            except OSError:
-                log.debug("the engine's socket broke while a frame was sent")
+    # --- whether it lives ---
 
     async def watch(self) -> None:
         """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here kills no healthy engine.

@@ -16,7 +16,7 @@ from trencadis.core.request import Delta, Request
 from trencadis.server.engine.client import STOPPED, EngineHandle
 from trencadis.server.engine.protocol import Pixels
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.fleet import sums
+from trencadis.server.fleet.joined import JoinedEngines
 from trencadis.server.fleet.keys import demand_of, keys_of
 from trencadis.server.routing.costs import CostBook, StepCosts
 from trencadis.server.routing.load import Assignment
@@ -35,7 +35,7 @@ LEARNED = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "visi
 """Stages from whose launches the router learns, and as what."""
 
 
-class Fleet:
+class Fleet(JoinedEngines[Supervisor]):
     """An EngineClient (``server/engine/protocol.py``) over several Supervisors.
 
     Args:
@@ -81,82 +81,6 @@ class Fleet:
             engine.observers.append(partial(self._observe, i))
             engine.on_info.append(partial(self._came_up, i))
             engine.on_operation.append(self._operated)
-
-    # --- what the app reads ---
-
-    @property
-    def info(self) -> wire.EngineInfo | None:
-        """What all engines offer together; None while the first one loads."""
-        return sums.together([e.info for e in self.engines])
-
-    @property
-    def phase(self) -> str:
-        """The engines' phase where it is one, else how many are in which."""
-        phases = [e.phase for e in self.engines]
-        if len(set(phases)) == 1:
-            return phases[0]
-        return ", ".join(f"{phases.count(p)} {p}" for p in dict.fromkeys(phases))
-
-    @property
-    def accepting(self) -> bool:
-        """Whether any engine would run a request submitted now."""
-        return any(e.accepting for e in self.engines)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether any engine runs and is to stay."""
-        return any(e.healthy for e in self.engines)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every engine has come up once, and one takes requests."""
-        return all(e.info is not None for e in self.engines) and any(e.ready for e in self.engines)
-
-    @property
-    def failing(self) -> bool:
-        """Whether all engines fail again and again; one that serves is worth more than a restart of all."""
-        return all(e.failing for e in self.engines)
-
-    @property
-    def restarts(self) -> int:
-        """Engines that failed and were replaced."""
-        return sum(e.restarts for e in self.engines)
-
-    @property
-    def stats(self) -> wire.EngineStats:
-        """The sums of the last counters."""
-        return sums.total([e.stats for e in self.engines])
-
-    @property
-    def open_requests(self) -> int:
-        """Requests in an engine, or on their way there."""
-        return sum(e.open_requests for e in self.engines)
-
-    @property
-    def plan(self) -> wire.GraphPlan | None:
-        """The first engine's planned shapes; all plan alike."""
-        return self.engines[0].plan
-
-    @property
-    def progress(self) -> wire.Phase | None:
-        """The last phase of loading of the engine that is least far."""
-        told = [e.progress for e in self.engines if e.info is None and e.progress is not None]
-        return min(told, key=lambda p: p.fraction, default=self.engines[0].progress)
-
-    @property
-    def sleep_level(self) -> int:
-        """The level at which all engines sleep; 0: one is awake."""
-        return min(e.sleep_level for e in self.engines)
-
-    @property
-    def under_way(self) -> str:
-        """``sleep`` or ``wake`` while that goes on anywhere, else empty."""
-        return next((e.under_way for e in self.engines if e.under_way), "")
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the server ends."""
-        return any(e.stopping for e in self.engines)
 
     # --- requests ---
 

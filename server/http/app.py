@@ -24,7 +24,6 @@ from trencadis.core.cpus import available_cpus
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
 from trencadis.multimodal.workers.pool import MAX_WORKERS
 from trencadis.server.admission import Admission
-from trencadis.server.config.config import ServerConfig
 from trencadis.server.engine.protocol import EngineClient
 from trencadis.server.grammars.book import GrammarBook
 from trencadis.server.http.door import TurnDoor
@@ -50,6 +49,7 @@ from trencadis.server.routes.pooling.invocations import invocations
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.vllm import batch, dev, info, sleep
+from trencadis.server.tenants.account import Account
 from trencadis.server.tenants.registry import Tenants
 from trencadis.server.tenants.turns import Turns
 
@@ -78,8 +78,8 @@ def create_app(
         StartupError: a flag names a parser that there is not, or a key file that cannot be used.
     """
     service.images = service.images or images
-    config = settings.config
-    admission = Admission(settings.bounds)
+    config, part = settings.config, settings.part
+    admission = Admission(settings.bounds) if part is None else part.admission(settings.bounds)
 
     def processor_cache() -> CacheCounters | None:
         return service.images.cache if service.images is not None else None
@@ -88,9 +88,9 @@ def create_app(
     metrics = Metrics(
         settings.name, service.max_model_len, engine, admission, processor_cache, settings.engine,
         config.show_hidden_metrics or bool(config.show_hidden_metrics_for_version),
-        lambda: 0 if turns is None else turns.waiting,
+        lambda: 0 if turns is None else turns.waiting, part is not None,
     )  # fmt: skip
-    _collect(metrics, config, engine, tenants)
+    _collect(metrics, settings, engine, tenants)
     template = None if service.template is None else service.template.text
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
@@ -129,23 +129,27 @@ def create_app(
     return app
 
 
-def _collect(metrics: Metrics, config: ServerConfig, engine: EngineClient, tenants: Tenants | None) -> None:
-    """Figures beside the engine's: of processes, of sleep, of tenants."""
-    metrics.registry.register(ProcessesCollector())
-    if config.enable_sleep_mode or config.sleep_after:
-        SleepCollector(metrics.registry, engine)
+def _collect(metrics: Metrics, settings: HttpSettings, engine: EngineClient, tenants: Tenants | None) -> None:
+    """Figures beside the engine's: of tenants; of processes and of sleep, which the front of several tells."""
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
+    if settings.part is not None:
+        return
+    metrics.registry.register(ProcessesCollector())
+    if settings.config.enable_sleep_mode or settings.config.sleep_after:
+        SleepCollector(metrics.registry, engine)
 
 
 def _tenants(settings: HttpSettings) -> tuple[Tenants | None, Turns | None]:
     """The tenants of the key file, and their turns if the scheduler gives them shares."""
     if not settings.config.api_key_file:
         return None, None
-    tenants = Tenants(Path(settings.config.api_key_file))
+    part, count = settings.part, 1 if settings.part is None else settings.part.count
+    tenants = Tenants(Path(settings.config.api_key_file), account=Account if part is None else part.account)
     if settings.engine.scheduling_policy != "fair":
         return tenants, None
-    return tenants, Turns.over(settings.running, min(MAX_WORKERS, available_cpus()))
+    # Each of several processes has an equal part of the rows and of the workers.
+    return tenants, Turns.over(-(-settings.running // count), max(min(MAX_WORKERS, available_cpus()) // count, 1))
 
 
 def _include(app: FastAPI, state: AppState) -> None:
@@ -242,7 +246,6 @@ async def _log_stats(state: AppState) -> None:
             log.warning("%s", warning)
         info = state.engine.info
         device = info.device if info is not None else state.settings.device
-        outside = 0 if state.turns is None else state.turns.waiting
-        line = writer.line(state.engine.stats, device, state.engine.restarts, outside)
+        line = writer.line(state.engine.stats, device, state.engine.restarts, state.outside)
         if line is not None:
             log.info("%s", line)

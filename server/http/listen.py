@@ -12,6 +12,7 @@ import socket
 import stat
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from trencadis.core.errors import StartupError
@@ -47,6 +48,8 @@ class Listener(socket.socket):
         self.most = MOST
         self.plain = True
         """Whether clients can read a refusal; behind TLS they cannot."""
+        self.elsewhere: Callable[[int], int] = _nowhere
+        """Told how many connections are open here, says how many other processes have open."""
         self.open: weakref.WeakSet[Accepted] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._said = -SAY_EVERY
@@ -65,12 +68,13 @@ class Listener(socket.socket):
             plain, address = super().accept()
         except OSError as error:
             raise self._failed(error) from None
-        if len(self.open) >= self.most:
+        if len(self.open) + self.elsewhere(len(self.open)) >= self.most:
             self._turn_away(plain)
             raise BlockingIOError
         connection = Accepted(plain.family, plain.type, plain.proto, plain.detach())
         self.open.add(connection)
         connection.of = self.open
+        self.elsewhere(len(self.open))
         return connection, address
 
     def _failed(self, error: OSError) -> OSError:
@@ -114,6 +118,11 @@ class Listener(socket.socket):
             log.warning("%s", line)
 
 
+def _nowhere(here: int) -> int:
+    """No other process takes connections."""
+    return 0
+
+
 class Accepted(socket.socket):
     """A connection that counts while it is open."""
 
@@ -146,6 +155,37 @@ def listen(server: ServerConfig) -> socket.socket:
     sock.most, sock.plain = room(server.max_connections), not server.ssl_certfile
     if server.max_connections is not None and sock.most < server.max_connections:
         log.warning("--max-connections %d: the limit of descriptors leaves %d", server.max_connections, sock.most)
+    return sock
+
+
+def listen_again(name: Any, now: bool = True) -> socket.socket:
+    """A socket beside others at ``name`` (of ``getsockname``): the system deals connections among those that listen.
+
+    A unix socket cannot be dealt; its processes take connections from one queue.
+
+    Args:
+        now: it listens, so that connections wait for whoever accepts them later; else its server lets it listen.
+
+    Raises:
+        StartupError: it cannot be had.
+    """
+    sock = Listener(socket.AF_INET6 if len(name) == 4 else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind(name)
+        if now:
+            sock.listen()
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"port {name[1]} on {name[0]} cannot be shared ({error.strerror}).") from None
+    return sock
+
+
+def inherited(server: ServerConfig, descriptor: int) -> Listener:
+    """The listening socket behind an inherited descriptor."""
+    sock = Listener(-1, -1, -1, descriptor)
+    sock.most, sock.plain = room(server.max_connections), not server.ssl_certfile
     return sock
 
 

@@ -45,21 +45,39 @@ class WebServer(uvicorn.Server):
             if watch is not None:
                 watch.cancel()
 
+    def leave(self, seconds: int) -> None:
+        """Ends once it runs: told during its own start, it would not shut the app down.
+
+        Args:
+            seconds: for the last answers.
+        """
+        self.config.timeout_graceful_shutdown = seconds
+        if self.started:
+            self.should_exit = True
+        else:
+            asyncio.get_running_loop().call_later(0.02, self.leave, seconds)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Captures no signal."""
         yield
 
 
-def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int) -> WebServer:
-    """``flush_seconds``: time to write the last responses once the engine is done.
+def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int, share: int = 1) -> WebServer:
+    """uvicorn over ``app``.
+
+    Args:
+        flush_seconds: time to write the last responses once the engine is done.
+        share: processes among which the bytes of unfinished request heads are divided.
 
     Raises:
         StartupError: a certificate cannot be used.
     """
     certificates = Certificates(server) if server.ssl_certfile else None
     # uvicorn calls the class with its own arguments only, so a partial carries ours.
-    connection = typing.cast("type[Connection]", functools.partial(Connection, SharedLimits(server.receive_timeout)))
+    limits = SharedLimits(server.receive_timeout)
+    limits.bound //= share
+    connection = typing.cast("type[Connection]", functools.partial(Connection, limits))
     config = uvicorn.Config(
         app,
         log_config=None,

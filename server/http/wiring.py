@@ -9,21 +9,23 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.settings import Settings
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.fleet import Fleet
+from trencadis.server.front.remote import RemoteEngines, RemoteFleet, RemoteReplica
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.frontends import MediaRules, text_service
 from trencadis.server.routes.settings import HttpSettings
 from trencadis.server.routes.state import AppState
 
 
-def build_app(settings: Settings, supervisor: Supervisor | Fleet) -> FastAPI:
+def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines) -> FastAPI:
     """The app that answers with ``supervisor``'s engine, which may still be loading.
 
     Raises:
         StartupError: the checkpoint lacks something that the API side needs.
     """
+    part = supervisor.link.part if isinstance(supervisor, RemoteReplica | RemoteFleet) else None
     service = text_service(
         settings.engine,
-        media_rules(settings.server),
+        media_rules(settings.server, 1 if part is None else part.count),
         chat_template=settings.server.chat_template,
         content_format=settings.server.chat_template_content_format,
     )
@@ -39,15 +41,21 @@ def build_app(settings: Settings, supervisor: Supervisor | Fleet) -> FastAPI:
         running=(settings.engine.max_num_seqs or 128) * settings.server.data_parallel_size,
         priorities=settings.engine.scheduling_policy == "priority",
         engine=settings.engine.without_secrets(),
+        part=part,
     )
+    if part is not None:
+        part.share_media(service)
     app = create_app(http, supervisor, service)
     state: AppState = app.state.trencadis
-    supervisor.vocabulary = state.grammars.vocabulary
+    if isinstance(supervisor, RemoteReplica | RemoteFleet):
+        supervisor.link.make_vocabulary = state.grammars.vocabulary
+    else:
+        supervisor.vocabulary = state.grammars.vocabulary
     return app
 
 
-def media_rules(server: ServerConfig) -> MediaRules:
-    """The operator's limits on media."""
+def media_rules(server: ServerConfig, share: int = 1) -> MediaRules:
+    """The operator's limits on media, of one of ``share`` processes."""
     return MediaRules(
         domains=tuple(server.allowed_media_domains),
         folder=server.allowed_local_media_path,
@@ -58,4 +66,5 @@ def media_rules(server: ServerConfig) -> MediaRules:
         max_frames=server.max_video_frames,
         max_seconds=server.max_video_seconds,
         redirects=server.media_redirects,
+        share=share,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from trencadis.core.process.wire import EngineInfo, EngineStats
 from trencadis.server.prompts.media import CacheCounters
@@ -60,3 +61,14 @@ def cache_families(values: Sequence[str], caches: Sequence[CacheFigures]) -> Ite
         for cache in caches:
             family.add_metric((*values, cache.name), getattr(cache, field))
         yield family
+
+
+class ProcessorCacheCollector(Collector):
+    """The prepared images of one API process of several."""
+
+    def __init__(self, values: Sequence[str], cache: Callable[[], CacheCounters | None]) -> None:
+        self._values, self._cache = values, cache
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``cache_families``."""
+        yield from cache_families(self._values, figures(EngineStats(), None, self._cache()))

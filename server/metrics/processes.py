@@ -11,7 +11,9 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-API, OTHER = "api", "other"
+API, FRONT, OTHER = "api", "front", "other"
+API_MODULE = "trencadis.server.cli.api.process"
+"""What the command line of one of several API processes names; the word after the next is its index."""
 ROLES = {
     "trencadis.core.process.main": "engine",
     "trencadis.core.executor.rank": "rank",
@@ -35,11 +37,13 @@ class ProcessesCollector(Collector):
     """``vllm:server_*`` of the process ``root`` and all below it.
 
     Args:
-        root: the API process.
+        root: the API process, or the front of several.
+        role: of ``root``. Several API processes have a role each: ``api-0``.
         proc: where the kernel shows processes; without it there are no samples.
     """
 
-    def __init__(self, root: int | None = None, proc: Path = Path("/proc")) -> None:
+    def __init__(self, root: int | None = None, proc: Path = Path("/proc"), role: str = API) -> None:
+        self._role = role
         self._root = os.getpid() if root is None else root
         self._proc = proc
         self._seen: dict[tuple[int, int], ProcessUse] = {}
@@ -56,7 +60,8 @@ class ProcessesCollector(Collector):
         count = GaugeMetricFamily("vllm:server_processes", "processes of this server", labels=("role",))
         memory = GaugeMetricFamily("vllm:server_resident_memory_bytes", "resident memory", labels=("role",))
         cpu = CounterMetricFamily("vllm:server_cpu_seconds", "user and system CPU time", labels=("role",))
-        for role in (*ALL, *({use.role for use in now.values()} - {*ALL})):
+        known = (self._role, *ROLES.values())
+        for role in (*known, *sorted({*self._ended, *(use.role for use in now.values())} - {*known})):
             some = [use for use in now.values() if use.role == role]
             count.add_metric((role,), len(some))
             memory.add_metric((role,), sum(use.resident for use in some))
@@ -74,7 +79,7 @@ class ProcessesCollector(Collector):
                 # The name in parentheses may hold anything; fields are counted from behind it.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 resident = int((folder / "statm").read_text().split()[1]) * _PAGE
-                role = API if pid == self._root else role_of((folder / "cmdline").read_bytes())
+                role = self._role if pid == self._root else role_of((folder / "cmdline").read_bytes())
                 left += self._children(folder)
             except (OSError, IndexError, ValueError):
                 continue  # it has ended meanwhile
@@ -95,4 +100,6 @@ class ProcessesCollector(Collector):
 def role_of(command: bytes) -> str:
     """The role of a process, from its command line as /proc has it."""
     words = command.decode(errors="replace").split("\0")
+    if API_MODULE in words[:-2]:
+        return f"{API}-{words[words.index(API_MODULE) + 2]}"
     return next((role for module, role in ROLES.items() if module in words), OTHER)

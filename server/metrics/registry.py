@@ -25,7 +25,7 @@ from trencadis.server.admission import Admission
 from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.metrics.buckets import BucketBook, graph_families
 from trencadis.server.metrics.cache_config import cache_config_info
-from trencadis.server.metrics.caches import cache_families, figures
+from trencadis.server.metrics.caches import ProcessorCacheCollector, cache_families, figures
 from trencadis.server.metrics.hidden import HiddenCollector
 from trencadis.server.metrics.http_traffic import HttpTraffic
 from trencadis.server.metrics.merged import MergedCollector
@@ -113,6 +113,7 @@ class Metrics:
         config: the engine's flags, which ``cache_config_info`` shows.
         outside: counts requests that wait before any engine has them; they count as the first engine's.
         hidden: whether names that vLLM has given up are there too.
+        part: this process is one of several that answer; figures of the engines are the front's then.
     """
 
     def __init__(
@@ -125,10 +126,9 @@ class Metrics:
         config: EngineConfig | None = None,
         hidden: bool = False,
         outside: Callable[[], int] = int,
+        part: bool = False,
     ) -> None:
-        self.registry = CollectorRegistry()
-        self.model = model
-        self._engine = engine
+        self.registry, self.model = CollectorRegistry(), model
         engines = replicas(engine)
         self._values = [(model, str(i)) for i in range(len(engines))]
         self.books = [BucketBook() for _ in engines]
@@ -152,6 +152,10 @@ class Metrics:
         self._images = self._counter("image_tokens", "placeholder tokens of images")
         self._media_errors = self._counter("media_errors", "images that could not be used", "reason")
         self.http = HttpTraffic(self.registry)
+        self.registry.register(_AdmissionCollector(model, admission, part))
+        if part:
+            self.registry.register(ProcessorCacheCollector(self._values[0], processor_cache))
+            return
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self.registry)
         config = config or EngineConfig()
@@ -164,7 +168,6 @@ class Metrics:
                 every.append(HiddenCollector(values, partial(_stats_of, one), between if i == 0 else None))
             one.observers.append(partial(self.on_stats, engine=i))
         self.registry.register(MergedCollector(every))
-        self.registry.register(_AdmissionCollector(model, admission))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -306,11 +309,12 @@ class _EngineCollector(Collector):
 
 
 class _AdmissionCollector(Collector):
-    """The bounded queue in front of all engines."""
+    """The bounded queue in front of all engines. ``part``: that of one process, without the bounds of all."""
 
-    def __init__(self, model: str, admission: Admission) -> None:
+    def __init__(self, model: str, admission: Admission, part: bool) -> None:
         self._model = model
         self._admission = admission
+        self._part = part
 
     def collect(self) -> Iterator[Metric]:
         """What was refused, what is held, and the bounds."""
@@ -324,9 +328,9 @@ class _AdmissionCollector(Collector):
         """What the bounded queue holds, and its bounds."""
         names = ("requests", "tokens", "pixels")
         for name, text, values in (
-            ("admission_inside", "held by requests inside the server", self._admission.inside),
+            ("admission_inside", "held by requests inside the server", self._admission.own),
             ("admission_bound", "most that may be held", self._admission.bounds.all()),
-        ):
+        )[: 1 if self._part else 2]:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name", "unit"))
             for unit, value in zip(names, values, strict=True):
                 gauge.add_metric((self._model, unit), value)

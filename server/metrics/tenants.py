@@ -33,7 +33,7 @@ class TenantCollector(Collector):
         inside = GaugeMetricFamily("vllm:tenant_inside", "choices of a tenant inside the server", labels=("tenant",))
         refused = CounterMetricFamily("vllm:tenant_rejected", "requests beyond a limit", labels=("tenant", "limit"))
         for tenant, account in accounts:
-            inside.add_metric((tenant,), account.inside)
+            inside.add_metric((tenant,), account.own)
             for limit, count in account.rejected.items():
                 refused.add_metric((tenant, limit), count)
         yield inside

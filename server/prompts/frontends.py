@@ -41,6 +41,7 @@ class MediaRules:
         max_frames: taken of one video.
         max_seconds: that a video may last.
         redirects: whether they are followed.
+        share: processes among which the cache, the workers and what is prepared at a time are divided.
     """
 
     domains: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class MediaRules:
     max_frames: int | None = None
     max_seconds: float | None = None
     redirects: bool = True
+    share: int = 1
 
     def loader(self, timeout: float) -> MediaLoader:
         """Loads media under these rules.
@@ -93,10 +95,12 @@ def _images(config: EngineConfig, media: MediaRules, model: ModelConfig) -> Imag
     limits = ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images))
     if media.max_pixels is not None:
         limits = replace(limits, max_pixels=media.max_pixels)
+    if media.share > 1:
+        limits = limits.part(media.share)
     return ImageFrontend(
         image_processor(model, config.mm_processor_kwargs, config.image_alignment),
         media.loader(FETCH_TIMEOUT if media.image_timeout is None else media.image_timeout),
-        PreparedCache(int(config.mm_processor_cache_gb * 2**30)),
+        PreparedCache(int(config.mm_processor_cache_gb * 2**30) // media.share),
         limits,
     )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
-from trencadis.core.process.wire import BucketState, GraphPlan
-from trencadis.server.engine.protocol import EngineClient, replicas
-from trencadis.server.metrics.buckets import BucketBook, Tally
+from trencadis.server.engine.protocol import replicas
+from trencadis.server.metrics.bucket_table import shown_all
 from trencadis.server.routes.state import AppState
 
 
@@ -16,73 +16,15 @@ def router(state: AppState) -> APIRouter:
     """The route over ``state``."""
     routes = APIRouter(tags=["operation"])
 
-    @routes.get("/buckets")
-    async def buckets() -> dict[str, Any]:
+    @routes.get("/buckets", response_model=dict[str, Any])
+    async def buckets() -> Any:
         """Counts since the start of the server; a device without planned shapes has counts by stage only.
 
         Several engines have an object each, in ``engines``.
         """
-        engines = replicas(state.engine)
-        each = [shown(engine, book) for engine, book in zip(engines, state.metrics.books, strict=True)]
-        return each[0] if len(each) == 1 else {"engines": each}
+        part = state.settings.part
+        if part is not None:
+            return Response(await part.buckets(), media_type="application/json")
+        return shown_all(replicas(state.engine), state.metrics.books)
 
     return routes
-
-
-def shown(engine: EngineClient, tallies: BucketBook) -> dict[str, Any]:
-    """The shapes of one engine."""
-    plan, stats = engine.plan, engine.stats
-    info = engine.info
-    answer: dict[str, Any] = {
-        "device": info.device if info is not None else None,
-        "lazy_compiles": stats.graphs.lazy_compiles,
-        "recompiles": stats.graphs.recompiles,
-    }
-    if stats.graphs.warming is not None:
-        warming = stats.graphs.warming
-        answer["warmup"] = {
-            "phase": warming.phase, "done": warming.done, "total": warming.total,
-            "percent": round(100 * warming.fraction, 1), "eta_seconds": round(warming.eta, 1),
-        }  # fmt: skip
-    if plan is not None:
-        answer |= planned(plan)
-    known = {b.name for b in plan.buckets} if plan is not None else set()
-    listed = [bucket(b, tallies.of(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
-    others = [
-        {"stage": stage, "bucket": name, "planned": False, **used(tally)}
-        for (stage, name), tally in list(tallies.tallies.items())
-        if name not in known
-    ]
-    return answer | {"buckets": listed, "unplanned": others}
-
-
-def planned(plan: GraphPlan) -> dict[str, Any]:
-    """The ledger and the pools; sizes in bytes."""
-    return {
-        "mode": plan.warmup,
-        "ledger": [{"name": name, "bytes": count} for name, count in plan.ledger],
-        "total": plan.total,
-        "pools": {
-            pool: {"budget": budget, "spent": spent, "not_returned": lost}
-            for pool, (budget, spent, lost) in plan.pools.items()
-        },
-        "advice": plan.advice,
-    }
-
-
-def bucket(b: BucketState, tally: Tally) -> dict[str, Any]:
-    """One planned bucket."""
-    failed = {"failed": b.failed} if b.failed else {}
-    return {
-        "bucket": b.name, "stage": b.stage, "dims": b.dims, "variant": b.variant, "pool": b.pool, "planned": True,
-        "state": b.state, "bytes": b.bytes, "measured": b.measured, **failed, **used(tally),
-    }  # fmt: skip
-
-
-def used(t: Tally) -> dict[str, Any]:
-    """Counts of a bucket; ``padding`` is the padded share of the computed work."""
-    return {
-        "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,
-        "real_tokens": t.real, "padded_tokens": t.padded,
-        "padding": round(1 - t.real / t.padded, 4) if t.padded else 0.0, "seconds": round(t.seconds, 4),
-    }  # fmt: skip

@@ -55,14 +55,16 @@ def router(state: AppState) -> APIRouter:
         """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
         engines = replicas(engine)
         each = {"engines": [counters(e) for e in engines]} if len(engines) > 1 else {}
-        turned = 0 if state.turns is None else state.turns.waiting
+        turned = state.outside
         whole = {**counters(engine), "takes_images": state.service.images is not None, **each}
         return whole | {"waiting": whole["waiting"] + turned, "waiting_for_turn": turned}
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus' text format; any of several API processes tells the figures of all."""
+        part = state.settings.part
+        text = state.metrics.text() if part is None else await part.metrics()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 

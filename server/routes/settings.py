@@ -10,6 +10,7 @@ from trencadis import __version__
 from trencadis.core.config import EngineConfig
 from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.front.part import Part
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class HttpSettings:
         running: requests that run at a time, which the bound of the queue does not count.
         priorities: whether the scheduler heeds them.
         engine: the engine's flags, without secrets.
+        part: what this process has as one of several that answer.
     """
 
     config: ServerConfig = field(default_factory=ServerConfig)
@@ -30,6 +32,7 @@ class HttpSettings:
     running: int = 0
     priorities: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
+    part: Part | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:

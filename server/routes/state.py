@@ -65,6 +65,12 @@ class AppState:
     turns: Turns | None = None
 
     @property
+    def outside(self) -> int:
+        """Requests that wait for their tenant's turn before any engine has them, in all API processes."""
+        own = 0 if self.turns is None else self.turns.waiting
+        return own if self.settings.part is None else self.settings.part.waiting(own)
+
+    @property
     def max_model_len(self) -> int:
         """The limit that the engine reports, once it is up."""
         info = self.engine.info

@@ -122,6 +122,11 @@ class Account:
         """Choices have left the server."""
         self.inside -= requests
 
+    @property
+    def own(self) -> int:
+        """Choices inside by way of this process."""
+        return self.inside
+
     def _refuse(self, limit: str, wait: int) -> None:
         self.rejected[limit] = self.rejected.get(limit, 0) + 1
         raise KeyLimitReached(f"The limit {limit} of this key is reached; try again later.", retry_after=wait)

@@ -21,6 +21,9 @@ LOOK_EVERY = 2.0
 class Tenants:
     """The accounts by name, and the digests that lead to them. For one event loop.
 
+    Args:
+        account: makes that of a tenant.
+
     Raises:
         KeyFileError: the file cannot be used.
     """
@@ -30,8 +33,9 @@ class Tenants:
         path: Path,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        account: Callable[[Tenant, Callable[[], float]], Account] = Account,
     ) -> None:
-        self._path, self._clock, self._now = path, clock, now
+        self._path, self._clock, self._now, self._account = path, clock, now, account
         self.accounts: dict[str, Account] = {}
         self._digests: list[tuple[bytes, Account]] = []
         self._seen = self._stamp()
@@ -50,7 +54,7 @@ class Tenants:
         for tenant in tenants:
             account = before.get(tenant.name)
             if account is None:
-                account = Account(tenant, self._clock)
+                account = self._account(tenant, self._clock)
             else:
                 account.become(tenant)
             self.accounts[tenant.name] = account

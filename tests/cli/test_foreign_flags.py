@@ -29,7 +29,6 @@ def refused(line):
         ("--tokenizer-mode mistral", "tokenizer.json"),
         ("--config-format mistral", "config.json"),
         ("--model-impl transformers", "the server's own"),
-        ("--api-server-count 4", "one API process"),
         ("--engine-use-ray", "ray places its ranks"),
         ("--task transcription", "audio"),
         ("--convert mm_encoder_only", "the vision tower alone"),

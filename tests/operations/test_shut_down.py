@@ -50,11 +50,12 @@ def shared() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "trencadis" in name or name.startswith(("psm_", "torch_"))}
 
 
-def ends(state: str, signals: int, folder: Path) -> tuple[int, float]:
-    """The exit code of a server that gets ``signals`` in ``state``, and the seconds until it ended."""
+def ends(state: str, signals: int, folder: Path, *flags: str) -> tuple[int, float]:
+    """The exit code of a server with ``flags`` that gets ``signals`` in ``state``, and the seconds until it ended."""
     before = shared()
     model = f"{HELD}{folder}/never" if state == "warm-up" else "m"
-    with FakeServer(model, "--shutdown-timeout", "600" if signals == 2 else "2", TMPDIR=str(folder)) as server:
+    seconds = "600" if signals == 2 else "2"
+    with FakeServer(model, "--shutdown-timeout", seconds, *flags, TMPDIR=str(folder)) as server:
         server.wait_for("app built" if state == "warm-up" else "Uvicorn running on")
         running = psutil.Process(server.process.pid)
         children = running.children(recursive=True)
@@ -73,13 +74,13 @@ def ends(state: str, signals: int, folder: Path) -> tuple[int, float]:
                 time.sleep(0.2)
                 with contextlib.suppress(ProcessLookupError):
                     server.process.send_signal(signal.SIGTERM)
-            code, seconds = server.end(DEADLINE), time.monotonic() - begun
+            code, took = server.end(DEADLINE), time.monotonic() - begun
         if state in ("streaming", "download"):
             assert got == [503], "a request that is cut is told so"
         assert "Traceback" not in server.text, server.text
         _, alive = psutil.wait_procs(children, 5)
         assert not alive and not os.listdir(folder) and shared() <= before
-    return code, seconds
+    return code, took
 
 
 @pytest.mark.parametrize(("state", "signals", "code"), [("dead engine", 2, 0)])
@@ -89,11 +90,12 @@ def test_a_server_that_does_not_serve_ends_too(state: str, signals: int, code: i
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("signals", [1, 2])
 @pytest.mark.parametrize("state", STATES)
-def test_the_matrix_of_states_and_signals(state: str, signals: int, tmp_path: Path) -> None:
-    code, seconds = ends(state, signals, tmp_path)
-    print(f"{state}, {signals} signal(s): exit code {code} after {seconds:.1f} s")
+def test_the_matrix_of_states_and_signals(state: str, signals: int, processes: str, tmp_path: Path) -> None:
+    code, seconds = ends(state, signals, tmp_path, "--api-server-count", processes)
+    print(f"{state}, {signals} signal(s), {processes} API process(es): exit code {code} after {seconds:.1f} s")
     # One signal gives a stream two seconds here; then it is lost, which the code says.
     assert code == (1 if (state, signals) == ("streaming", 1) else 0)
 

@@ -37,8 +37,9 @@ alerts made for it carry over. A histogram has `_bucket`, `_sum` and `_count`, a
 since the engine's start, as Prometheus expects of a process that may restart. All values lie in memory:
 `PROMETHEUS_MULTIPROC_DIR` is not used.
 
-Roles of processes are `api`, {", ".join(f"`{role}`" for role in ROLES.values())}; their figures are read from
-`/proc` while the scrape waits. Seconds of a process that has ended count up to the last scrape before its end.
+Roles of processes are `api`, {", ".join(f"`{role}`" for role in ROLES.values())}
+(with several API processes `front`, and `api-0`, `api-1` and so on, [scaling.md](scaling.md)); their figures are read
+from `/proc` while the scrape waits. Seconds of a process that has ended count up to the last scrape before its end.
 """
 GROUPS = {
     "Requests": r"vllm:(request_|num_|time_to|inter_token|e2e|iteration|prompt_|generation_|image_tok)",
@@ -52,7 +53,7 @@ HIDDEN = "Names that vLLM has given up, with `--show-hidden-metrics`"
 PYTHON = """\
 ## Python
 
-`process_*` and `python_*` are those of prometheus-client, about the API process.
+`process_*` and `python_*` are those of prometheus-client, about the API process, or the front of several.
 """
 
 
@@ -104,7 +105,7 @@ def server_registry() -> CollectorRegistry:
     made = Metrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
     made.on_stats(stats)
     made.registry.register(ProcessesCollector())
-    account = SimpleNamespace(used=_Zeros(), inside=0, rejected={"concurrency": 0})
+    account = SimpleNamespace(used=_Zeros(), own=0, rejected={"concurrency": 0})
     made.registry.register(TenantCollector(cast(Tenants, SimpleNamespace(accounts={"ann": account}))))
     SleepCollector(made.registry, cast(EngineClient, engine))
     return made.registry

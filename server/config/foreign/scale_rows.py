@@ -10,7 +10,7 @@ from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _LORA = "adapters are not served; merge them into the checkpoint (peft: merge_and_unload) and serve that"
 _DRAFT = "each step draws one token a sequence, without a draft model; leave it out, answers are the same"
-_DATA = "one API process serves all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
+_DATA = "one server has all engines, also those that --data-parallel-backend ray has elsewhere; leave it out"
 _CONTEXT = "every rank sees whole sequences; --tensor-parallel-size shares the KV heads among cards"
 _EXPERTS = "no model with experts is served here"
 _TUNES_EXPERTS = "it tunes experts, which no model has that is served"
@@ -73,8 +73,6 @@ DATA: tuple[FlagRow, ...] = (
     free("dp_sync_interval", "int", _DATA, 16),
     free("disable_nccl_for_dp_synchronization", "bool", _DATA),
     free("prefill_schedule_interval", "int", "it aligns several engines; a server has one", 1),
-    refused("api_server_count", "int", "one API process serves; decoding of media has processes of its own, one a CPU",
-            1, -1),
     free("aggregate_engine_logging", "bool", "a server has one engine, so each line is about all"),
     refused("enable_fault_tolerance", "bool", "an engine that dies is started again (--max-engine-restarts)"),
     refused("fault_tolerance_config", "json", "an engine that dies is started again (--max-engine-restarts)"),

@@ -20,7 +20,6 @@ SHORT: dict[str, str] = {
     "dcp": "decode_context_parallel_size",
     "pcp": "prefill_context_parallel_size",
     "ep": "enable_expert_parallel",
-    "asc": "api_server_count",
     "ac": "attention_config",
     "dc": "diffusion_config",
     "cc": "compilation_config",

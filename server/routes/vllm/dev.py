@@ -46,7 +46,10 @@ def router(state: AppState) -> APIRouter:
     @routes.post("/reset_mm_cache")
     async def reset_mm_cache() -> Response:
         """Forgets decoded images and videos."""
-        if state.service.images is not None:
+        part = state.settings.part
+        if part is not None:
+            await part.forget_media()
+        elif state.service.images is not None:
             state.service.images.cache.forget()
         return Response()
 

@@ -1,0 +1,115 @@
+"""How far ``--api-server-count`` scales: a real server, an engine that computes nothing, clients in other processes.
+
+python -m benchmarks.host.api_processes [--counts 1,2] [--clients 256] [--tokens 100] [--pace 5] [--repeats 3]
+
+The engine sends every client one token each ``--pace`` milliseconds, more than one API process can write. Counts take
+turns. The bar is 1.8 times the tokens a second with two processes, on 4 cores or more; with fewer, clients, engine and
+API processes share them, and the ratio says nothing. What holds there too is the CPU of each role for a token: the
+front's bounds how many API processes it can feed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from benchmarks.harness.common import ROOT, environment, report, table
+from benchmarks.host.stream import Clients
+from trencadis.core.cpus import available_cpus
+from trencadis.server.metrics.processes import ProcessesCollector
+
+HEADER = ("API processes", "tokens/s", "us a token: front", "all API", "engine")
+CORES, BAR = 4, 1.8
+CLIENT_PROCESSES = 2
+
+
+def streams(port: int, count: int, tokens: int) -> tuple[float, float, int]:
+    """When ``count`` streams began and ended, and their tokens."""
+
+    async def run() -> tuple[float, float, int]:
+        clients = Clients(port, count, tokens)
+        begun = time.monotonic()
+        await asyncio.gather(*(clients.one() for _ in range(count)))
+        return begun, time.monotonic(), clients.tokens
+
+    return asyncio.run(run())
+
+
+def seconds_of(pid: int) -> dict[str, float]:
+    """CPU seconds by role of a server's processes; all API processes together are ``api``."""
+    found: dict[str, float] = defaultdict(float)
+    for use in ProcessesCollector(pid, role="root").read().values():
+        found["api" if use.role.startswith("api") else use.role] += use.seconds
+    return found
+
+
+def measure(model: str, count: int, clients: int, tokens: int, pace: float) -> dict[str, float]:
+    """Starts a server, streams, stops it."""
+    command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", "--model", model]
+    command += ["--engine", "benchmarks.host.stream:PacedEngine.create", "--served-model-name", "m"]
+    command += ["--max-num-queued-reqs", str(2 * clients), "--api-server-count", str(count)]
+    server = subprocess.Popen(command, env=environment() | {"PACE": str(pace)}, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    try:
+        port = 0
+        for line in server.stderr:
+            found = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                port = int(found[1])
+                break
+        assert port, "the server did not start"
+        with ProcessPoolExecutor(CLIENT_PROCESSES, get_context("spawn")) as pool:
+            list(pool.map(streams, [port] * CLIENT_PROCESSES, [4] * CLIENT_PROCESSES, [8] * CLIENT_PROCESSES))
+            before, share = seconds_of(server.pid), clients // CLIENT_PROCESSES
+            done = list(pool.map(streams, *zip(*[(port, share, tokens)] * CLIENT_PROCESSES, strict=True)))
+        used, made = seconds_of(server.pid), sum(tokens for _, _, tokens in done)
+        cost = {role: 1e6 * (used[role] - before[role]) / made for role in ("root", "api", "engine")}
+        front, api = (0.0, cost["root"]) if count == 1 else (cost["root"], cost["api"])
+        wall = max(end for _, end, _ in done) - min(begun for begun, _, _ in done)
+        return {"rate": made / wall, "front": front, "api": api, "engine": cost["engine"]}
+    finally:
+        server.terminate()
+        server.stderr.close()
+        server.wait(60)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=str(ROOT / "assets" / "demo"))
+    parser.add_argument("--counts", default="1,2")
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--pace", type=float, default=5.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    counts = [int(part) for part in args.counts.split(",")]
+    runs: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    for _ in range(args.repeats):
+        for count in counts:
+            runs[count].append(measure(args.model, count, args.clients, args.tokens, args.pace))
+    middle: dict[int, dict[str, float]] = {
+        count: {name: statistics.median(run[name] for run in some) for name in some[0]} for count, some in runs.items()
+    }
+    rows: list[tuple[Any, ...]] = [
+        (count, round(m["rate"]), round(m["front"], 1), round(m["api"], 1), round(m["engine"], 1))
+        for count, m in middle.items()
+    ]
+    report("host_api_processes", {"settings": vars(args), "runs": runs}, table(HEADER, rows))
+    ratio = middle[counts[-1]]["rate"] / middle[counts[0]]["rate"]
+    cores = available_cpus()
+    verdict = f"unproven: {cores} cores, it takes {CORES}" if cores < CORES else f"bar {BAR} for two"
+    print(f"{counts[-1]} API processes answer {ratio:.2f} times as much as {counts[0]} ({verdict})")
+
+
+if __name__ == "__main__":
+    main()

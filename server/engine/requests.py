@@ -1,0 +1,207 @@
+"""Requests that are open at another process: their deltas, their pixels on demand, the vocabulary before a grammar.
+
+``server/engine/client.py`` speaks to an engine's process so; an API process of several speaks to the process that has
+the engine (``server/front/remote.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trencadis.core.errors import Unavailable
+from trencadis.core.process import wire
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine.protocol import Pixels
+
+log = logging.getLogger("trencadis.server")
+
+STOPPED = "The engine stopped; please retry."
+
+
+class RequestElsewhere(Sequence[Pixels]):
+    """What stands for the pixels of a request that another process has made, and that keeps them.
+
+    Args:
+        media: how many it has.
+        forward: called with each delta that needs no look here: neither a choice's last one, nor one behind a delta
+            that has not been handed on yet. Only while ``straight`` is set, which the reader of the deltas does.
+        need: called with the index of a medium whose pixels ``link`` wants.
+    """
+
+    def __init__(self, media: int, forward: Callable[[Delta], None], need: Callable[[RequestLink, int], None]) -> None:
+        self.media, self.forward, self.need = media, forward, need
+        self.straight = False
+
+    def __len__(self) -> int:
+        return self.media
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError("the pixels are in another process")
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """An open request: the queue of its deltas, its pixels, its unfinished choices."""
+
+    deltas: asyncio.Queue[Delta]
+    pixels: Sequence[Pixels]
+    left: set[int] = field(default_factory=set)
+    elsewhere: RequestElsewhere | None = None
+
+    def give(self, delta: Delta) -> None:
+        """Hands a delta to whoever reads them.
+
+        The reader hands on all that is queued before it waits again, so an empty queue means that nothing is overtaken.
+        """
+        away = self.elsewhere
+        if away is not None and away.straight and delta.finish is None and self.deltas.empty():
+            away.forward(delta)
+        else:
+            self.deltas.put_nowait(delta)
+
+
+class RequestLink:
+    """The requests that this process has open at another one.
+
+    Args:
+        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request whose
+            rule has a grammar is sent.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.vocabulary_sent: asyncio.Task[None] | None = None
+        self.requests: dict[str, OpenRequest] = {}
+        self.entering = 0
+        """Requests that wait for something before they are in the engine."""
+        self.submitted = 0
+        """Requests that came so far."""
+        self.wanted: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.writer: asyncio.StreamWriter | None = None
+        self.alive = True
+
+    def fail_all(self) -> None:
+        """Ends every unfinished choice with an error, because the engine has ended."""
+        for id, entry in self.requests.items():
+            for choice in sorted(entry.left):
+                entry.deltas.put_nowait(Delta(id, choice, finish="error", status=503, message=STOPPED))
+        self.requests.clear()
+
+    def deliver(self, delta: Delta) -> None:
+        """Hands a delta to the request that it is of, if that still wants it."""
+        entry = self.requests.get(delta.id)
+        if entry is None or delta.choice not in entry.left:
+            return
+        entry.give(delta)
+        if delta.finish is not None:
+            entry.left.discard(delta.choice)
+            if not entry.left:
+                del self.requests[delta.id]
+
+    # --- requests ---
+
+    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Deltas until every choice has finished; closing the iterator aborts the rest."""
+        if not self.alive or self.writer is None:
+            raise Unavailable(STOPPED, retry_after=5)
+        self.submitted += 1
+        if request.rule is not None and request.rule.grammar:
+            await self.enter_with_vocabulary()
+        away = pixels if isinstance(pixels, RequestElsewhere) else None
+        entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)), away)
+        self.requests[request.id] = entry
+        try:
+            await self.send(wire.Add(request))
+            left = len(entry.left)
+            while left:
+                delta = await entry.deltas.get()
+                left -= delta.finish is not None
+                yield delta
+        finally:
+            if self.requests.pop(request.id, None) is not None:
+                self.write(wire.Abort([request.id]))
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Aborts one choice (or all of them): its stream ends with ``finish="abort"``."""
+        entry = self.requests.get(id)
+        if entry is None:
+            return
+        chosen = sorted(entry.left) if choice < 0 else [choice] if choice in entry.left else []
+        if chosen:
+            self.write(wire.Abort([id], choice))
+        for one in chosen:
+            self.deliver(Delta(id, one, finish="abort"))
+
+    async def enter_with_vocabulary(self) -> None:
+        """Waits until the engine has the vocabulary; meanwhile a request counts as inside."""
+        self.entering += 1
+        try:
+            await self.send_vocabulary()
+        finally:
+            self.entering -= 1
+        if not self.alive:
+            raise Unavailable(STOPPED, retry_after=5)
+
+    async def send_vocabulary(self) -> None:
+        """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
+        task = self.vocabulary_sent
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self.vocabulary_sent = asyncio.create_task(self._send_vocabulary())
+        await asyncio.shield(task)
+
+    async def _send_vocabulary(self) -> None:
+        if self.vocabulary is None:
+            raise Unavailable("This server has no vocabulary for grammars.")
+        data = memoryview(await self.vocabulary())
+        for offset in range(0, len(data), wire.CHUNK):
+            await self.send(wire.VocabularyPart(offset, len(data)), data[offset : offset + wire.CHUNK])
+
+    def need(self, id: str, index: int) -> None:
+        """The other process wants the pixels of medium ``index``."""
+        entry = self.requests.get(id)
+        if entry is not None and entry.elsewhere is not None:
+            entry.elsewhere.need(self, index)
+        else:
+            self.wanted.put_nowait((id, index))
+
+    async def feed(self) -> None:
+        """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""
+        while True:
+            id, index = await self.wanted.get()
+            entry = self.requests.get(id)
+            if entry is None:
+                continue
+            if index >= len(entry.pixels):
+                await self.send(wire.MediaFailed(id, index, 500, "The image is no longer available."))
+                continue
+            data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
+            for offset in range(0, len(data), wire.CHUNK):
+                if id not in self.requests:
+                    break
+                chunk = data[offset : offset + wire.CHUNK]
+                await self.send(wire.Media(id, index, offset, len(data)), chunk)
+
+    # --- frames to the engine ---
+
+    def write(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """Writes one frame; does nothing if the socket is closed."""
+        if self.writer is None or self.writer.is_closing():
+            return
+        self.writer.write(wire.frame(message, payload))
+        if payload:
+            self.writer.write(payload)
+
+    async def send(self, message: wire.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """Writes one frame and waits while the socket is full. ``run`` handles a broken socket."""
+        self.write(message, payload)
+        if self.writer is not None:
+            try:
+                await self.writer.drain()
+            except OSError:
+                log.debug("the engine's socket broke while a frame was sent")

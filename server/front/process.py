@@ -1,0 +1,209 @@
+"""One API process as the front sees it: started, watched, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from trencadis.core.errors import StartupError
+from trencadis.core.process import wire
+from trencadis.core.process.children import python_path
+from trencadis.server.config.settings import Settings
+from trencadis.server.front import messages
+from trencadis.server.front.channel import Channel
+from trencadis.server.front.relay import RequestRelay
+from trencadis.server.front.table import SharedTable
+from trencadis.server.metrics.processes import API_MODULE
+
+log = logging.getLogger("trencadis.server")
+
+FIRST_DELAY, MOST_DELAY = 0.1, 30.0
+STEADY_SECONDS = 60.0
+SILENT_SECONDS = 60
+"""Seconds without an answer after which an API process is killed; only those count in which the front itself runs."""
+END_SECONDS = 3.0
+
+
+class Owner(Protocol):
+    """Has all API processes (``server/front/processes.py``)."""
+
+    settings: Settings
+    table: SharedTable
+
+    def relay(self, index: int, channel: Channel[messages.Up]) -> RequestRelay: ...
+    def connected(self, process: ApiProcess) -> None: ...
+    def built(self, process: ApiProcess, max_model_len: int) -> None: ...
+    def failed(self, process: ApiProcess, message: str, code: int) -> None: ...
+    def ended(self, process: ApiProcess) -> None: ...
+    def reset(self, message: wire.Resets) -> None: ...
+    async def answer(self, what: str, given: dict[str, Any]) -> bytes: ...
+
+
+class ApiProcess:
+    """API process ``index``.
+
+    Args:
+        listen: a socket for each that is started, which then belongs to it alone; told whether it is to listen at once.
+    """
+
+    def __init__(self, owner: Owner, index: int, replicas: int, listen: Callable[[bool], socket.socket]) -> None:
+        self.owner, self.index, self._replicas, self._listen = owner, index, replicas, listen
+        self.restarts = 0
+        self.up: float | None = None
+        """When it began to take connections."""
+        self.leaving = False
+        self.refused = False
+        """It cannot start at all, and is not tried again."""
+        self._left = asyncio.Event()
+        self.handle: subprocess.Popen[bytes] | None = None
+        self.channel: Channel[messages.Up] | None = None
+        self._relay: RequestRelay | None = None
+        self._sock, self._listener = self._spawn()
+
+    def _spawn(self) -> tuple[socket.socket, socket.socket]:
+        """Starts the process and tells it what to serve; its app takes a second or more to build."""
+        listener = self._listen(not self.restarts)
+        ours, theirs = socket.socketpair()
+        table = self.owner.table.descriptor
+        with theirs:
+            self.handle = subprocess.Popen(
+                [sys.executable, "-P", "-m", API_MODULE, str(theirs.fileno()), str(self.index)],
+                pass_fds=(theirs.fileno(), listener.fileno(), table),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path(os.environ)},
+            )
+        settings = self.owner.settings
+        served = dataclasses.replace(settings, engine=settings.engine.without_secrets())
+        count = self.owner.table.count
+        ours.sendall(
+            messages.frame(messages.Serve(served, self.index, count, self._replicas, listener.fileno(), table))
+        )
+        return ours, listener
+
+    # --- life ---
+
+    async def run(self) -> None:
+        """Until it is told to leave; whatever ends it before that, another one is started."""
+        delay, started = FIRST_DELAY, True
+        while True:
+            if started:
+                await self._serve()
+            if self.leaving or self.refused:
+                return
+            if self.up is not None and time.monotonic() - self.up > STEADY_SECONDS:
+                delay = FIRST_DELAY
+            self.up = None
+            self.restarts += 1
+            code = None if self.handle is None else self.handle.returncode
+            log.error("API process %d ended (exit code %s); restart in %g s", self.index, code, delay)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._left.wait()
+            delay = min(2 * delay, MOST_DELAY)
+            if self.leaving:
+                return
+            started = self._start_again()
+
+    def _start_again(self) -> bool:
+        """Whether another process could be started."""
+        try:
+            self._sock, self._listener = self._spawn()
+        except (OSError, StartupError) as error:
+            log.error("API process %d cannot be started: %s", self.index, error)
+            return False
+        return True
+
+    async def _serve(self) -> None:
+        """One process from its first frame to its end."""
+        channel = self.channel = Channel(self._sock, messages.decode_up, self._receive, self.owner.answer)
+        self._relay = self.owner.relay(self.index, channel)
+        await channel.connect()
+        self.owner.connected(self)
+        watching = asyncio.create_task(self._watch(channel))
+        try:
+            await channel.run()
+        except Exception:
+            log.exception("a frame of API process %d could not be read", self.index)
+            self.kill()
+        finally:
+            watching.cancel()
+            self._relay.close()
+            self._listener.close()
+            await self._reap()
+            self.owner.ended(self)
+
+    async def _reap(self) -> None:
+        """Gives a process whose socket has ended a little time to exit by itself."""
+        end = time.monotonic() + END_SECONDS
+        while self.handle is not None and self.handle.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        self.kill()
+
+    async def _watch(self, channel: Channel[messages.Up]) -> None:
+        """Kills a process whose event loop answers no more."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self.up is not None and not await _answers(channel):
+                log.error("API process %d killed: no sign of life for %d s", self.index, SILENT_SECONDS)
+                self.kill()
+
+    def _receive(self, message: messages.Up, payload: bytes) -> Any:
+        match message:
+            case messages.Built(max_model_len):
+                # From now on the socket ends with the process, and the system sends it no connection any more.
+                self._listener.close()
+                self.up = time.monotonic()
+                self.owner.built(self, max_model_len)
+            case messages.Failed(text, code):
+                self.owner.failed(self, text, code)
+            case wire.ResetPrefixCache() | wire.ResetEncoderCache():
+                self.owner.reset(message)
+            case messages.Question() | messages.Reply():
+                pass  # the channel's own
+            case _:
+                assert self._relay is not None
+                return self._relay.receive(message, payload)
+        return None
+
+    def leave(self, seconds: int) -> None:
+        """Tells it to finish its answers and to exit."""
+        self.leaving = True
+        self._left.set()
+        if self.channel is not None:
+            self.channel.write(messages.Leave(seconds))
+
+    def kill(self) -> None:
+        """Ends the process at once, and reaps it."""
+        if self.handle is not None:
+            with contextlib.suppress(OSError):
+                self.handle.kill()
+            self.handle.wait()
+
+    def close(self) -> None:
+        """Ends the process, also where ``run`` never ran."""
+        self.leaving = True
+        self.kill()
+        self._listener.close()
+        self._sock.close()
+
+
+async def _answers(channel: Channel[messages.Up]) -> bool:
+    """Whether an API process answers in time, or its channel has ended."""
+    asked = asyncio.ensure_future(channel.ask("alive"))
+    try:
+        for _ in range(SILENT_SECONDS):
+            if (await asyncio.wait([asked], timeout=1.0))[0]:
+                return True
+        return False
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
