@@ -30,6 +30,11 @@ class EngineEnd(Protocol):
     returncode: int | None
     """None while it runs."""
 
+    @property
+    def pid(self) -> int:
+        """Of a process of this machine; 0: it is elsewhere."""
+        ...
+
     def poll(self) -> int | None:
         """``returncode``, looked up now."""
         ...

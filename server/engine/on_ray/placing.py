@@ -82,6 +82,8 @@ class PlacedEngine:
         sock: the engine's end of the server's socket.
     """
 
+    pid = 0
+
     def __init__(self, placement: Placement, number: int, config: EngineConfig, sock: socket.socket) -> None:
         self.returncode: int | None = None
         self._placement, self._number, self._sock = placement, number, sock
