@@ -121,8 +121,8 @@ def main() -> None:
             way.round(number)
         for peer in peers.values():
             peer.round(number, sizes.short, sizes.long, sizes.out)
-    for one in (*ways.values(), *peers.values()):
-        one.figures = {figure: found[1:] or found for figure, found in one.figures.items()}  # the first makes kernels
+    for figures in (*(way.figures for way in ways.values()), *(peer.figures for peer in peers.values())):
+        figures.update({figure: found[1:] or found for figure, found in figures.items()})  # the first makes kernels
     print(report(ways, args.threads, others.cores()))
     print(f"\n{peer_report(ways, peers, why)}")
     for peer in peers.values():

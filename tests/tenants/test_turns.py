@@ -139,7 +139,11 @@ def test_a_server_that_drains_gives_the_turns_it_promised() -> None:
             turns.enter("a", 1.0, 1.0)
         assert not closing.done()
         first.leave()
-        assert second.stage is TurnStage.PREPARING and await closing == 0
+        assert begun([second]) == [second]
+        await asyncio.sleep(0.01)
+        assert not closing.done(), "it is not in the engine yet"
+        second.prepared()
+        assert await closing == 0
 
         turns = Turns(places=2, ahead=100)
         first, second = (turns.enter("a", 1.0, 1.0) for _ in range(2))

@@ -363,9 +363,13 @@ def same_values(family: Compared, path: Path, image: Image.Image) -> None:
     one = ours.prepare(image, "d")
     theirs = np.asarray(theirs).reshape(-1, *np.asarray(theirs).shape[-3:])
     channel = np.repeat(np.arange(3), ours.patch**2)
-    assert len(theirs) == len(one.items or (one,)), image.size
-    for tile, values in zip(one.items or (one,), theirs, strict=True):
-        assert (ours.table[channel, tile.pixels] == ours.cut(values.transpose(1, 2, 0))).all(), image.size
+    tiles, left = one.items or (one,), iter(theirs)
+    # LLaVA-NeXT's tokens come from no tile that is padding alone: it is not computed. The others stand in order.
+    fewer = family is COMPARED["llava_next"] and len(tiles) < len(theirs)
+    assert fewer or len(tiles) == len(theirs), image.size
+    for tile in tiles:
+        mine = ours.table[channel, tile.pixels]
+        assert any((mine == ours.cut(values.transpose(1, 2, 0))).all() for values in left), image.size
 
 
 def asked_of(family: Compared, path: Path, model: Any, text: str, images: list[Any], length: int) -> Any:

@@ -121,8 +121,8 @@ def _of_processor(path: Path, images: Any) -> dict[str, Any]:
     import transformers
     from transformers.models.auto import processing_auto
 
-    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
     config: Any = transformers.AutoConfig.from_pretrained(path)
+    names: dict[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
     kind: Any = getattr(transformers, names.get(config.model_type) or "none", None)
     try:
         asked = dict(getattr(kind, "images_kwargs", None) or {})

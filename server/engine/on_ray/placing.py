@@ -82,6 +82,8 @@ class PlacedEngine:
         sock: the engine's end of the server's socket.
     """
 
+    pid = 0
+
     def __init__(self, placement: Placement, number: int, config: EngineConfig, sock: socket.socket) -> None:
         self.returncode: int | None = None
         self._placement, self._number, self._sock = placement, number, sock
@@ -93,11 +95,6 @@ class PlacedEngine:
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         threading.Thread(target=self._run, args=(config,), name="placed", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """0: it is elsewhere."""
-        return 0
 
     def poll(self) -> int | None:
         """None while it runs."""
