@@ -49,6 +49,9 @@ class Kernel:
 ATTENTION = ("test_attention",)
 KERNELS = (
     Kernel("attention over work items", "attend_text", ("items_kernel",), ATTENTION, "attend_prefill"),
+    Kernel("attention that turns and stores", "layers/attend", ("turned_items_kernel",), ("test_whole_layer",), ""),
+    Kernel("products of few rows", "layers/skinny", ("skinny_kernel",), ("test_whole_layer",), ""),
+    Kernel("sums over ranks", "peers/sums", ("peer_sum_kernel",), ("test_peer_sums",), ""),
     Kernel("joins of cut keys", "attend_text", ("join_kernel",), ATTENTION, "attend_decode"),
     Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
     Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from tests.fleet.test_live import TEXTS, body, said
-from tests.links.test_ray import nothing_left
 from tests.traffic.server_process import RunningServer, server
 
 ray: Any = pytest.importorskip("ray", reason="pip install 'trencadis[ray]'")
+from tests.links.test_ray import nothing_left  # noqa: E402 - that module is skipped without Ray, too
+
 pytestmark = pytest.mark.long
 
 MEMORY = 80 << 20

@@ -28,11 +28,17 @@ def timing(media: int = 2, *stats: RequestStats | None) -> Timing:
     return made
 
 
+def waited(made: Timing) -> Timing:
+    """``made``, of a request whose tenant had to wait for its turn."""
+    made.turn = 0.05
+    return made
+
+
 def test_stages_do_not_overlap_and_belong_to_the_slowest_choice() -> None:
     slow = RequestStats(queue=1.0, prefill=3.0, decode=4.0, encode=2.5, images=2, image_hits=1, launches=7, misses=2)
-    found = stage_seconds(timing(2, RequestStats(0.5, 1, 1), slow))
+    found = stage_seconds(waited(timing(2, RequestStats(0.5, 1, 1), slow)))
     assert tuple(found) == STAGES
-    assert list(found.values()) == [0.1, 0.2, 0.3, 1.0, 2.5, 0.5, 4.0]
+    assert list(found.values()) == [0.05, 0.1, 0.2, 0.3, 1.0, 2.5, 0.5, 4.0]
     assert set(stage_seconds(timing(0, slow))) == {"queue", "prefill", "decode"}
     assert stage_seconds(timing(0, None)) == {}
 
@@ -54,7 +60,8 @@ def test_over_http(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
     rig.engine.observers[0](EngineStats(buckets=[use, BucketUse("decode", 3, 4, 0.1)]))
     text = rig.call("/metrics").text
     label = 'engine="0",model_name="m"'
-    for name in STAGES:
+    assert f'vllm:request_stage_seconds_count{{{label},stage="turn"}} 0.0' in text, "nobody waited for one"
+    for name in STAGES[1:]:
         assert f'vllm:request_stage_seconds_count{{{label},stage="{name}"}} 1.0' in text, name
     for line in (
         f"vllm:encoder_launches_total{{{label}}} 1.0",
