@@ -171,4 +171,4 @@ def merged(made: Sequence[Row], before: Sequence[Row]) -> list[Row]:
 
 
 def _place(r: Row) -> tuple[str, ...]:
-    return r["kernel"], r["case"], r["arch"], r["tile"], r["warps"], r["stages"]
+    return r["kernel"], r["case"], r["arch"]
