@@ -14,8 +14,12 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "backends/cpu/native"
 PACKAGE = "trencadis.backends.cpu.native"
-SOURCES = [f"{FOLDER}/{name}.c" for name in ("panels", "panels_avx2", "panels_avx_vnni", "panels_avx512_vnni")]
-HEADERS = [f"{FOLDER}/{name}" for name in ("panels.h", "panels.inc", "panels_256.inc", "rows.inc", "attend.inc")]
+SOURCES = [
+    f"{FOLDER}/{name}.c" for name in ("panels", "panels_avx2", "panels_avx_vnni", "panels_avx512_vnni", "dense", "pack")
+]
+HEADERS = [
+    f"{FOLDER}/{name}" for name in ("panels.h", "panels.inc", "panels_256.inc", "rows.inc", "attend.inc", "dense.h")
+]
 
 
 class Library(build_ext):

@@ -124,10 +124,12 @@ class Done:
         return self.output
 
 
-def engine_of(plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS) -> Engine:
-    """The real scheduler in front of ``rank``."""
+def engine_of(
+    plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS, joined: bool = False
+) -> Engine:
+    """The real scheduler in front of ``rank``; ``joined``: tokens of a picture see each other."""
     limits = SchedulerLimits(
-        max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False
+        max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False, joined=joined
     )
     slots = rows + 8
     scheduler = Scheduler(limits, BlockPool(64 * LENGTH // BLOCK), Arena(65536), slots, packer=Packer(plan))

@@ -111,6 +111,7 @@ class InputSizes:
         slot: of a VISION launch.
         upto: text launches have ``Attn.upto``.
         windows: some layers see a window of keys.
+        head_dim: values of a head.
     """
 
     vocab: int
@@ -121,6 +122,7 @@ class InputSizes:
     upto: bool = False
     windows: bool = False
     group: int = 8
+    head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,17 @@ class Policy:
             fill them as weights are loaded. 1: no width is changed.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
             backend's ops are ``core.models.interface.MaskingOps``.
+        best_head: the best of a row's logits may be found without them. Its backend's ops are
+            ``core.models.interface.BestOps``.
+        split_head: rows that take the argmax have a SAMPLE of their own beside others, which cost many times as much.
         drawn_head: SAMPLE has a variant ``draw``: a token by all parameters, and no log-probabilities. Its backend's
             ops are ``core.models.interface.DrawingOps``.
+        attention: libraries that attend where they are installed and asked for (`--attention-backend`) -> the bytes
+            that they work in beside a bucket's inputs; launches of a stage share them as they share inputs.
         windows: ``Ops.attend`` takes a window.
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
         own_towers: its ranks may each hold the vision tower and gather rows of the arena (core/launches/encoding.py).
+        seen: text launches have ``TextTensors.seen`` where layers attend to pictures.
         stages: its backend has a ``pipe`` (core/launches/pipe.py) where ``BackendConfig.stages`` asks for several.
     """
 
@@ -233,10 +241,14 @@ class Policy:
     kv_codes: Mapping[str, str] = field(default_factory=dict)
     aligned: int = 1
     masked_head: bool = False
+    best_head: bool = False
+    split_head: bool = False
     drawn_head: bool = False
+    attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False
     own_towers: bool = False
+    seen: bool = False
     stages: bool = False
 
 
@@ -259,6 +271,7 @@ class Plan:
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
         whole: no prompt is cut, because its tokens see each other.
+        units: pictures of the arena that tokens of one launch may attend to; 0: none does, or every number is a size.
     """
 
     policy: Policy
@@ -267,6 +280,7 @@ class Plan:
     block_size: int = 0
     notes: tuple[str, ...] = ()
     whole: bool = False
+    units: int = 0
 
     @cached_property
     def _tables(self) -> dict[tuple[Stage, str], Table]:
@@ -352,8 +366,11 @@ def _cheapest(*found: tuple[float, Bucket] | None) -> tuple[float, Bucket] | Non
 
 
 def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
-    if not boundaries:
-        return -(-need // alignment) * alignment
+    return _listed(need, alignment, boundaries) if boundaries else -(-need // alignment) * alignment
+
+
+def _listed(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
+    """The size for ``need`` on an axis that has a list of sizes."""
     i = bisect_left(boundaries, need)
     return boundaries[i] if i < len(boundaries) else escape(need, alignment)
 

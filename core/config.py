@@ -20,6 +20,18 @@ LOADERS = (
 WEIGHTS = ("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "aqlm", "hqq")
 """What ``--quantization`` takes elsewhere."""
 
+ATTENTION = (
+    "AUTO", "NONE", "NULL", "TRITON", "TRITON_ATTN", "CPU_ATTN", "HPU_ATTN", "HPU_ATTN_V1", "IPEX", "TORCH_SDPA",
+    "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "NO_ATTENTION", "CUSTOM", "DUAL_CHUNK_FLASH_ATTN",
+    "DIFFERENTIAL_FLASH_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN",
+)  # fmt: skip
+"""What ``--attention-backend`` takes elsewhere, and is the device's own attention here."""
+
+ATTENTION_LIBRARIES = ("FLASH_ATTN", "FLASHINFER")
+
+OLDER_ATTENTION = "_VLLM_V1"
+"""How such names ended once."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -70,7 +82,7 @@ class EngineConfig:
     )  # fmt: skip
     mm_encoder_tp_mode: str = opt(
         "weights", "how ranks share the vision tower: weights: its heads and columns; data: each holds all of it and "
-        "encodes pictures of its own (cpu)", choices=("weights", "data"),
+        "encodes pictures of its own", choices=("weights", "data"),
     )  # fmt: skip
     distributed_executor_backend: str = opt(
         "", "what starts the ranks: mp (processes here and on --nnodes; the default), uni (one rank), "
@@ -160,6 +172,15 @@ class EngineConfig:
         "scales of an 8-bit KV cache: dynamic: found for each token and head; checkpoint: those of its file",
         choices=("dynamic", "checkpoint"),
     )
+    attention_backend: str = opt(
+        "", "library that attends to text on cuda, where it is installed: FLASH_ATTN (flash-attn) or FLASHINFER "
+        "(default: the device's own kernels)", kind="upper", choices=("", *ATTENTION_LIBRARIES),
+        means={
+            **dict.fromkeys([*ATTENTION, *(name + OLDER_ATTENTION for name in ATTENTION)], ""),
+            **{name + OLDER_ATTENTION: name for name in ATTENTION_LIBRARIES},
+        },
+        env=("VLLM_ATTENTION_BACKEND",),
+    )  # fmt: skip
     block_size: int | None = opt(None, "tokens of a KV block (default: the device's)", bound=Bound(1, 65536))
     num_gpu_blocks_override: int | None = opt(None, "number of KV blocks, for tests", bound=COUNT)
     enable_prefix_caching: bool = opt(True, "reuse KV blocks of equal prefixes")

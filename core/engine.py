@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trencadis.core.executor.base import Executor
 from trencadis.core.graphs.pace import Pace
-from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters, GraphPlan
+from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphPlan
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -59,8 +59,6 @@ class Engine:
         self._flying: deque[Pending[StepOutput]] = deque()
         self._compiling: list[AwaitedGrammar] = []
         self._quiet = True
-        self._step_tokens: list[int] = []
-        self._buckets: list[BucketUse] = []
         self._watch = watch
         self._pace = pace or Pace(0.0)
         self._warming = watch is not None and watch.background
@@ -172,7 +170,7 @@ class Engine:
         self._admit()
 
     def _submit(self, step: Step) -> None:
-        self._step_tokens.append(step.tokens)
+        self.scheduler.totals.step_tokens.append(step.tokens)
         self._flying.append(self.executor.submit(step))
 
     def _take(self, output: StepOutput) -> None:
@@ -180,7 +178,7 @@ class Engine:
             stage, name = s.bucket.stage.name.lower(), str(s.bucket) if self._counted else ""
             state = s.state.lower()
             use = BucketUse(stage, s.real, s.padded, s.seconds, name, state, s.planned, s.miss, s.items, s.needed)
-            self._buckets.append(use)
+            self.scheduler.totals.buckets.append(use)
         self.life.update(output)
 
     def busy(self) -> bool:
@@ -193,41 +191,27 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges; lists hold what happened since the last call."""
-        s, life = self.scheduler, self.life
-        tokens, self._step_tokens = self._step_tokens, []
-        buckets, self._buckets = self._buckets, []
-        blocks, images = (b"", b"") if s.pool.log is None else s.pool.log.take()
-        return EngineStats(
+        s = self.scheduler
+        made = replace(
+            s.totals,
             running=len(s.running),
             waiting=len(s.waiting) + len(self._compiling),
             deferred=min(s.held_back, len(s.waiting)) + len(self._compiling),
             kv_used=s.pool.used,
-            kv_total=s.pool.size,
             kv_cached=s.pool.cached,
             kv_evictions=s.pool.evictions,
             steps=s.steps,
-            preemptions=s.preemptions,
-            prompt_tokens=life.prompt_tokens,
-            prompt_cached=life.prompt_cached,
-            generation_tokens=life.generation_tokens,
-            prefix_queries=s.prefix_queries,
-            prefix_hits=s.prefix_hits,
-            host_hits=s.host_hits,
-            host_used=0 if s.pool.host is None else s.pool.host.used,
-            host_total=0 if s.pool.host is None else s.pool.host.size,
-            mm_queries=s.encoder.queries,
-            mm_hits=s.encoder.hits,
             arena_used=s.arena.used,
-            arena_total=s.arena.capacity,
-            images_encoded=s.encoder.encoded,
             image_evictions=s.arena.evictions,
-            evicted_blocks=blocks,
-            evicted_images=images,
-            step_tokens=tokens,
-            buckets=buckets,
-            graphs=self._watch.counters() if self._watch is not None else GraphCounters(),
-            plan=None if self._watch is None else self._changed_plan(self._watch),
         )
+        s.totals.step_tokens, s.totals.buckets = [], []
+        if s.pool.host is not None:
+            made.host_used, made.host_total = s.pool.host.used, s.pool.host.size
+        if s.pool.log is not None:
+            made.evicted_blocks, made.evicted_images = s.pool.log.take()
+        if self._watch is not None:
+            made.graphs, made.plan = self._watch.counters(), self._changed_plan(self._watch)
+        return made
 
     def _changed_plan(self, watch: GraphWatch) -> GraphPlan | None:
         """The plan, if a program's state changed since the last call."""

@@ -174,11 +174,15 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR_HOST_MEMORY", "str", "512MiB", "host memory that an emulated card's KV cache may fill"),
     Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-emulator.md"),
     Env("TRENCADIS_CUDA_WHOLE_LAYERS", "bool", "true", "cuda: decoder layers of up to 16 rows in six launches"),
-    Env("TRENCADIS_CUDA_PEER_SUMS", "bool", "false", "cuda: ranks sum up to 512 KiB over each other's memory"),
+    Env("TRENCADIS_CUDA_PEER_SUMS", "bool", "false", "cuda: ranks sum up to 4 MiB over each other's memory"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CPU_KERNELS", "str", "auto", "cpu: what multiplies weights of 8 and 4 bits: torch, or own kernels "
         "by name (avx2, avx_vnni, avx512_vnni), see docs/quantisation.md"),
+    Env("TRENCADIS_CPU_HUGE_PAGES", "bool", "true", "cpu: packed weights lie on huge pages, where the system has some"),
+    Env("VLLM_CPU_OMP_THREADS_BIND", "str", "auto", "cpu: which CPUs threads are kept to: lists, one a rank "
+        "(0-31|32-63), nobind, or auto: the cores of one node first, where there are several"),
+    Env("VLLM_CPU_NUM_OF_RESERVED_CPU", "int", "0", "cpu: cores of each rank that auto leaves free"),
     Env("VLLM_USE_V1", "bool", "true", "there is one engine", IGNORED),
     Env("VLLM_NO_USAGE_STATS", "bool", "true", "no usage figures are ever sent", IGNORED),
     Env("VLLM_DO_NOT_TRACK", "bool", "true", "no usage figures are ever sent", IGNORED),
@@ -201,6 +205,7 @@ TABLE: tuple[Env, ...] = (
     Env("LOCAL_WORLD_SIZE", "int", "", "external_launcher: processes on this machine, from torchrun"),
     Env("MASTER_ADDR", "str", "", "external_launcher: the machine of rank 0, from torchrun"),
     Env("RAY_ADDRESS", "str", "auto", "ray: the cluster, `host:port`; auto: the one that runs on this machine"),
+    Env("TRENCADIS_RAY_NODE", "str", "", "ray: the node that this engine was put on; the server sets it"),
     Env("TRENCADIS_MACHINE_ROOT", "str", "/", "hpu: folder below which cards and their driver are found, for tests"),
     *(replace(e, plugin=True) for e in _PLUGIN),
 )  # fmt: skip

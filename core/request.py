@@ -341,6 +341,7 @@ class RequestStats:
         images: looked up in the arena; ``image_hits`` of them were there.
         launches: of the steps that it took part in; ``misses`` of them had a shape that was not planned.
         first_buckets: those of its first step, which other rows may share; ``last_buckets``: of its last one.
+        ended: when it ended, in seconds since 1970 by the clock of the engine's machine.
     """
 
     queue: float = 0.0
@@ -355,6 +356,7 @@ class RequestStats:
     misses: int = 0
     first_buckets: list[str] = field(default_factory=list)
     last_buckets: list[str] = field(default_factory=list)
+    ended: float = 0.0
 
 
 @dataclass(slots=True)

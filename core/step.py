@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
 from trencadis.core.masks.rule import Rule
+from trencadis.core.shapes.seen import BLIND, SeenInputs, Sight
 
 PENDING = -1
 """Stands for a token that was sampled but is not fetched yet: the device reads it from its slot."""
@@ -100,7 +101,7 @@ class Row:
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         pool: which tokens a pooling request takes from this chunk, possibly none.
-        spans: which tokens see each other; for models whose ``TextConfig.upto`` says so, a span in one launch.
+        spans: which tokens see each other, each in one launch (``TextConfig.upto``); sight: pictures they attend to.
     """
 
     key: int
@@ -115,6 +116,7 @@ class Row:
     adapter: int = 0
     pool: PoolSpan | None = None
     spans: tuple[SeenSpan, ...] = ()
+    sight: Sight = BLIND
 
 
 class PixelNeed(NamedTuple):
@@ -193,8 +195,7 @@ class BatchChange:
     """What a Step changes among the rows that go on by themselves, which are in no ``Step.rows``.
 
     Such a row has a seat (``core/launches/batch.py``): it computes the token that the Step before drew for it and draws
-    one more by the same parameters, so that only what is named here has to be told. Order: ``left``, ``grown``, the
-    launches, ``joins``.
+    one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
 
     Args:
         version: number of the change, from 1; a rank that missed one must not go on.
@@ -264,6 +265,7 @@ class StepInputs:
     """[more than r, width]: rows that begin with ``blocks``, then rows of ZERO blocks. It changes with the next Step:
     only a backend whose launches have run by then may keep it; the others copy ``blocks``."""
     upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
+    seen: SeenInputs | None = None  # None: no token sees a picture
 
 
 @dataclass(slots=True)
@@ -290,12 +292,13 @@ class VisionInputs:
     """Host arrays of one VISION launch: s slots in windows of WINDOW_SLOTS; real patches come first in each window."""
 
     pixels: UInt8  # [s, values of a slot]
-    position: Int32  # [s, 2] patch row and column inside its image
+    position: Int32  # [s, 2] patch row and column inside its image, or what the tower reads there
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
     near: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
     share: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
+    ghost: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.ghost``
 
 
 @dataclass(slots=True)
@@ -324,7 +327,7 @@ class StepStats:
     Args:
         planned: False if its need lay above the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/graphs/misses.py); empty if it had one, or if the device captures none.
+        miss: why it had no graph (core/graphs/misses.py); empty: it had one, or the device captures none.
     """
 
     bucket: Bucket

@@ -9,7 +9,8 @@ from trencadis.core.checkpoint.fields import Fields
 Triple = tuple[float, float, float]
 CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
-LARGEST = 1e6
+LARGEST, LEAST = 1e6, 1e-6
+"""Bounds of what a file may say, so that no float32 of it is zero or infinite."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Colours:
 
 
 CLIP = Colours()
+HALF = Colours((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+"""What a processor has that states none: of the families by CLIP, and of those by SigLIP and later ones."""
 
 
 def read_colours(c: Fields, base: Colours = CLIP) -> Colours:
@@ -30,8 +33,8 @@ def read_colours(c: Fields, base: Colours = CLIP) -> Colours:
     Raises:
         StartupError: a value that is none.
     """
-    rescale = c.number("rescale_factor", 0, LARGEST, base.rescale, above=True)
-    mean, std = _triple(c, "image_mean", base.mean), _triple(c, "image_std", base.std, 0.0)
+    rescale = c.number("rescale_factor", LEAST * LEAST, LARGEST, base.rescale, above=True)
+    mean, std = _triple(c, "image_mean", base.mean), _triple(c, "image_std", base.std, LEAST)
     if not c.boolean("do_rescale", True):
         rescale = 1.0
     if not c.boolean("do_normalize", True):

@@ -82,6 +82,7 @@ class MediaOptions:
 
 NO_OPTIONS = MediaOptions()
 _NAMES = {f.name: "float" in str(f.type) for f in fields(MediaOptions) if f.name != "detail"}
+_OF_PARTS = frozenset({*_NAMES, "detail"})
 VIDEO_NAMES = frozenset({"fps", "nframes", "min_frames", "max_frames", "total_pixels", "video_start", "video_end"})
 _SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -153,6 +154,15 @@ class MediaScope:
         """The options of the request's videos."""
         return self.options if self.videos is None else self.videos
 
+    def under(self, kwargs: Mapping[str, Any]) -> MediaScope:
+        """This scope with the options of the request's ``mm_processor_kwargs``.
+
+        Raises:
+            BadRequest: see ``request_options``.
+        """
+        images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
+        return replace(self, options=images, videos=videos)
+
 
 NO_SCOPE = MediaScope()
 
@@ -163,8 +173,14 @@ def part_options(part: Mapping[str, Any], path: str) -> MediaOptions:
     Raises:
         BadRequest: a value has the wrong type or range; ``param`` is its JSON path.
     """
-    found: dict[str, Any] = {}
     inner = next((v for k in ("image_url", "video_url", "image", "video") if isinstance(v := part.get(k), Mapping)), {})
+    plain = _OF_PARTS.isdisjoint(part) and _OF_PARTS.isdisjoint(inner)
+    return NO_OPTIONS if plain else _read_options(part, inner, path)
+
+
+def _read_options(part: Mapping[str, Any], inner: Mapping[str, Any], path: str) -> MediaOptions:
+    """``part_options`` of a part that has some; ``inner`` is its URL object."""
+    found: dict[str, Any] = {}
     for place, where in ((inner, f"{path}.{_inner_name(part)}"), (part, path)):
         for name, real in _NAMES.items():
             if place.get(name) is not None:
@@ -212,22 +228,13 @@ def request_options(
     return _checked_together(MediaOptions(**found), path) if found else NO_OPTIONS
 
 
-def media_scope(
-    salt: str,
-    kwargs: Mapping[str, Any] | None,
-    tenant: str = "",
-    charge: Callable[[int], None] = _no_charge,
-    fetches: Callable[[], None] = _nobody_waits,
-) -> MediaScope:
-    """The scope of a request with these ``mm_processor_kwargs``.
+def media_scope(salt: str, kwargs: Mapping[str, Any] | None) -> MediaScope:
+    """The scope of a prompt of this process's user with these ``mm_processor_kwargs``.
 
     Raises:
         BadRequest: see ``request_options``.
     """
-    if not kwargs:
-        return MediaScope(salt, tenant, charge=charge, fetches=fetches)
-    images, videos = (request_options(kwargs, kind=kind) for kind in ("image", "video"))
-    return MediaScope(salt, tenant, images, charge, videos, fetches)
+    return MediaScope(salt).under(kwargs) if kwargs else MediaScope(salt)
 
 
 def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
@@ -237,8 +244,10 @@ def part_uuid(part: Mapping[str, Any], path: str) -> str | None:
         BadRequest: it is not a string of 1 to 128 characters without NUL.
     """
     value = part.get("uuid")
-    if value is None:
-        return None
+    return None if value is None else _checked_uuid(value, path)
+
+
+def _checked_uuid(value: Any, path: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= UUID_SIZE or "\0" in value:
         raise BadRequest(f"uuid must be a string of 1 to {UUID_SIZE} characters without NUL.", param=f"{path}.uuid")
     return value

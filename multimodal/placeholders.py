@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.kv.spans import MediaSpan, TokenRun
+from trencadis.core.shapes.seen import ENDLESS
 from trencadis.multimodal.options import MediaPart
 from trencadis.multimodal.processor import Layout, Prepared
 from trencadis.multimodal.videos.items import Media, PreparedVideo, encoder_items
@@ -68,17 +69,21 @@ def _laid_out(
 ) -> list[MediaSpan]:
     """Adds what stands for a picture to ``out``; returns the spans of its items."""
     runs: list[list[TokenRun]] = [[] for _ in items]
+    shown = [0] * len(items)
     for piece in layout:
         if isinstance(piece, str):
             assert encode is not None, "text beside placeholders needs the tokenizer"
             out += encode(piece)
         else:
             runs[piece.item].append(TokenRun(len(out), piece.tokens, piece.first, piece.constant))
+            shown[piece.item] = piece.shown
             out += [token] * piece.tokens
-    return [_span(item, tuple(some)) for item, some in zip(items, runs, strict=True)]
+    return [_span(item, tuple(some), rows) for item, some, rows in zip(items, runs, shown, strict=True)]
 
 
-def _span(item: Prepared, runs: tuple[TokenRun, ...]) -> MediaSpan:
+def _span(item: Prepared, runs: tuple[TokenRun, ...], shown: int = 0) -> MediaSpan:
+    if shown:
+        return MediaSpan(0, ENDLESS, item.digest, item.grid, item.slots, item.tokens, runs, shown)
     first, last = runs[0], runs[-1]
     length = last.offset + last.length - first.offset
     plain = runs == (TokenRun(first.offset, item.tokens),)

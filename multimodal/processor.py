@@ -24,13 +24,15 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 class TakenRows(NamedTuple):
     """Placeholder tokens of a picture: ``tokens`` that take rows from ``first`` on of its item ``item``.
 
-    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span.
+    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span. ``shown``:
+    or they take none, and tokens from here on attend to the item's first ``shown`` rows (``MediaSpan``).
     """
 
     item: int
     first: int
     tokens: int
     constant: int = -1
+    shown: int = 0
 
 
 Layout = tuple[str | TakenRows, ...]
@@ -105,8 +107,10 @@ class ImageOutline(NamedTuple):
     def prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> Prepared:
         """A picture of this outline of its pixels, uint8 [patches of all items, values of a slot]."""
         whole = Prepared(digest, pixels, self.grid, self.tokens, self.slots, self.resized, original)
-        if not self.layout:
-            return whole
+        return self._laid_out(whole, pixels) if self.layout else whole
+
+    def _laid_out(self, whole: Prepared, pixels: npt.NDArray[np.uint8]) -> Prepared:
+        """A picture that has tiles, or text between its placeholders."""
         one, count = self.item, self.grid[0]
         if count == 1:
             items: tuple[Prepared, ...] = (replace(whole, tokens=one.tokens),)

@@ -37,6 +37,17 @@ PARTS: Mapping[str, str] = {
 }
 """Stored prefixes of a decoder's weights beside a tower."""
 
+PREFIXES: Mapping[str, str] = {
+    "model.vision_tower.vision_model.": "visual.",
+    "vision_tower.vision_model.": "visual.",
+    "model.vision_tower.": "visual.",
+    "vision_tower.": "visual.",
+    "model.multi_modal_projector.": "visual.projector.",
+    "multi_modal_projector.": "visual.projector.",
+    **PARTS,
+}
+"""The same with those of a ``vision_tower`` and a ``multi_modal_projector``, in transformers 5 and on the hub."""
+
 
 def text_of(root: Fields, c: Fields, tied: bool, kinds: tuple[str, ...], **defaults: Any) -> TextConfig:
     """The decoder of a text_config; a model_type that is left out is the first of ``kinds``."""

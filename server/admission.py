@@ -76,17 +76,11 @@ class Admission:
             BadRequest: the request alone exceeds a bound.
             QueueFull: a bound is reached now, or a limit of the request's tenant.
         """
-        ticket = _EARLY.get()
-        if ticket is None:
-            ticket = Ticket(self, account=CURRENT.get())
-            ticket.charge(requests=requests)
-            return ticket
-        _EARLY.set(None)
-        try:
-            ticket.charge(requests=requests - ticket.held.requests)
-        except Exception:
-            ticket.leave()
-            raise
+        early = _EARLY.get()
+        if early is not None:
+            return _entered(early, requests)
+        ticket = Ticket(self, account=CURRENT.get())
+        ticket.charge(requests=requests)
         return ticket
 
     @contextmanager
@@ -196,6 +190,17 @@ class Ticket:
 
 _EARLY: ContextVar[Ticket | None] = ContextVar("trencadis_early_ticket", default=None)
 """What the request of this task holds before its route has asked for a ticket."""
+
+
+def _entered(ticket: Ticket, requests: int) -> Ticket:
+    """The early ticket of this task, which is its route's from now on, for ``requests`` choices."""
+    _EARLY.set(None)
+    try:
+        ticket.charge(requests=requests - ticket.held.requests)
+    except Exception:
+        ticket.leave()
+        raise
+    return ticket
 
 
 class BodyBudget:

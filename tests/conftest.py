@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,8 +36,44 @@ def _interpret_kernels() -> None:
     os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
-_interpret_kernels()
-usable_torchvision()
+def _hands_out_tests() -> bool:
+    """Whether the tests run in processes that this one starts (pytest-xdist's ``-n``), so that it needs no torch."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-n", "--numprocesses", default="0")
+    return "PYTEST_XDIST_WORKER" not in os.environ and parser.parse_known_args()[0].numprocesses != "0"
+
+
+if not _hands_out_tests():
+    _interpret_kernels()
+    usable_torchvision()
+
+
+_thaw = gc.unfreeze
+_starts = itertools.count(1)
+
+
+def _seldom_thaw() -> None:
+    """Every tenth start-up of an engine thaws what it froze, as each does in a server.
+
+    With its own objects those of all imports and collected tests come back, and the next start-up's collection walks
+    them. Engines that were alive in another's start-up, and are held by cycles alone since, end at the tenth.
+    """
+    if next(_starts) % 10 == 0:
+        _thaw()
+
+
+pytest.MonkeyPatch().setattr(gc, "unfreeze", _seldom_thaw)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What imports and collection make stays: garbage is not looked for while they run, nor among it later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

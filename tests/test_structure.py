@@ -6,9 +6,13 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from tests.syntax import statements
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis", "assets")
@@ -49,6 +53,29 @@ MODULES = {_dotted(f): f for f in SOURCES}
 PREFIXES = {m.rsplit(".", i)[0] for m in MODULES for i in range(m.count(".") + 1)}
 
 
+class Outline(NamedTuple):
+    """A file's text, its classes (name, whether at its top), and its functions (name, first line, count of lines)."""
+
+    text: str
+    classes: tuple[tuple[str, bool], ...]
+    functions: tuple[tuple[str, int, int], ...]
+
+
+@cache
+def outline(file: str) -> Outline:
+    """Read and parsed once for all tests."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    found = list(statements(tree))
+    top = set(map(id, tree.body))
+    functions = (n for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return Outline(
+        text,
+        tuple((n.name, id(n) in top) for n in found if isinstance(n, ast.ClassDef)),
+        tuple((n.name, n.lineno, (n.end_lineno or n.lineno) - n.lineno + 1) for n in functions),
+    )
+
+
 def test_folders_are_small() -> None:
     counts: dict[str, int] = defaultdict(int)
     for file in SOURCES:
@@ -59,15 +86,11 @@ def test_folders_are_small() -> None:
 def test_files_and_functions_are_short() -> None:
     long = []
     for file in SOURCES:
-        text = (ROOT / file).read_text(encoding="utf-8")
-        if text.count("\n") > FILE:
-            long.append(f"{file}: {text.count(chr(10))} lines")
+        found = outline(file)
+        if found.text.count("\n") > FILE:
+            long.append(f"{file}: {found.text.count(chr(10))} lines")
         most = KERNEL if file.startswith("backends/cuda/kernels/") else FUNCTION
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > most:
-                    long.append(f"{file}:{node.lineno} {node.name}: {lines} lines")
+        long += [f"{file}:{at} {name}: {lines} lines" for name, at, lines in found.functions if lines > most]
     assert long == []
 
 
@@ -75,9 +98,9 @@ def test_no_two_public_classes_share_a_name() -> None:
     owners: dict[str, list[str]] = defaultdict(list)
     for file in SOURCES:
         if file.startswith(TOPS):
-            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    owners[node.name].append(file)
+            for name, top in outline(file).classes:
+                if top and not name.startswith("_"):
+                    owners[name].append(file)
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}
 
 
@@ -88,7 +111,7 @@ def _resolves(name: str) -> bool:
     found, rest = ".".join(parts[:end]), parts[end:]
     if not rest:
         return True
-    return found in MODULES and bool(re.search(rf"\b{rest[0]}\b", (ROOT / MODULES[found]).read_text(encoding="utf-8")))
+    return found in MODULES and bool(re.search(rf"\b{rest[0]}\b", outline(MODULES[found]).text))
 
 
 @pytest.mark.parametrize("suffix", [".py", ".md", ".toml", ".sh", "Makefile", ".yml"])
@@ -136,8 +159,8 @@ def test_old_names_and_sentences_are_gone() -> None:
     for file in SOURCES:
         if not file.startswith(TOPS):
             continue
-        text = (ROOT / file).read_text(encoding="utf-8")
-        defined = {n.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef)}
+        text = outline(file).text
+        defined = {name for name, _ in outline(file).classes}
         found += [f"{file}: class {name}" for name in OLD_NAMES if name in defined]
         found += [f"{file}: {sentence}" for sentence in OLD_SENTENCES if sentence in " ".join(text.split())]
     assert found == []

@@ -52,6 +52,7 @@ KERNELS = (
     Kernel("attention that turns and stores", "layers/attend", ("turned_items_kernel",), ("test_whole_layer",), ""),
     Kernel("products of few rows", "layers/skinny", ("skinny_kernel",), ("test_whole_layer",), ""),
     Kernel("sums over ranks", "peers/sums", ("peer_sum_kernel",), ("test_peer_sums",), ""),
+    Kernel("sums over ranks in two steps", "peers/shards", ("peer_shares_kernel",), ("test_peer_shares",), ""),
     Kernel("joins of cut keys", "attend_text", ("join_kernel",), ATTENTION, "attend_decode"),
     Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
     Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),

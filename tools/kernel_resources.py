@@ -112,8 +112,8 @@ def _type(tensor: Any) -> str:
     return names.get(name) or name.replace("uint", "u").replace("int", "i")
 
 
-def compiled(case: str, launch: Launch, arch: int) -> Report:
-    """Compiles one launch for one architecture."""
+def built(launch: Launch, arch: int) -> Any:
+    """Triton's kernel of one launch, compiled for one architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -121,20 +121,25 @@ def compiled(case: str, launch: Launch, arch: int) -> Report:
     index = launch.kernel.arg_names.index
     attrs = {(index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(launch.kernel, launch.signature, launch.constants, attrs)
-    options = {"num_warps": 4, **launch.options}
-    name = launch.kernel.__name__
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except Exception as error:
-        return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=options["num_warps"])
-    registers, stack = _usage(made.asm["cubin"])
-    stages = options.get("num_stages", 0)
-    return Report(
-        case, name, arch, registers, stack, made.metadata.shared, options["num_warps"], stages, launch.constants
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4, **launch.options})
+
+
+def compiled(case: str, launch: Launch, arch: int) -> Report:
+    """Compiles one launch for one architecture."""
+    name, warps, stages = (
+        launch.kernel.__name__,
+        launch.options.get("num_warps", 4),
+        launch.options.get("num_stages", 0),
     )
+    try:
+        made = built(launch, arch)
+    except Exception as error:
+        return Report(case, name, arch, error=f"{type(error).__name__}: {error}"[:200], warps=warps)
+    registers, stack = usage(made.asm["cubin"])
+    return Report(case, name, arch, registers, stack, made.metadata.shared, warps, stages, launch.constants)
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def usage(cubin: bytes) -> tuple[int, int]:
     """(registers of a thread, bytes of stack of a thread)."""
     import triton.backends.nvidia as nvidia
 

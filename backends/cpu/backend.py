@@ -12,14 +12,21 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.comm import comm_of, pipe_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
+from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram, tensors
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.cpus import computing_cpus
+from trencadis.core.cpus import BIND, RESERVED, computing_cpus, own_cpus
+
+
+def asked_cpus() -> tuple[str, int]:
+    """Where threads are to run, and how many CPUs of a rank stay free, by the environment."""
+    return envs.get(BIND) or "auto", envs.get_int(RESERVED) or 0
 
 
 def _ops(cfg: BackendConfig) -> Ops:
@@ -38,7 +45,12 @@ class CpuBackend:
     def __init__(self, cfg: BackendConfig) -> None:
         options = cfg.options or {}
         count = int(options.get("threads") or computing_cpus())
-        torch.set_num_threads(count)
+        local = (cfg.number, cfg.ranks) if cfg.local_world is None else (cfg.local_rank or 0, cfg.local_world)
+        cpus = own_cpus(*local, count, *asked_cpus())
+        torch.set_num_threads(len(cpus) or count)
+        if cpus:
+            threads.keep_to(cpus)
+            count = len(cpus)
         self.cfg = cfg
         self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"
         self.device = torch.device("cpu")

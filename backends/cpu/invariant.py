@@ -84,6 +84,7 @@ class InvariantOps(TriedOps, CpuOps):
     """``core.backend.Ops`` for CPU tensors, the same bits in any batch."""
 
     shift, probes = ROWS, PROBES
+    own_products = False
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         rows = len(x)

@@ -5,10 +5,9 @@ Unlike the reference they may read tensors on the host.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
+from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
-from trencadis.backends.cpu.native import library, panels
+from trencadis.backends.cpu.native import dense, library, packing, panels
+from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
 from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
@@ -25,19 +26,13 @@ from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, prod
 from trencadis.backends.cpu.reference import ReferenceOps, activated
 from trencadis.backends.cpu.sampling import thresholds
 from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
+from trencadis.core.layers.source import StoredRows
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
 
 QUERY_TILE = 512
 """Queries of a chunk that share one mask, if stored tokens precede the chunk."""
-
-
-SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
-"""Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
-
-PASS = 20
-"""Fixed cost of one more product with the same weight, in rows: it is read from memory once more."""
 
 
 @dataclass(slots=True)
@@ -48,12 +43,15 @@ class PackedWeight:
     bias: Tensor | None
     out_features: int
     in_features: int
+    panels: dense.Panels | None = None
 
 
 class CpuOps(ReferenceOps):
     """``core.backend.Ops`` for CPU tensors."""
 
     copies = True
+    own_products = True
+    """Whether own kernels multiply few rows."""
 
     @cached_property
     def kernels(self) -> int:
@@ -64,8 +62,24 @@ class CpuOps(ReferenceOps):
         """oneDNN's layout where the CPU computes the type natively: never slower, up to 3 times faster from 8 rows."""
         if not packable(weight.dtype):
             return super().pack_weight(weight.clone(), bias)
+        rows = StoredRows([weight], [weight.shape[0]], weight.shape[1], weight.dtype)
+        made = self.pack_stored(rows, bias)
+        if made is not None:
+            return made
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        return PackedWeight(packed, bias, weight.shape[0], weight.shape[1])
+        bias = bias if bias is None else bias.contiguous()
+        panels = dense.panels_of(packed, weight, bias) if self.own_products else None
+        return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
+
+    def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
+        """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
+        if not self.own_products or not packable(rows.dtype):
+            return None
+        packed = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype)
+        if packed is None:
+            return None
+        bias = bias if bias is None else bias.contiguous()
+        return PackedWeight(packed, bias, packed.shape[0], rows.inputs, dense.panels_at(packed, rows.dtype, bias))
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Integers for own kernels, or for torch's, where they serve; else a weight of the engine's type."""
@@ -73,6 +87,8 @@ class CpuOps(ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):
+            if w.panels is not None and dense.serves(x, w.panels):
+                return dense.product(x, w.panels)  # of any number of rows
             return by_sizes(x, lambda part: _product(part, w))
         return self._quantised_linear(x, w)
 
@@ -106,18 +122,17 @@ class CpuOps(ReferenceOps):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         made = silu_mul(gate_up, self.kernels)
-        if made is not None:
-            return made
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         """As the reference; ``relu`` writes to ``x``."""
         return x.relu_() if kind == "relu" else activated(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
-        if kind == "silu":
-            return self.silu_mul(gate_up)
+        return self.silu_mul(gate_up) if kind == "silu" else self._act_mul(gate_up, kind)
+
+    def _act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        """``act_mul`` where no own kernel serves."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
 
@@ -127,8 +142,10 @@ class CpuOps(ReferenceOps):
         Each product would cut its rows alike, so that no bit depends on it.
         """
         sizes = pieces(len(x))
-        if len(sizes) < 2:
-            return run(x)
+        return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
+
+    def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``by_pieces`` where there are several."""
         out, start = None, 0
         for size in sizes:
             y = run(x[start : start + size])
@@ -208,10 +225,10 @@ class CpuOps(ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        for where in _images(seg):
-            queries, keys, values = (t[where].transpose(0, 1)[None] for t in (q, k, v))
+        for seers, where in seeing(seg):
+            queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, seers), (k, where), (v, where)))
             part = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
-            out[where] = part[0].transpose(0, 1)
+            out[seers] = part[0].transpose(0, 1)
         return out
 
     def embed(
@@ -225,6 +242,12 @@ class CpuOps(ReferenceOps):
     def best(self, logits: Tensor) -> Tensor:
         found = best(logits, self.kernels)
         return super().best(logits) if found is None else found
+
+    def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
+        """Codes without outputs where an own kernel serves."""
+        if not isinstance(w, PackedWeight) or w.panels is None or w.bias is not None or x.dtype != w.panels.dtype:
+            return None
+        return dense.best(x, w.panels, outputs, scale)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
         """Writes over the ids that a mask forbids, in the rows that have one."""
@@ -255,44 +278,10 @@ def packable(dtype: torch.dtype) -> bool:
 
 
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
+    if w.panels is not None and dense.serves(x, w.panels):
+        return dense.product(x, w.panels)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y
-
-
-def by_sizes(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """``multiply(x)``, row by row independent, in calls of ``SIZES`` rows."""
-    parts, start = list[Tensor](), 0
-    for size in pieces(len(x)) or (0,):
-        part = x[start : start + size]
-        surplus = size - len(part)
-        parts.append(multiply(functional.pad(part, (0, 0, 0, surplus)) if surplus else part))
-        start += size
-    y = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return y[: len(x)] if start > len(x) else y
-
-
-def pieces(rows: int) -> tuple[int, ...]:
-    """The ``SIZES`` that together hold ``rows``; surplus rows are computed if that costs less than another product.
-
-    oneDNN makes kernels for each number of rows and each shape of weight and keeps 0.6 MB for each, half of it in a
-    table that no limit reaches. If every number of rows were a size of its own, memory would grow for hours, with each
-    new prompt length and mix of clients, and each new number would be slow once.
-    """
-    return (SIZES[-1],) * (rows // SIZES[-1]) + _rest(rows % SIZES[-1])
-
-
-@cache
-def _rest(rows: int) -> tuple[int, ...]:
-    """``pieces`` of fewer rows than the largest size."""
-    if rows == 0:
-        return ()
-    place = bisect_left(SIZES, rows)
-    above = SIZES[place]
-    if above == rows or place == 0:
-        return (above,)
-    below = SIZES[place - 1]
-    split = (below, *_rest(rows - below))
-    return (above,) if above + PASS <= sum(split) + PASS * len(split) else split
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor:
@@ -380,20 +369,3 @@ def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Te
     if kv.k_scale is not None:
         return kv_codes.opened(kv, where, dtype)
     return slots_at(kv.k, where), slots_at(kv.v, where)
-
-
-def _images(seg: Segments) -> list[Where]:
-    """Real slots of each image; a slice if none of its windows is padded."""
-    segment, real = seg.segment.tolist(), seg.real.tolist()
-    found: list[Where] = []
-    first = 0
-    for i in range(1, len(segment) + 1):
-        if i < len(segment) and segment[i] == segment[first]:
-            continue
-        if all(count == WINDOW_SLOTS for count in real[first:i]):
-            found.append(slice(first * WINDOW_SLOTS, i * WINDOW_SLOTS))
-        else:
-            inside = torch.arange(WINDOW_SLOTS) < seg.real[first:i, None]
-            found.append(inside.flatten().nonzero()[:, 0] + first * WINDOW_SLOTS)
-        first = i
-    return found

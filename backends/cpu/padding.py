@@ -5,6 +5,7 @@ The results are the structures of ``core.backend``, with arrays in place of tens
 
 from __future__ import annotations
 
+from operator import le
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,38 @@ from numpy.typing import NDArray
 from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.launches.inputs import own_places
+from trencadis.core.launches.inputs import no_pictures, own_places
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.layout import SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.seen import no_sight
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
+HEAD: dict[str, tuple[type, float]] = {
+    "hidden_row": (np.int64, 0),
+    "slot": (np.int64, 0),
+    "temperature": (np.float32, 0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "presence": (np.float32, 0),
+    "frequency": (np.float32, 0),
+    "repetition": (np.float32, 1),
+    "uniform": (np.float32, 0.5),
+    "target": (np.int64, -1),
+    "mask_row": (np.int64, 0),
+}
+"""The type of each array of a SAMPLE launch, and what stands in padded rows."""
 
 
 def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
-    """``x`` at the start of a new array of ``shape``, the rest filled with ``value``."""
+    """``x`` at the start, on every axis, of a new array of ``shape``, the rest filled with ``value``."""
     if x.shape == shape:
         return x.astype(dtype)  # a copy, because the caller's array may change
+    assert all(map(le, x.shape, shape)), f"{x.shape} does not fit a bucket of {shape}"
     out: Array = np.full(shape, value, dtype)
-    assert len(x) <= shape[0], f"{len(x)} rows do not fit a bucket of {shape[0]}"
-    out[: len(x)] = x
+    out[tuple(map(slice, x.shape))] = x
     return out
 
 
@@ -56,6 +74,22 @@ def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
     return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
 
 
+def ghosts(x: VisionInputs, slots: int, wanted: bool = False) -> Array | None:
+    """int32 [slots / 64]: ``Segments.ghost``; surplus windows are none. ``wanted``: also where the inputs have none."""
+    if x.ghost is None and not wanted:
+        return None
+    made: Array = pad(x.ghost if x.ghost is not None else np.zeros(0, np.int32), (slots // WINDOW_SLOTS,), np.int32)
+    return made
+
+
+def sight(x: StepInputs, count: int, units: int, place: Array | None = None) -> Any:
+    """``SeenTensors`` of a launch that sees ``units`` units, None where it sees none; ``place``: of each token."""
+    if not units:
+        return None
+    made = no_sight(count, units) if x.seen is None else x.seen.padded(count, units, place)
+    return SeenTensors(made.units, made.reach, made.times, made.gate)  # type: ignore[arg-type]
+
+
 def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
     """Cells of ``slots`` slots, by the form of the inputs, or of ``slot`` where there are none."""
     return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
@@ -71,22 +105,8 @@ def mixed(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:
 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
     """``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
-    shape = (rows,)
-    return HeadTensors(
-        hidden_row=pad(x.hidden_row, shape, np.int64),
-        slot=pad(x.slot, shape, np.int64),
-        temperature=pad(x.temperature, shape),
-        top_k=pad(x.top_k, shape, np.int32),
-        top_p=pad(x.top_p, shape, value=1),
-        min_p=pad(x.min_p, shape),
-        presence=pad(x.presence, shape),
-        frequency=pad(x.frequency, shape),
-        repetition=pad(x.repetition, shape, value=1),
-        uniform=pad(x.uniform, shape, value=0.5),
-        target=pad(x.target, shape, np.int64, -1),
-        mask_row=pad(x.mask_row, shape, np.int64),
-        masks=masks,  # type: ignore[arg-type]
-    )
+    padded = {name: pad(getattr(x, name), (rows,), *how) for name, how in HEAD.items()}
+    return HeadTensors(masks=masks, **padded)  # type: ignore[arg-type]
 
 
 def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
@@ -113,10 +133,7 @@ def nothing(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
         return np.zeros((0, *tail), dtype)
 
     if stage is Stage.VISION:
-        made = VisionInputs(none(slot.values, dtype=np.uint8), none(2), none(), none(), none())
-        if slot.near:
-            made.near, made.share = none(slot.near), none(slot.near, dtype=np.float32)
-        return made
+        return no_pictures(slot)
     if stage is Stage.SAMPLE:
         real, ids = none(dtype=np.float32), none()
         masks = np.full((1, bits), 255, np.uint8)

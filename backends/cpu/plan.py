@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -109,15 +110,20 @@ def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, nat
             single.append(row)
             continue
         made.spans.append(_span(row, attn, starts, context, blocks, block_size, window))
-    seen = np.minimum(context + 1, window) if window else context + 1
+    for rows in _alike(single, np.minimum(context + 1, window) if window else context + 1) if single else ():
+        made.groups.append(_group(rows, starts, context, blocks, block_size, window))
+    return made
+
+
+def _alike(single: list[int], seen: NDArray[np.int32]) -> Iterator[list[int]]:
+    """Rows of one token in groups that see about as many keys; ``seen``: how many each row of the launch sees."""
     single.sort(key=lambda row: int(seen[row]))
     first = 0
     for i in range(1, len(single) + 1):
         limit = int(seen[single[first]]) * GROUP_RATIO + GROUP_SLACK if i < len(single) else 0
         if i == len(single) or int(seen[single[i]]) > limit:
-            made.groups.append(_group(single[first:i], starts, context, blocks, block_size, window))
+            yield single[first:i]
             first = i
-    return made
 
 
 def _singles(
@@ -138,13 +144,15 @@ def _span(
     start, stop, before = int(starts[row]), int(starts[row + 1]), int(context[row])
     length = before + stop - start
     first = max(before - window + 1, 0) if window else 0
-    where, upto, whole = _from(blocks[row], first, length, block_size), None, False
-    if attn.upto is not None:
-        upto = attn.upto[start:stop]
-        whole = int(upto.min()) == length - 1 and not 0 < window < length
-        if bool((upto == torch.arange(before, length)).all()):
-            upto, whole = None, False
-    return ChunkSpan(start, stop, before, where, first, upto, whole)
+    made = ChunkSpan(start, stop, before, _from(blocks[row], first, length, block_size), first)
+    return made if attn.upto is None else _seen_further(made, attn.upto[start:stop], length, window)
+
+
+def _seen_further(span: ChunkSpan, upto: Tensor, length: int, window: int) -> ChunkSpan:
+    """``span``, whose tokens see as far as ``upto`` says, where that is further than themselves."""
+    if bool((upto == torch.arange(span.context, length)).all()):
+        return span
+    return replace(span, upto=upto, whole=int(upto.min()) == length - 1 and not 0 < window < length)
 
 
 def _group(
@@ -191,6 +199,8 @@ def _indices(blocks: NDArray[np.int32], length: int, block_size: int) -> NDArray
 
 def _from(blocks: NDArray[np.int32], first: int, stop: int, block_size: int) -> Where:
     """Token slots of the places [first, stop) of a row."""
+    if not first:
+        return _where(blocks, stop, block_size)
     skipped = first // block_size
     where = _where(blocks[skipped:], stop - skipped * block_size, block_size)
     return part(where, first - skipped * block_size, stop - skipped * block_size)

@@ -39,9 +39,12 @@ SERVING = Policy(
     quantised=KEPT,
     kv_codes=CODES,
     masked_head=True,
+    best_head=True,
+    split_head=True,
     windows=True,
     upto=True,
     own_towers=True,
+    seen=True,
     stages=True,
 )
 
@@ -61,9 +64,12 @@ PADDED = Policy(
     host_kv=True,
     kv_codes=CODES,
     masked_head=True,
+    best_head=True,
+    split_head=True,
     windows=True,
     upto=True,
     own_towers=True,
+    seen=True,
     stages=True,
 )
 

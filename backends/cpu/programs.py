@@ -10,7 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.padding import cells, head, mixed, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import (
+    cells,
+    ghosts,
+    head,
+    mixed,
+    pad,
+    pool,
+    reset,
+    sight,
+    slot_map,
+    upto_of,
+    windows,
+)
 from trencadis.backends.cpu.plan import CpuAttn
 from trencadis.core.backend import (
     Body,
@@ -27,7 +39,9 @@ from trencadis.core.backend import (
 )
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
+from trencadis.core.shapes.seen import planned_units
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -72,12 +86,20 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False)
     match inputs:
         case StepInputs():
             count, rows = bucket.dims if bucket.stage is Stage.PREFILL else (bucket.dims[0], bucket.dims[0])
-            return _text(inputs, count, rows, block_size, upto)
+            made = _text(inputs, count, rows, block_size, upto)
+            return made._replace(seen=_seen(inputs, count, bucket)) if bucket.variant else made
         case VisionInputs():
             return _vision(inputs, bucket.dims[0])
         case HeadInputs():
             # A copy, because a program holds its inputs until its next fill.
             return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
+        case _:
+            return _rare(bucket, inputs)
+
+
+def _rare(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
+    """``tensors`` of launches that plain requests do not need."""
+    match inputs:
         case ResetInputs():
             counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
             return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
@@ -102,45 +124,48 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
     return TextTensors(
         tokens=_pad(x.tokens, count),
         from_slot=_pad(x.from_slot, count),
-        positions=_pad(x.positions, count, axis=1),
+        positions=_pad(x.positions, 3, count),
         image_row=_pad(x.image_row, count),
         out_row=_pad(x.out_row, count, dtype=np.int64),
         attn=attn,
     )
 
 
+def _seen(x: StepInputs, count: int, bucket: Bucket) -> SeenTensors | None:
+    found = sight(x, count, planned_units(bucket.variant))
+    return None if found is None else SeenTensors(*map(torch.from_numpy, found))
+
+
 def _blocks(x: StepInputs, rows: int) -> Tensor:
     """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
     if x.table is not None and rows <= len(x.table):
         return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
-    return _pad(x.blocks, rows, ZERO_BLOCK)
+    return _pad(x.blocks, rows, x.blocks.shape[1], value=ZERO_BLOCK)
 
 
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
     """Padding windows write to the SINK row."""
-    (segment, real), (near, share) = windows(x, slots), mixed(x, slots)
-    return VisionTensors(
-        pixels=_pad(x.pixels, slots),
-        position=_pad(x.position, slots),
-        rows=_pad(x.rows, cells(x, slots, NO_SLOT), SINK_ROW, dtype=np.int64),
-        segments=Segments(torch.from_numpy(segment), torch.from_numpy(real)),
-        near=None if near is None else torch.from_numpy(near),
-        share=None if share is None else torch.from_numpy(share),
+    (segment, real), ghost = windows(x, slots), None if x.ghost is None else ghosts(x, slots)
+    made = VisionTensors(
+        pixels=_pad(x.pixels, slots, x.pixels.shape[1], dtype=np.uint8),
+        position=_pad(x.position, slots, x.position.shape[1]),
+        rows=_pad(x.rows, cells(x, slots, NO_SLOT), dtype=np.int64, value=SINK_ROW),
+        segments=Segments(
+            torch.from_numpy(segment), torch.from_numpy(real), None if ghost is None else torch.from_numpy(ghost)
+        ),
     )
+    return made if x.near is None else _with_places(made, x, slots)
 
 
-def _pad(x: Array, size: int, value: float = 0, axis: int = 0, dtype: Any = None) -> Tensor:
-    """A copy of ``x``, padded with ``value`` to ``size`` along ``axis``."""
-    shape = list(x.shape)
-    real, shape[axis] = shape[axis], size
-    assert real <= size, f"{real} does not fit a bucket of {size}"
-    if real == size:
-        return torch.from_numpy(x.astype(dtype or x.dtype))
-    out = np.empty(shape, dtype or x.dtype)
-    head: tuple[slice, ...] = (slice(None),) * axis
-    out[(*head, slice(real))] = x
-    out[(*head, slice(real, None))] = value
-    return torch.from_numpy(out)
+def _with_places(made: VisionTensors, x: VisionInputs, slots: int) -> VisionTensors:
+    """``made`` with rows of the table of positions."""
+    near, share = mixed(x, slots)
+    assert near is not None and share is not None
+    return made._replace(near=torch.from_numpy(near), share=torch.from_numpy(share))
+
+
+def _pad(x: Array, *shape: int, dtype: type = np.int32, value: float = 0) -> Tensor:
+    return torch.from_numpy(pad(x, shape, dtype, value))
 
 
 class CpuPending:

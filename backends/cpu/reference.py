@@ -28,6 +28,7 @@ from trencadis.core.backend import (
     Weight,
     put_slots,
 )
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant import kv_codes
 from trencadis.core.quant.tensor import QTensor
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 QUERY_TILE = 64
 IMAGE_TILE = 1024
+
+SCORES = 1 << 25
+"""Scores over rows of pictures that are held at a time."""
 
 
 @dataclass(slots=True)
@@ -145,6 +149,25 @@ class ReferenceOps:
             out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
         return torch.cat(out).to(q.dtype)
 
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, seen: SeenTensors, scale: float) -> Tensor:
+        """``core.models.interface.SeeingOps``, a tile of queries at a time."""
+        (n, heads, d), (units, length, groups, _) = q.shape, k.shape
+        keys, values = k.flatten(0, 1).permute(1, 2, 0), v.flatten(0, 1).transpose(0, 1)  # [g, d, L], [g, L, d]
+        queries = q.view(n, groups, heads // groups, d).transpose(0, 1)
+        place = torch.arange(length, device=q.device, dtype=torch.int32)
+        often = seen.times.clamp(min=1).float().log()
+        size, out = max(SCORES // (heads * units * length), 1), []
+        for start in range(0, n, size):
+            tile = slice(start, start + size)
+            some = queries[:, tile]
+            scores = (some.flatten(1, 2) @ keys).float() * scale
+            scores = scores.view(groups, some.shape[1], -1, units, length) + often[tile, None, :, None]
+            hidden = place >= seen.reach[tile, :, None]
+            scores = scores.masked_fill(hidden[None, :, None], lowest()).flatten(3)
+            found = scores.softmax(-1).to(v.dtype).flatten(1, 2) @ values
+            out.append(found.view(groups, some.shape[1], -1, d).transpose(0, 1).reshape(-1, heads, d))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         missing = scale.numel() - pixels.shape[1]
         if missing:
@@ -171,15 +194,18 @@ class ReferenceOps:
         return (weights @ values).transpose(1, 2).reshape(s, heads, d).to(q.dtype)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Attention [s, h, d]: each slot sees the real slots of its image; a mask covers one tile of queries."""
+        """Attention [s, h, d]: each slot sees the real slots of its image, ghosts no ghosts; by tiles of queries."""
         s = q.shape[0]
         owner = seg.segment.repeat_interleave(WINDOW_SLOTS, output_size=s)
         real = seg.real.repeat_interleave(WINDOW_SLOTS, output_size=s)
         unreal = torch.arange(s, device=q.device) % WINDOW_SLOTS >= real
+        ghost = None if seg.ghost is None else (seg.ghost > 0).repeat_interleave(WINDOW_SLOTS, output_size=s)
         keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
         out = []
         for start in range(0, s, IMAGE_TILE):
             hidden = (owner[start : start + IMAGE_TILE, None] != owner) | unreal
+            if ghost is not None:
+                hidden = hidden | (ghost[start : start + IMAGE_TILE, None] & ghost)
             scores = q[start : start + IMAGE_TILE].float().transpose(0, 1) @ keys * scale
             out.append((scores.masked_fill(hidden, lowest()).softmax(-1) @ values).transpose(0, 1))
             self.cut("tile")
@@ -207,9 +233,16 @@ class ReferenceOps:
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         if full:
             return sample_full(logits, head, state, self.thresholds, self.update)
-        token = self.best(logits)
+        return self.take(self.best(logits), head, state)
+
+    def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """``core.models.interface.BestOps``."""
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
+
+    def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
+        """``core.models.interface.BestOps``: the logits are needed."""
+        return None
 
     def best(self, logits: Tensor) -> Tensor:
         """int64 [r]: the first of the largest logits of each row."""

@@ -41,21 +41,27 @@ def make_backend(cfg: BackendConfig) -> Backend:
     device = capability.pick_device(cfg.card, cfg.cards, cfg.dtype)
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.invariant import InvariantCudaOps
+    from trencadis.backends.cuda.kernels import tiles
+    from trencadis.backends.cuda.libraries.asked import AskedAttention
     from trencadis.backends.cuda.ops import CudaOps
 
-    ops = InvariantCudaOps() if cfg.batch_invariant else CudaOps()
-    return _with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device)))
+    asked = AskedAttention.of(cfg, tiles.arch_of(device))
+    ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
+    return asked.joined(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
 
 
 def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.backend import CudaBackend
+    from trencadis.backends.cuda.libraries.asked import AskedAttention
     from trencadis.backends.cuda.twin.device import TwinRuntime
     from trencadis.backends.cuda.twin.ops import TwinOps
+    from trencadis.backends.cuda.weights.coded import NEWEST
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
-    runtime = TwinRuntime()
-    return _with_pipe(CudaBackend(cfg, runtime, TwinOps(runtime.books), _comm(cfg, runtime.device)))
+    runtime, asked = TwinRuntime(), AskedAttention.of(cfg, NEWEST)
+    ops = asked.ops(TwinOps)(runtime.books)
+    return asked.joined(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
 
 
 def _with_pipe(backend: CudaBackend) -> CudaBackend:

@@ -17,7 +17,7 @@ from trencadis.backends.cuda.launches.buffers import Rooms
 from trencadis.backends.cuda.launches.inputs import Sizes
 from trencadis.backends.cuda.launches.sizes import input_bytes
 from trencadis.backends.cuda.policy import policy
-from trencadis.backends.cuda.programs import CudaPending, CudaProgram
+from trencadis.backends.cuda.programs import AttentionLibrary, CudaPending, CudaProgram
 from trencadis.backends.cuda.protocol import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket
@@ -28,10 +28,15 @@ INTERPRETED = "cuda (interpreted): kernels run in Triton's interpreter, for test
 
 
 class CudaBackend:
-    """``core.backend.Backend`` over a runtime: a card's, or its twin on the CPU."""
+    """``core.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
+
+    Attributes:
+        library: what attends in place of this engine's kernels, set before programs are made.
+    """
 
     name = "cuda"
     values = True
+    library: AttentionLibrary | None = None
 
     def __init__(self, cfg: BackendConfig, runtime: Runtime, ops: Ops, comm: Comm | None = None) -> None:
         options = cfg.options or {}
@@ -91,7 +96,7 @@ class CudaBackend:
         self.runtime.launch("host blocks", lambda _: copies(), None, self._no_inputs)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CudaProgram:
-        return CudaProgram(bucket, body, self.sizes, self.runtime, self._rooms, self._fetched)
+        return CudaProgram(bucket, body, self.sizes, self.runtime, self._rooms, self._fetched, self.library)
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CudaProgram)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.invariant import TriedOps
-from trencadis.backends.cuda.kernels import attend_text, attend_vision
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn
+from trencadis.backends.cuda.kernels import attend_text
+from trencadis.backends.cuda.kernels.attn import ItemAttn
 from trencadis.backends.cuda.kernels.experts import products
 from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.backends.cuda.policy import INVARIANT_ROWS as ROWS
-from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Segments, Weight
+from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Weight
 
 
 class InvariantCudaOps(TriedOps, CudaOps):
     """``core.backend.Ops`` for a card: a token gets the same bits in any launch."""
 
-    whole_layers = False
+    whole_layers, alike = False, True
     shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -43,10 +43,4 @@ class InvariantCudaOps(TriedOps, CudaOps):
         assert isinstance(attn, ItemAttn)
         out, room = q.new_empty(q.shape), attend_text.partial(attn, q, kv, alike=True)
         attend_text.attend_text(q, kv, attn, scale, out, room, alike=True, window=window)
-        return out
-
-    def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        assert isinstance(seg, CudaSegments)
-        out = q.new_empty(q.shape)
-        attend_vision.attend_images(q, k, v, seg, scale, out, alike=True)
         return out

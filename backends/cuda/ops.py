@@ -44,6 +44,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
+from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.decoder import Layer
 from trencadis.core.quant.tensor import QTensor
 
@@ -60,6 +61,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     whole_layers: ClassVar[bool] = True
     """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
+    alike: ClassVar[bool] = False
+    """Whether a query's sums over a picture run in one order in all launches."""
 
     _arrived: Tensor | None = None
 
@@ -165,8 +168,17 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         assert isinstance(seg, CudaSegments)
         out = q.new_empty(q.shape)
-        attend_vision.attend_images(q, k, v, seg, scale, out)
-        return out
+        attend_vision.attend_images(q, k, v, seg, scale, out, alike=self.alike)
+        return out if seg.ghost is None else self._blind(q, k, v, seg, scale, out)
+
+    def _blind(self, q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, seen: Tensor) -> Tensor:
+        """``seen``, in which ghosts have what they see without each other."""
+        assert seg.ghost is not None and seg.solid is not None
+        assert seg.solid_whole is not None and seg.solid_order is not None
+        solid, out = seg._replace(real=seg.solid, whole=seg.solid_whole, order=seg.solid_order), q.new_empty(q.shape)
+        attend_vision.attend_images(q, k, v, solid, scale, out, alike=self.alike)
+        ghost = (seg.ghost > 0).repeat_interleave(WINDOW_SLOTS, output_size=len(q))
+        return torch.where(ghost[:, None, None], out, seen)
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor

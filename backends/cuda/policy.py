@@ -6,6 +6,7 @@ Torch-free; ``core.buckets.Policy`` explains each number.
 from __future__ import annotations
 
 from trencadis.backends.cuda.launches.sizes import input_bytes
+from trencadis.backends.cuda.libraries.sizes import FLASH_ATTN, FLASHINFER, flash_bytes, infer_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, GraphMemory, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
@@ -43,7 +44,7 @@ SERVING = Policy(
     },
     depth=1,
     overlaps=True,
-    block_sizes=(16, 32, 64, 128),
+    block_sizes=(16, 32, 64, 128, 256),
     captures=True,
     capture_order="descending",
     capture_limit={Stage.PREFILL: 2048},
@@ -51,6 +52,7 @@ SERVING = Policy(
     pool_cost="max",
     aligned=ALIGNED,
     drawn_head=True,
+    attention={FLASH_ATTN: flash_bytes, FLASHINFER: infer_bytes},
     graph_memory=GraphMemory(library=WORKSPACE),
     ridge=300.0,
     inputs=input_bytes,
@@ -61,7 +63,9 @@ SERVING = Policy(
     kv_codes={INT8: "int8", FP8: "uint8"},
     windows=True,
     upto=True,
+    seen=True,
     stages=True,
+    own_towers=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket
 
 
+class AttentionLibrary(Protocol):
+    """A library that attends in place of this engine's kernels (``libraries.ops.Library``)."""
+
+    def joined(self, buffers: Buffers, body: Body) -> Body:
+        """``body`` with what the library needs around it; ``buffers`` tell it of each launch that it must plan."""
+        ...
+
+
 class CudaProgram:
     """``core.backend.Program``.
 
@@ -21,15 +29,19 @@ class CudaProgram:
 
     Args:
         fetched: recorded when the last copy of outputs to the host is done; later launches may overwrite them.
+        library: what attends in place of this engine's kernels.
     """
 
     def __init__(
-        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, rooms: Rooms, fetched: CudaEvent
-    ) -> None:
+        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, rooms: Rooms, fetched: CudaEvent,
+        library: AttentionLibrary | None = None,
+    ) -> None:  # fmt: skip
         self.bucket, self.body, self.runtime = bucket, body, runtime
         self.state = ProgramState.PLANNED
         try:
             self.buffers = Buffers(bucket, sizes, runtime, rooms.of(bucket.stage, needed(bucket, sizes)))
+            if library is not None:
+                self.body = library.joined(self.buffers, body)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
         self.bytes = self.buffers.bytes

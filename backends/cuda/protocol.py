@@ -85,6 +85,10 @@ class Runtime(Protocol):
         """Pinned -> device, on UPLOADS."""
         ...
 
+    def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
+        """``call()``, whose copies to ``writes`` are queued on UPLOADS."""
+        ...
+
     def bring(self, target: Tensor, source: Tensor) -> None:
         """Pinned -> device, on WEIGHTS, within a launch and in its graph."""
         ...

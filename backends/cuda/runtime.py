@@ -107,6 +107,10 @@ class CudaRuntime:
         with torch.cuda.stream(self._streams[Stream.UPLOADS]):
             target.copy_(source, non_blocking=True)
 
+    def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
+            call()
+
     def bring(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._streams[Stream.WEIGHTS]):
             target.copy_(source, non_blocking=True)

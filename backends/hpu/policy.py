@@ -30,6 +30,7 @@ from trencadis.core.quant.kv import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.costs import Costs
+from trencadis.core.shapes.seen import planned_units
 
 AXES = {
     Stage.FRESH: ("rows", "tokens"),
@@ -77,17 +78,20 @@ CORNERS = {
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
     """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/packing.py`` packs them."""
     dims, vocab = bucket.dims, sizes.vocab
-    bits, upto = -(-vocab // 8), 4 if sizes.upto else 0
+    bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
+    upto += 8 * units + 4 if units else 0  # of each unit, what a token sees of it and how often; its gate
     match bucket.stage:
         case Stage.FRESH:
-            return (32 + upto) * dims[0] * dims[1] + 4 * dims[0]
+            return (32 + upto) * dims[0] * dims[1] + 4 * dims[0] + 4 * units
         case Stage.CONTEXT:
-            return (32 + upto) * dims[0] + 4 * dims[1] + 4
+            return (32 + upto) * dims[0] + 4 * dims[1] + 4 + 4 * units
         case Stage.DECODE:
-            return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1]
+            seen = (8 * dims[0] + 4) * units + (4 * dims[0] if units else 0)
+            return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen
         case Stage.VISION:
             each = sizes.slot.values + 8 + 8 * sizes.slot.near
-            return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + dims[0] // 8
+            windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.ghosts else 8)
+            return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + windows
         case Stage.SAMPLE:
             return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
         case Stage.RESET:
@@ -137,7 +141,9 @@ SERVING = Policy(
     kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
     windows=True,
     upto=True,
+    seen=True,
     stages=True,
+    own_towers=True,
 )
 
 

@@ -79,7 +79,7 @@ class ExactReplica:
         """Runs a step; returns its end, ``inf`` where there is nothing to do."""
         for _ in range(3):  # pixels that a step asks for are there in the next one, which may be the first with work
             self.rank.seconds = 0.0
-            encoded = self.engine.scheduler.encoder.encoded
+            encoded = self.engine.scheduler.totals.images_encoded
             for delta in self.engine.step():
                 job = self._jobs[delta.id]
                 if delta.tokens and not job.ends:
@@ -94,7 +94,7 @@ class ExactReplica:
             asked = self.engine.needs()
             for id, index in asked:
                 self.engine.media(id, index, NO_PIXELS)
-            if self.rank.seconds or (not asked and encoded == self.engine.scheduler.encoder.encoded):
+            if self.rank.seconds or (not asked and encoded == self.engine.scheduler.totals.images_encoded):
                 break
         self._end = now + self.rank.seconds if self.rank.seconds else math.inf
         return self._end

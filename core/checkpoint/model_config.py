@@ -74,6 +74,8 @@ class TextConfig:
         joined: whether tokens of a picture see each other, besides those before them.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
         experts: None: every layer has one MLP.
+        cross: layers that attend to rows of pictures and not to tokens; they have no KV cache.
+        spare: rows of the embedding's table behind the vocabulary, of ids that are never drawn.
     """
 
     hidden: int
@@ -117,6 +119,8 @@ class TextConfig:
     joined: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
+    cross: tuple[int, ...] = ()
+    spare: int = 0
 
     @property
     def long_from(self) -> int:
@@ -184,6 +188,11 @@ class ModelConfig:
     def share(self) -> StageShare:
         """What is held here."""
         return self.part or StageShare(0, self.text.layers)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The layers here that have a KV cache."""
+        return tuple(place for place in self.share.layers if place not in self.text.cross)
 
     @property
     def sees(self) -> bool:

@@ -15,11 +15,13 @@ class SlotForm(NamedTuple):
     """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
 
     ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
+    ``ghosts``: some windows hold slots that others see and that are blind to each other (``Segments.ghost``).
     """
 
     values: int = 0
     cell: int = 1
     near: int = 0
+    ghosts: bool = False
 
 
 NO_SLOT = SlotForm()
@@ -66,6 +68,11 @@ class VisionConfig(ABC):
     @property
     def deep(self) -> int:
         """Parts of an arena row behind the first; part i is added to the decoder's stream behind layer i - 1."""
+        return 0
+
+    @property
+    def unit(self) -> int:
+        """Arena rows of a picture that layers attend to (``TextConfig.cross``); 0: tokens take rows instead."""
         return 0
 
     @property

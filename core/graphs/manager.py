@@ -30,7 +30,7 @@ BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
 
 def body_of(bucket: Bucket) -> str:
     """The key of ``bodies`` that a bucket runs."""
-    return bucket.variant or BODIES.get(bucket.stage, "text")
+    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, "text")
 
 
 class GraphManager:
@@ -67,12 +67,14 @@ class GraphManager:
 
     def program(self, bucket: Bucket) -> Program:
         """The program of ``bucket``, made on its first use."""
-        if bucket in self.planned:
-            program = self._programs.get(bucket)
-            if program is None:
-                program = self._programs[bucket] = self.make(bucket)
-            return program
-        return self._outside(bucket)
+        return self._inside(bucket) if bucket in self.planned else self._outside(bucket)
+
+    def _inside(self, bucket: Bucket) -> Program:
+        """The program of a planned bucket."""
+        program = self._programs.get(bucket)
+        if program is None:
+            program = self._programs[bucket] = self.make(bucket)
+        return program
 
     def _outside(self, bucket: Bucket) -> Program:
         """The program of a bucket outside the plan."""

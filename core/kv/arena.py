@@ -68,8 +68,10 @@ class Arena:
 
     def fits(self, rows: int, kept: Set[str] = frozenset()) -> bool:
         """Whether ``put`` of that many rows would succeed."""
-        if rows <= len(self._free):
-            return True
+        return rows <= len(self._free) or self._would_fit(rows, kept)
+
+    def _would_fit(self, rows: int, kept: Set[str]) -> bool:
+        """``fits`` once idle images are evicted."""
         idle = (len(e.rows) for k, e in self._entries.items() if not e.pins and k not in kept)
         return rows <= len(self._free) + sum(idle)
 

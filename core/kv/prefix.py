@@ -77,8 +77,11 @@ class Chain:
 
 
 def _span_key(span: MediaSpan, start: int, end: int) -> bytes:
-    if not span.runs:
-        return f"{span.digest}@{span.offset - start};".encode()
+    return _runs_key(span, start, end) if span.runs else f"{span.digest}@{span.offset - start};".encode()
+
+
+def _runs_key(span: MediaSpan, start: int, end: int) -> bytes:
+    """``_span_key`` of an item whose tokens are several runs."""
     within = (r for r in span.runs if r.offset < end and r.offset + r.length > start)
     runs = ",".join(f"{r.offset - start}+{r.length}:{r.first}:{r.constant}" for r in within)
     return f"{span.digest}@{runs};".encode()

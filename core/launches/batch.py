@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,20 @@ SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS
 
 
 NO_TOKENS = np.zeros(0, np.int32)
+
+
+class HeadNeeds(NamedTuple):
+    """What rows want of one SAMPLE.
+
+    Args:
+        full: any of them needs more than the argmax.
+        best: the argmax of what a mask allows is all that those which are ``full`` need.
+        told: any of them wants log-probabilities.
+    """
+
+    full: bool = False
+    best: bool = True
+    told: bool = False
 
 
 class BatchOutOfStep(RuntimeError):
@@ -127,12 +141,13 @@ class RankBatch:
         """Makes room for ``rows`` rows and one of ZERO blocks behind them, each of ``width`` blocks."""
         have = self._table.shape
         if rows + 1 > have[0] or width > have[1]:
-            self._grow_table(
-                2 * rows + 1 if rows + 1 > have[0] else have[0], width + 64 if width > have[1] else have[1]
-            )
+            self._grow_table(rows, width)
 
     def _grow_table(self, rows: int, width: int) -> None:
-        table = np.zeros((rows, width), np.int32)
+        """Makes room for more than that, so that it is seldom needed."""
+        have = self._table.shape
+        rows = 2 * rows + 1 if rows + 1 > have[0] else have[0]
+        table = np.zeros((rows, width + 64 if width > have[1] else have[1]), np.int32)
         table[: self._table.shape[0], : self._table.shape[1]] = self._table
         self._table = table
         self._numbers = _wider(self._numbers, rows)
@@ -184,6 +199,7 @@ class RankBatch:
             adapter=np.concatenate([own.adapter, guests.adapter]),
             table=self._table,
             upto=None if guests.upto is None else np.concatenate([own.context, guests.upto]),
+            seen=None if guests.seen is None else guests.seen.behind(count),
         )
 
     def _dismiss(self) -> None:
@@ -207,20 +223,16 @@ class RankBatch:
         )
 
     @property
-    def full(self) -> bool:
-        """Whether any row needs more than the argmax."""
-        return bool(self._numbers[FULL, : self.count].any())
+    def wanting(self) -> list[bool]:
+        """Of each row, whether it needs more than the argmax."""
+        wanting: list[bool] = (self._numbers[FULL, : self.count] > 0).tolist()
+        return wanting
 
-    @property
-    def best(self) -> bool:
-        """Whether the argmax of what a mask allows is all that the rows that are ``full`` need."""
+    def wanted(self) -> HeadNeeds:
+        """What the rows want of SAMPLE."""
         flags = self._numbers[:, : self.count]
-        return bool((flags[BEST] >= flags[FULL]).all())
-
-    @property
-    def told(self) -> bool:
-        """Whether any row wants log-probabilities."""
-        return bool(self._numbers[TOLD, : self.count].any())
+        full = flags[FULL]
+        return HeadNeeds(bool(full.any()), bool((flags[BEST] >= full).all()), bool(flags[TOLD].any()))
 
     # As rows
 

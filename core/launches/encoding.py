@@ -1,7 +1,9 @@
 """Pictures dealt to ranks (``--mm-encoder-tp-mode data``): each encodes its own with a whole tower, all get the rows.
 
 The ranks of a stage cut a Step's pictures alike, by slots. Nobody waits inside the tower; behind it the rows of all
-ranks are gathered, so that every rank's arena holds what one launch would have written.
+ranks are gathered, so that every rank's arena holds what one launch would have written. Where launches are planned, all
+ranks run the bucket of the largest share and gather its rows as part of the launch, those of padding included; where
+they are not, each rank runs its own size, or nothing, and as many rows cross as the largest share has.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.models.interface import Persistent
@@ -28,14 +31,34 @@ def dealt(images: Sequence[Encode], ranks: int) -> list[list[Encode]]:
 
 
 class GatheredRows:
-    """Brings the arenas of a stage's ranks up to date."""
+    """Brings the arenas of a stage's ranks up to date.
 
-    def __init__(self, backend: Backend, held: Persistent) -> None:
-        self._comm, self._device, self._held = backend.comm, backend.device, held
+    Args:
+        parts: ``ModelConfig.row_parts``.
+    """
+
+    def __init__(self, backend: Backend, held: Persistent, parts: int) -> None:
+        self._comm, self._ops, self._device = backend.comm, backend.ops, backend.device
+        self._arena = held.arena.view(-1, parts * held.arena.shape[1])
+        """A row with all its parts."""
+
+    def within(self, rows: Tensor) -> None:
+        """The end of a VISION launch: stores the rows of all ranks, whose launches have the same bucket.
+
+        Args:
+            rows: int64 [cells], where this rank's tower has stored its own.
+        """
+        self._ops.by_rows(self._gather, (rows,), self._arena)
+
+    def _gather(self, rows: Tensor, arena: Tensor) -> None:
+        own, places = self._ops.gather_rows(arena, rows), rows.view(-1, 1)
+        self._ops.cut("collective")
+        values, places = self._comm.all_gather(own), self._comm.all_gather(places)
+        self._ops.scatter_rows(arena, places.reshape(-1), values.reshape(-1, own.shape[1]))
 
     def exchange(self, shares: Sequence[Sequence[Encode]]) -> None:
         """Stores the rows that the other ranks have encoded; ``shares`` are ``dealt``'s, on all ranks the same."""
-        comm, arena = self._comm, self._held.arena
+        comm, arena = self._comm, self._arena
         rows = [_rows(share) for share in shares]
         most = max(len(r) for r in rows)
         mine = np.zeros(most, np.int64)

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.launches.batch import FLOATS
 from trencadis.core.request import MAX_BIAS, UNTOLD
+from trencadis.core.shapes.seen import seen_inputs
 from trencadis.core.step import (
     PENDING,
     HeadInputs,
@@ -20,6 +23,7 @@ from trencadis.core.step import (
     Sample,
     StepInputs,
     UInt8,
+    VisionInputs,
 )
 
 
@@ -60,6 +64,7 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
         slot=slots,
         adapter=np.fromiter((r.adapter for r in rows), np.int32, len(rows)),
         upto=_upto(rows, row_start) if any(r.spans for r in rows) else None,
+        seen=seen_inputs([r.sight for r in rows], lengths) if any(r.sight.pictures for r in rows) else None,
     )
 
 
@@ -95,27 +100,19 @@ FillMask = Callable[[int, UInt8, Sequence[int]], None]
 def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
     """Inputs of one SAMPLE launch; ``fill`` makes the masks of rows that have a handle."""
     samples = [r.sample for r in rows]
-    masks, mask_row = _masks(samples, vocab)
+    masks, mask_row = np.full((1, -(-vocab // 8)), 255, np.uint8), np.zeros(len(rows), np.int32)
+    if any(s.banned or s.handle for s in samples):
+        masks, mask_row = _masks(samples, vocab)
     if fill is not None:
         masks, mask_row = _late_masks(samples, masks, mask_row, fill)
-
-    def floats(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        return np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples))
-
     return HeadInputs(
         hidden_row=np.fromiter((r.hidden_row for r in rows), np.int32, len(rows)),
         slot=np.fromiter((r.slot for r in rows), np.int32, len(rows)),
-        temperature=floats("temperature"),
         top_k=np.fromiter((s.top_k for s in samples), np.int32, len(samples)),
-        top_p=floats("top_p"),
-        min_p=floats("min_p"),
-        presence=floats("presence"),
-        frequency=floats("frequency"),
-        repetition=floats("repetition"),
-        uniform=floats("uniform"),
         target=np.fromiter((-1 if s.logprobs >= 0 else UNTOLD for s in samples), np.int32, len(samples)),
         mask_row=mask_row,
         masks=masks,
+        **{name: np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples)) for name in FLOATS},
     )
 
 
@@ -163,6 +160,16 @@ def _late_masks(
     return np.concatenate([masks, more]), mask_row
 
 
+def no_pictures(slot: SlotForm) -> VisionInputs:
+    """Inputs of a VISION launch of padding alone."""
+    ids, pixels = np.zeros(0, np.int32), np.zeros((0, slot.values), np.uint8)
+    made = VisionInputs(pixels, np.zeros((0, 2), np.int32), ids, ids, ids)
+    if slot.near:
+        made.near, made.share = np.zeros((0, slot.near), np.int32), np.zeros((0, slot.near), np.float32)
+    made.ghost = ids if slot.ghosts else None
+    return made
+
+
 def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
     """Inputs of one POOL launch; ``groups``: each row's group, counted from 1."""
     return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
@@ -177,7 +184,8 @@ def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
     bias_value = np.zeros((r, MAX_BIAS), np.float32)
     for i, reset in enumerate(resets):
         np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
-        seen[i, np.asarray(reset.prompt, np.int64)] = True
+        ids = np.asarray(reset.prompt, np.int64)
+        seen[i, ids[ids < vocab]] = True  # others are never drawn
         for j, bias in enumerate(b for b in reset.bias if b.value):
             bias_id[i, j], bias_value[i, j] = bias
     return ResetInputs(

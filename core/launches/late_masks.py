@@ -20,24 +20,20 @@ class LaunchedHead(NamedTuple):
     followed: FollowedDraws | None = None
 
 
-def launch_head(
+def launch_followed(
     rows: Sequence[SampleRow],
     vocab: int,
     desk: Desk,
     launch: Callable[[HeadInputs], Pending[HeadOutput]],
     seated: HeadInputs | None = None,
 ) -> LaunchedHead:
-    """Launches SAMPLE over the rows ``seated``, which have no handle, and then ``rows`` by ``launch``.
+    """Launches SAMPLE over the rows ``seated``, which have no handle, and then ``rows``, some of which have one.
 
-    Where a row has a handle, the host waits for the fetch of the step before: its caller has launched this step's text
-    already, so that the device has work meanwhile. Steps without handles wait for nothing.
+    The host waits for the fetch of the step before: its caller has launched this step's text already, so that the
+    device has work meanwhile. Steps without handles wait for nothing, and do not come here.
     """
-    if seated is not None and not rows:
-        return LaunchedHead(launch(seated))
     first = 0 if seated is None else len(seated.slot)
     handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
-    if not handles:
-        return LaunchedHead(launch(joined(seated, head_inputs(rows, vocab))))
     desk.catch_up()
     draws = desk.follow(launch(joined(seated, head_inputs(rows, vocab, desk.fill))), handles)
     return LaunchedHead(draws, draws)

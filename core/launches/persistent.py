@@ -7,7 +7,7 @@ import torch
 from trencadis.core.backend import Backend, LayerKV, SamplerState
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import held_rows, kv_heads, row_width, state_slots
+from trencadis.core.memory.estimate import arena_width, held_rows, kv_heads, row_width, state_slots
 from trencadis.core.models.interface import Persistent
 from trencadis.core.quant.kv_codes import kept_type
 from trencadis.core.request import MAX_BIAS
@@ -30,7 +30,7 @@ def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int)
         kept = made(kept_type(backend.dtype), form.kept) if form.kept else None
         return LayerKV(made(codes, d), made(codes, d), made(torch.float16), made(torch.float16), kept)
 
-    return [layer() for _ in model.share.layers]
+    return [layer() for _ in model.cached]
 
 
 def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -53,7 +53,9 @@ def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor
 
     ``rows`` are the first stage's.
     """
-    return backend.zeros((held_rows(model, rows) * model.row_parts, model.text.width), backend.dtype)
+    return backend.zeros(
+        (held_rows(model, rows) * model.row_parts, arena_width(model, backend.comm.world)), backend.dtype
+    )
 
 
 def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trencadis.core.backend import Backend, Inputs, Pending, Pipe
+from trencadis.core.backend import Backend, Inputs, Pending, Pipe, VisionTensors
 from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.graphs.agree import Agreement
 from trencadis.core.graphs.manager import GraphManager
 from trencadis.core.graphs.observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.launches import inputs as host
-from trencadis.core.launches.batch import RankBatch
+from trencadis.core.launches.apart import launch_apart
+from trencadis.core.launches.batch import HeadNeeds, RankBatch
 from trencadis.core.launches.encoding import GatheredRows, dealt
 from trencadis.core.launches.host_blocks import BlockCopies
-from trencadis.core.launches.late_masks import launch_head
+from trencadis.core.launches.late_masks import launch_followed
 from trencadis.core.launches.pipe import Passage, runs
 from trencadis.core.launches.split import Launch, head_bucket, part_of, pool_rows, sample_bucket, score_rows, split
 from trencadis.core.layout import WINDOW_SLOTS
@@ -33,6 +35,7 @@ from trencadis.core.step import (
     HeadOutput,
     Pooled,
     PoolOutput,
+    Reset,
     Row,
     Step,
     StepInputs,
@@ -76,9 +79,8 @@ class StepPending:
         out.head = self.head.result() if self.head is not None else None
         if self.followed is not None:
             out.failures, out.text = self.followed.failures, self.followed.text
-        if self.targets or self.scored:
+        if self.targets or self.scored or self.pools:
             self._add_scores(out)
-        if self.pools:
             self._add_pooled(out)
         return out
 
@@ -110,7 +112,7 @@ class Runner:
         self.vocab = model.config.text.vocab
         bodies: dict[str, Callable[[Any], Any]] = {
             "text": model.text,
-            "vision": model.vision,
+            "vision": self._vision,
             "greedy": lambda t: model.head(t, False),
             "masked": lambda t: model.masked_head(t),
             "draw": lambda t: model.drawn_head(t),
@@ -166,7 +168,7 @@ class Runner:
     def pass_by(self, held: Persistent) -> None:
         """Takes rows from other ranks and gives them rows: of other pipeline stages, and of pictures."""
         if self.model.config.own_towers and self.share.starts:
-            self.gathered = GatheredRows(self.backend, held)
+            self.gathered = GatheredRows(self.backend, held, self.model.config.row_parts)
         pipe: Pipe | None = getattr(self.backend, "pipe", None)
         if pipe is not None:
             self.passage = Passage(self.share, pipe, held)
@@ -201,19 +203,18 @@ class Runner:
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
         if launch.bucket.stage is Stage.RESET:
-            resets = [step.resets[i] for i in launch.items]
-            self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
+            self._launch_reset([step.resets[i] for i in launch.items], launch.bucket, pending)
         elif launch.bucket.stage is Stage.VISION:
             self._launch_vision([step.images[i] for i in launch.items], launch.bucket, pending)
+        elif self.passage is not None:
+            self._run_between(self.passage, launch.bucket, self._text_inputs(step, launch), pending)
         else:
-            self._launch_text(self._text_inputs(step, launch), launch.bucket, pending)
+            inputs = self._text_inputs(step, launch)
+            self._run(launch.bucket, inputs, len(inputs.tokens), pending)
 
-    def _launch_text(self, inputs: StepInputs, bucket: Bucket, pending: StepPending) -> None:
-        """A text launch."""
-        if self.passage is not None:
-            self._run_between(self.passage, bucket, inputs, pending)
-        else:
-            self._run(bucket, inputs, len(inputs.tokens), pending)
+    def _launch_reset(self, resets: list[Reset], bucket: Bucket, pending: StepPending) -> None:
+        """A RESET launch."""
+        self._run(bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
 
     def _launch_vision(self, images: list[Encode], bucket: Bucket, pending: StepPending) -> None:
         """A VISION launch."""
@@ -222,8 +223,14 @@ class Runner:
         else:
             self._encode(images, bucket, pending)
 
+    def _vision(self, inputs: VisionTensors) -> None:
+        """The body of VISION; a planned launch ends with the rows of all ranks."""
+        self.model.vision(inputs)
+        if self.gathered is not None and self.graphs.counted:
+            self.gathered.within(inputs.rows)
+
     def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: StepPending) -> None:
-        inputs = self.model.pack(images, bucket.dims[0])
+        inputs = self.model.pack(images, bucket.dims[0]) if images else host.no_pictures(self.backend.slot)
         needed = sum(image.slots for image in images)  # padding stands behind them
         self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
         pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
@@ -233,10 +240,12 @@ class Runner:
         comm = self.backend.comm
         shares = dealt(images, comm.world)
         mine = shares[comm.rank]
-        if mine:
-            need = sum(i.slots for i in mine)
+        alike = self.graphs.counted
+        if mine or alike:
+            need = max(sum(i.slots for i in share) for share in (shares if alike else [mine]))
             self._encode(mine, self.plan.fit(Stage.VISION, (need,)), pending)
-        gathered.exchange(shares)
+        if not alike:
+            gathered.exchange(shares)
 
     def _run_between(self, passage: Passage, bucket: Bucket, inputs: StepInputs, pending: StepPending) -> None:
         """A text launch between the stages beside this one."""
@@ -277,16 +286,28 @@ class Runner:
         count = seated + len(rows)
         if not count:
             return
-        full = [r.sample.best for r in rows if r.sample.full]
-        best = all(full) and (not seated or self.batch.best)
-        told = any(r.sample.logprobs >= 0 for r in rows) or (seated > 0 and self.batch.told)
-        bucket = head_bucket(count, bool(full) or (seated > 0 and self.batch.full), best, self.plan, told)
+        full, seats = [r.sample.best for r in rows if r.sample.full], self.batch.wanted() if seated else HeadNeeds()
+        told = seats.told or any(r.sample.logprobs >= 0 for r in rows)
+        some, best = seats.full or bool(full), seats.best and all(full)
 
-        def launch(inputs: HeadInputs) -> Pending[HeadOutput]:
+        def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
+            count = len(inputs.slot)
+            bucket = head_bucket(count, full, best, self.plan, told)
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
+        def apart(inputs: HeadInputs) -> Pending[HeadOutput]:
+            wanting = [r.sample.full for r in rows]
+            every = np.array([*self.batch.wanting, *wanting] if seated else wanting)
+            return part(inputs, True) if every.all() else launch_apart(inputs, every, part)
+
+        launch = apart if some and self.plan.policy.split_head else partial(part, full=some)
         own = self.batch.head(self._everything) if seated else None
-        pending.head, pending.followed = launch_head(rows, self.vocab, self.desk, launch, own)
+        if any(r.sample.handle for r in rows):
+            pending.head, pending.followed = launch_followed(rows, self.vocab, self.desk, launch, own)
+        elif rows:
+            pending.head = launch(host.joined(own, host.head_inputs(rows, self.vocab)))
+        elif own is not None:
+            pending.head = launch(own)
         if any(r.sample.scored for r in rows):
             self._score_chosen(rows, pending, seated)
 
@@ -303,7 +324,7 @@ class Runner:
             if row.targets is None:
                 continue
             first = last - len(row.tokens) + 1
-            wanted = [i for i, t in enumerate(row.targets) if t >= 0]
+            wanted = [i for i, t in enumerate(row.targets) if 0 <= t < self.vocab]  # a mark may have no logit
             hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
             positions = [row.context + i + 1 for i in wanted]
             pending.targets += self._scores(row.key, hidden, ids, positions, pending)

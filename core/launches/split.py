@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
 from trencadis.core.shapes.rectangles import Need, cut_rows
+from trencadis.core.shapes.seen import units_of, variant_of
 from trencadis.core.step import ImageRows, Row, SeenSpan, Step
 
 HEAD_ROWS = 64
@@ -63,7 +64,10 @@ def split(step: Step, plan: Plan) -> tuple[Launch, ...]:
     if step.images:
         launches.append(_vision(step, plan))
     if (step.rows or step.seated) and plan.policy.mixed:
-        launches.append(Launch(_ragged(step, plan), tuple(range(len(step.rows)))))
+        bucket = _ragged(step, plan)
+        if any(row.sight.pictures for row in step.rows):
+            bucket = _seeing(bucket, plan, step.rows)
+        launches.append(Launch(bucket, tuple(range(len(step.rows)))))
     elif step.rows:
         launches += _rectangles(step, plan)
     return tuple(launches)
@@ -102,10 +106,18 @@ def _rectangles(step: Step, plan: Plan) -> list[Launch]:
         for cut in cut_rows([Need(i, row.context, len(row.tokens), row.spans) for i, row in rows], plan):
             items = tuple(p.row for p in cut.pieces)
             whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
-            found.append(
-                Launch(cut.bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces))
-            )
+            bucket = _seeing(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)
+            found.append(Launch(bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces)))
     return found
+
+
+def _seeing(bucket: Bucket, plan: Plan, rows: Sequence[Row], pieces: Sequence[Any] = ()) -> Bucket:
+    """``bucket`` with room for the pictures that the rows see, or these pieces of them."""
+    if not any(row.sight.pictures for row in rows):
+        return bucket
+    cut = (row.sight.part(p.start, p.stop) for row, p in zip(rows, pieces, strict=True))
+    need = units_of(cut if pieces else (row.sight for row in rows))
+    return dataclasses.replace(bucket, variant=variant_of(need, plan.units)) if need else bucket
 
 
 def _groups(step: Step, block_size: int) -> list[list[int]]:
@@ -177,6 +189,7 @@ def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
         samples=row.samples if stop == len(row.tokens) else (),
         targets=None if row.targets is None else row.targets[start:stop],
         spans=_spans(row, start, stop),
+        sight=row.sight.part(start, stop) if row.sight.pictures else row.sight,
     )
 
 

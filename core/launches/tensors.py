@@ -36,6 +36,14 @@ def slots_at(cache: Tensor, where: slice | Tensor) -> Tensor:
     return flat[where] if isinstance(where, slice) else flat.index_select(0, where)
 
 
+def first_rows(tree: Any, rows: int) -> Any:
+    """The tensors of nested tuples without the rows from ``rows`` on, which are padding."""
+    if isinstance(tree, tuple):
+        made = [first_rows(item, rows) for item in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return tree if tree is None or len(tree) == rows else tree[:rows]
+
+
 class Attn(NamedTuple):
     """What attention needs of a text launch; opaque to models. Backends may subclass it."""
 
@@ -51,6 +59,9 @@ class Segments(NamedTuple):
 
     segment: Tensor  # int32 [windows] image of each window, ascending
     real: Tensor  # int32 [windows] real patches of each window, first in it
+    ghost: Tensor | None = (
+        None  # int32 [windows] 1: its slots are keys of others, and blind to each other; None: no such
+    )
 
 
 class Rotary(NamedTuple):
@@ -58,6 +69,15 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class SeenTensors(NamedTuple):
+    """The pictures that a text launch attends to, beside its tokens; see ``core.shapes.seen.SeenInputs``."""
+
+    units: Tensor  # int32 [u]
+    reach: Tensor  # int32 [n, u]
+    times: Tensor  # int32 [n, u]
+    gate: Tensor  # int32 [n]
 
 
 class TextTensors(NamedTuple):
@@ -69,6 +89,7 @@ class TextTensors(NamedTuple):
     image_row: Tensor  # int32 [m]
     out_row: Tensor  # int64 [n]
     attn: Attn
+    seen: SeenTensors | None = None  # None: no token of the launch sees a picture
 
 
 class VisionTensors(NamedTuple):

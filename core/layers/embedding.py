@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
 from trencadis.core.layers.linear import Linear, pad_rows, scaled, span
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.source import Source, StackedPart
+
+if TYPE_CHECKING:
+    from trencadis.core.models.interface import BestOps
+
+LAST = 0x7FFFFFFF
+"""What an output is subtracted from in the codes of ``BestOps.best_outputs``."""
 
 
 class Embedding:
@@ -44,6 +52,8 @@ class Head(Linear):
         super().__init__(ops, comm)
         self.vocab, self.hidden, self.scale = vocab, hidden, scale
         self.unit = unit if comm.world > 1 else 1
+        self.start, self.stop, _ = span(vocab, comm.rank, comm.world, self.unit)
+        self._coded: bool | None = None
 
     def load(self, source: Source, name: str) -> None:
         start, stop, width = span(self.vocab, self.comm.rank, self.comm.world, self.unit)
@@ -51,13 +61,37 @@ class Head(Linear):
         if found is not None:
             self.pack(found.padded(width, self.hidden), None)
             return
-        weight = source.shard(f"{name}.weight", (self.vocab, self.hidden), 0, start, stop)
+        part = StackedPart(f"{name}.weight", self.vocab, start, stop, width)
+        if self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None):
+            return
+        weight = source.shard(part.name, (self.vocab, self.hidden), 0, start, stop)
         self.pack(pad_rows(weight, width), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
         y = scaled(super().__call__(x), self.scale)
-        if self.comm.world == 1:
-            return y
+        return y if self.comm.world == 1 else self._gathered(y)
+
+    def _gathered(self, y: Tensor) -> Tensor:
+        """The logits of all ranks."""
         self.ops.cut("collective")
         return self.comm.all_gather(y)[:, : self.vocab]
+
+    def best(self, x: Tensor) -> Tensor | None:
+        """int64 [r]: the first of the largest logits of each row, without the logits; None: they are needed.
+
+        For devices whose policy says ``best_head``.
+        """
+        if len(self.weights) > 1 or self._coded is False:
+            return None
+        ops = cast("BestOps", self.ops)
+        codes = ops.best_outputs(x, self.weights[0], self.stop - self.start, self.scale)
+        if self.comm.world > 1:
+            if self._coded is None:
+                # Ranks may be on machines whose kernels differ.
+                self._coded = bool(self.comm.least((int(codes is not None),))[0])
+            if self._coded and codes is not None:
+                codes = self.comm.all_gather((codes - self.start)[:, None]).amax(1)
+            else:
+                codes = None
+        return None if codes is None else LAST - (codes & 0xFFFFFFFF)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from trencadis.core.backend import Comm, Ops, Weight
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.source import Source, StackedPart
+from trencadis.core.layers.source import Source, StackedPart, StoredRows
 from trencadis.core.layout import aligned
 from trencadis.core.quant.tensor import QTensor, fits, joined
 
@@ -46,6 +46,28 @@ class Linear:
             # A backend that keeps the integers says what they take; others keep a weight of the engine's type.
             self.bytes += getattr(packed, "nbytes", rows * part.shape[1] * part.dtype.itemsize)
             self.weights.append(packed)
+
+    def pack_stored(
+        self, source: Source, parts: list[StackedPart], inputs: tuple[int, int, int, int], bias: Tensor | None
+    ) -> bool:
+        """Packs rows from where they are stored; False where source or ops have no way to.
+
+        Args:
+            inputs: of the stored matrix, [start, stop) and width of this rank's.
+        """
+        give, pack = getattr(source, "stored", None), getattr(self.ops, "pack_stored", None)
+        if give is None or pack is None:
+            return False
+        whole, start, stop, width = inputs
+        rows: StoredRows | None = give(parts, whole, start, stop)
+        if rows is None:
+            return False
+        packed: Weight | None = pack(rows._replace(inputs=width), bias)
+        if packed is None:
+            return False
+        self.bytes = rows._replace(inputs=width).nbytes + (bias.nbytes if bias is not None else 0)
+        self.weights = [packed]
+        return True
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in of this rank] -> [n, out of this rank] of the backend's dtype."""
@@ -109,7 +131,8 @@ class Columns(Linear):
         held = [self._quantised(source, name, *where) for name, where in zip(names, spans, strict=True)]
         if all(found is None for found in held):
             parts = [StackedPart(f"{name}.weight", *where) for name, where in zip(names, spans, strict=True)]
-            self.pack(source.stacked(parts, self.inputs), biases)
+            if not self.pack_stored(source, parts, (self.inputs, 0, self.inputs, self.inputs), biases):
+                self.pack(source.stacked(parts, self.inputs), biases)
             return
         weights = [
             self._plain(source, name, *where) if found is None else found
@@ -159,7 +182,10 @@ class Rows(Linear):
         if found is not None:
             self.pack(found.padded(self.outputs, width), bias)
             return
-        weight = source.shard(f"{name}.weight", (self.outputs, self.inputs), 1, start, stop)
+        part = StackedPart(f"{name}.weight", self.outputs, 0, self.outputs, self.outputs)
+        if self.pack_stored(source, [part], (self.inputs, start, stop, width), bias):
+            return
+        weight = source.shard(part.name, (self.outputs, self.inputs), 1, start, stop)
         if stop - start < width:
             weight = functional.pad(weight, (0, width - (stop - start)))
         self.pack(weight, bias)
@@ -174,8 +200,10 @@ class Rows(Linear):
 
     def summed(self, y: Tensor) -> Tensor:
         """The sum of the ranks' parts."""
-        if self.comm.world == 1:
-            return y
+        return y if self.comm.world == 1 else self._reduced(y)
+
+    def _reduced(self, y: Tensor) -> Tensor:
+        """``summed`` of several ranks."""
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trencadis.core.layers.source import Source, StackedPart, stack
+from trencadis.core.layers.source import Source, StackedPart, StoredRows, stack
 from trencadis.core.quant.tensor import QTensor, joined
 
 TURNING = ("q_proj", "k_proj")
@@ -42,6 +42,12 @@ class PartlyTurned:
 
     def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
         return stack(self, parts, inputs)
+
+    def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
+        give = getattr(self.source, "stored", None)
+        turns = any(part.name.rpartition(".")[0].rpartition(".")[2] in TURNING for part in parts)
+        found: StoredRows | None = None if turns or give is None else give(parts, inputs, start, stop)
+        return found
 
     def quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""

@@ -110,8 +110,11 @@ class TextRotary:
 
     def __call__(self, ops: Ops, positions: Tensor) -> Rotary:
         """Factors of int32 positions [3, n]."""
-        if self.long is None or self.far is None or self.size is None:
-            return ops.rotary(positions, self.inv_freq, self.axis)
+        return ops.rotary(positions, self.inv_freq, self.axis) if self.long is None else self._of_both(ops, positions)
+
+    def _of_both(self, ops: Ops, positions: Tensor) -> Rotary:
+        """Factors where requests turn by one of two tables."""
+        assert self.long is not None and self.far is not None and self.size is not None
         apart = torch.stack([positions[0], positions[1] - positions[0]])
         near, far = ops.rotary(apart, self.inv_freq, self.axis), ops.rotary(apart, self.long, self.far)
         return Rotary(near.cos * far.cos * self.size, (near.sin + far.sin) * self.size)

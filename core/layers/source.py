@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trencadis.core.quant.tensor import QTensor
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Weight
 
 
 class StackedPart(NamedTuple):
@@ -19,6 +22,40 @@ class StackedPart(NamedTuple):
     start: int
     stop: int
     width: int
+
+
+class StoredRows(NamedTuple):
+    """What ``Source.stacked`` joins, as a checkpoint stores it; for ops that join and convert as they pack.
+
+    ``parts`` are views [rows, up to ``inputs``] of one type; below each come zeros up to its width, behind each row up
+    to ``inputs``. ``dtype``: what the packed weight has to be.
+    """
+
+    parts: Sequence[Tensor]
+    widths: Sequence[int]
+    inputs: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, without what its layout fills up."""
+        return sum(self.widths) * self.inputs * self.dtype.itemsize
+
+
+class StoringSource(Protocol):
+    """What a ``Source`` may have besides: weights before they are converted."""
+
+    def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
+        """Columns [start, stop) of ``parts``; None where nothing is stored, or in types of which some differ."""
+        ...
+
+
+class StoringOps(Protocol):
+    """What ``Ops`` may have besides: weights are packed from where they are stored."""
+
+    def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
+        """``Ops.pack_weight`` of the joined rows; None where it has to be that."""
+        ...
 
 
 class Source(Protocol):

@@ -15,8 +15,11 @@ from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage,
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.vision_config import CROSSING, NO_SLOT
 from trencadis.core.layout import RESERVED_ROWS, aligned
+from trencadis.core.memory import gathering
 from trencadis.core.memory.graph_budget import Price
+from trencadis.core.memory.input_bytes import any_inputs
 from trencadis.core.memory.ledger import Before
+from trencadis.core.memory.seeing import seen_bytes
 from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess, opened
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
@@ -80,6 +83,12 @@ def held_rows(model: ModelConfig, rows: int) -> int:
     return rows if model.share.starts else RESERVED_ROWS
 
 
+def arena_width(model: ModelConfig, ranks: int) -> int:
+    """Columns of the arena of one of ``ranks`` devices: an embedding's, or keys and values of layers that see."""
+    t = model.text
+    return 2 * len(t.cross) * kv_heads(t, ranks) * t.head_dim if t.cross else t.width
+
+
 def row_width(model: ModelConfig) -> int:
     """Columns of the hidden rows: what the head reads, or what the next stage takes."""
     return model.text.width if model.share.ends else model.text.hidden
@@ -93,22 +102,6 @@ def joined(tokens: int, stored: int) -> bool:
 def row_blocks(text: TextConfig, block_size: int) -> int:
     """KV blocks of the longest row that the model takes; backends allow for it, whatever --max-model-len says."""
     return -(-text.max_positions // block_size)
-
-
-def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, if the policy has no function for them."""
-    stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
-    bits = -(-vocab // 8)
-    if stage is Stage.VISION:
-        mixed = 8 * sizes.slot.near
-        return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
-    if stage is Stage.SAMPLE:
-        return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
-    if stage is Stage.POOL:
-        return dims[0] * 12
-    if stage is Stage.RESET:
-        return dims[0] * (8 + 4 * vocab + bits + MAX_BIAS * 12)
-    return padded_tokens(bucket) * 44 + dims[-1] * 12
 
 
 def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
@@ -157,7 +150,7 @@ class Sized:
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers of this device."""
         head = head_bytes(self.text.kv, self.text.head_dim, self.itemsize)
-        return len(self.model.share.layers) * block_size * self.kv_heads * head
+        return len(self.model.cached) * block_size * self.kv_heads * head
 
     def weights(self) -> int:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
@@ -174,7 +167,7 @@ class Sized:
         if t.long_from:  # a second table, and what both are multiplied by
             frequencies += t.head_dim // 2 * FREQUENCY + t.head_dim * 4
         if t.kv is not None:
-            frequencies += len(share.layers) * t.kv.fixed_bytes(self.kv_heads)
+            frequencies += len(self.model.cached) * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
             total += v.held(self.towers, unit)
             frequencies += v.tables(unit)
@@ -213,7 +206,7 @@ class Sized:
         slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
         sizes = InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
-            max(self._share(t.heads) // self.kv_heads, 1),
+            max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
         )  # fmt: skip
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
@@ -247,7 +240,10 @@ class Sized:
         stage, size, t = bucket.stage, padded_tokens(bucket), self.text
         if stage is Stage.VISION:
             v = self.model.vision
-            return 0 if v is None else v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
+            if v is None:
+                return 0
+            tower = v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
+            return max(tower, gathering.held(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
         if stage is Stage.RESET:
@@ -262,6 +258,7 @@ class Sized:
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
+        attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
         narrow = streams + max(attention, self._mlp(size))
         return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
@@ -336,29 +333,34 @@ class Sized:
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            return self._layers_keep(bucket, v.hidden, v.head_dim, v.crossing, v.heads, -(-8 // v.slot.cell)) + leaving
+            leaving += gathering.kept(self.model, size, self.itemsize) if self.graphs.cached else 0
+            sizes = v.hidden, v.head_dim, v.crossing, v.heads, -(-8 // v.slot.cell)
+            return self._layers_keep(bucket, self.towers, *sizes) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
         crossing = CROSSING + (1 if t.place == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, t.hidden, t.head_dim, crossing, t.heads, 16)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 16)
         return kept + (experts * self.itemsize if self.ranks > 1 and self.graphs.cached else 0)
 
-    def _layers_keep(self, bucket: Bucket, width: int, d: int, crossing: int, heads: int, indices: int) -> int:
+    def _layers_keep(
+        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, indices: int
+    ) -> int:
         """``kept`` of layers of these sizes.
 
         Args:
+            ranks: that share the layers.
             crossing: widths of the stream that cross the cuts before a layer's two collectives.
             indices: bytes of a token's indices in the type of the body.
         """
         layers, size = self.layers(bucket.stage), padded_tokens(bucket)
         if not self.graphs.cached:
-            return 0 if self.ranks == 1 else size * layers * 2 * width * self.itemsize
+            return 0 if ranks == 1 else size * layers * 2 * width * self.itemsize
         cuts, each = self.graphs.cuts(layers), 2 * width
-        if self.ranks > 1:
-            cuts, each = layers, crossing * width + self._share(heads * d)
+        if ranks > 1:
+            cuts, each = layers, crossing * width + -(-heads * d // ranks)
         once = self.shared(bucket) if cuts else 0
         return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
 
@@ -373,7 +375,7 @@ def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: in
         total=total,
         others=others,
         weights=sized.weights(),
-        arena=held_rows(model, arena_rows) * model.row_parts * t.width * sized.itemsize,
+        arena=held_rows(model, arena_rows) * model.row_parts * arena_width(model, sized.ranks) * sized.itemsize,
         state=state,
         hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * sized.itemsize,
         inputs=sized.all_inputs(plan),

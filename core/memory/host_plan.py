@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.memory.estimate import arena_width
 from trencadis.core.memory.units import gib
 from trencadis.core.memory.weights import grown
 from trencadis.core.quant.kv import head_bytes
@@ -19,6 +20,9 @@ from trencadis.core.shapes.costs import layers_values
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
 ARENA_ROWS = 8192
+
+LEAST_UNITS, MOST_UNITS = 4, 16
+"""Pictures of an arena whose pictures stay with their requests, where the user names no number."""
 """Least arena rows: a small model's rows cost little, and many small images should stay cached."""
 
 
@@ -61,7 +65,7 @@ class CacheOptions:
 
 def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
     """K and V of one block over all layers."""
-    return text.layers * block_size * text.kv_heads * head_bytes(text.kv, text.head_dim, itemsize)
+    return (text.layers - len(text.cross)) * block_size * text.kv_heads * head_bytes(text.kv, text.head_dim, itemsize)
 
 
 def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
@@ -113,8 +117,7 @@ def plan_cpu(
     text = config.text
     longest = _longest(config, asked)
     weights = weights_bytes(config, itemsize, ranks, quantised)
-    copies = max(ranks // text.kv_heads, 1)
-    per_block = copies * block_bytes(text, asked.block_size, itemsize)
+    per_block = max(ranks // text.kv_heads, 1) * block_bytes(text, asked.block_size, itemsize)
     left = available - weights
     if left < per_block:
         raise StartupError(
@@ -141,25 +144,58 @@ def plan_cpu(
         wanted = fits
     if asked.kv_bytes is not None and asked.kv_bytes > left:
         raise StartupError(f"--kv-cache-memory-bytes asks for {gib(asked.kv_bytes)}; {gib(left)} are free")
-    rows = arena_rows(config, asked, min(image_tokens, wanted))
+    rows, row_bytes = arena_rows(config, asked, image_tokens, wanted), _row_bytes(config, ranks) * itemsize
+    _check_units(config, rows, image_tokens, row_bytes, left - blocks * per_block)
     return CachePlan(
         num_blocks=blocks,
         block_size=asked.block_size,
         max_model_len=wanted,
         arena_rows=rows,
         kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
-        arena_bytes=rows * config.row_parts * text.width * itemsize,
+        arena_bytes=rows * row_bytes,
         weights_bytes=weights,
         notes=tuple(notes),
     )
 
 
-def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int) -> int:
+def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int, model_len: int) -> int:
     """Arena rows for the largest images, the reserved ones included."""
     if config.vision is None:
         return reserved_rows(config)
+    if config.text.cross:
+        return arena_units(config, asked.arena_images, asked.max_num_seqs) * image_tokens + reserved_rows(config)
+    image_tokens = min(image_tokens, model_len)
     if asked.arena_images is not None:
         if asked.arena_images < 2:
             raise StartupError("--encoder-cache-images must be at least 2")
         return asked.arena_images * image_tokens + reserved_rows(config)
     return max(4 * image_tokens, ARENA_ROWS) + reserved_rows(config)
+
+
+def arena_units(config: ModelConfig, asked: int | None, rows: int) -> int:
+    """Pictures of an arena whose rows layers attend to; 0: they attend to none. ``rows``: requests at a time.
+
+    Such a picture stays for as long as its request, so that there should be one for each.
+    """
+    if not config.text.cross:
+        return 0
+    if asked is not None and asked < 1:
+        raise StartupError("--encoder-cache-images must be at least 1")
+    return asked or max(LEAST_UNITS, min(rows, MOST_UNITS))
+
+
+def _row_bytes(config: ModelConfig, ranks: int) -> int:
+    """Values of an arena row; of layers that see pictures, those of all ranks, which hold other ones each."""
+    return config.row_parts * arena_width(config, ranks) * (ranks if config.text.cross else 1)
+
+
+def _check_units(config: ModelConfig, rows: int, unit: int, row_bytes: int, left: int) -> None:
+    """Raises StartupError where pictures that layers attend to, ``unit`` rows each, do not fit ``left`` bytes."""
+    need = rows * row_bytes
+    if not config.text.cross or need <= left:
+        return
+    line = f"{rows // unit} pictures (--encoder-cache-images) need {gib(need)} and {gib(max(left, 0))} are left"
+    fits = left // (unit * row_bytes)
+    if fits > 0:
+        raise StartupError(f"{line}; {fits} fit")
+    raise StartupError(f"{line}; not one fits, {gib(unit * row_bytes - left)} are missing")

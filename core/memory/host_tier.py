@@ -46,7 +46,7 @@ def blocks(config: EngineConfig, block_bytes: int, ranks: int, free: int | None 
 
 def on_all_stages(model: ModelConfig, block_bytes: int) -> int:
     """Bytes of a KV block over all pipeline stages; ``block_bytes``: of its part on the stage that ``model`` is."""
-    return block_bytes // len(model.share.layers) * model.text.layers
+    return block_bytes // len(model.cached) * (model.text.layers - len(model.text.cross))
 
 
 def note(count: int, block_bytes: int, block_size: int, ranks: int) -> str:

@@ -51,6 +51,8 @@ def fingerprint(model: ModelConfig) -> str:
     parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
     if model.part is not None:
         parts["part"] = asdict(model.part)
+    if model.own_towers:
+        parts["own towers"] = {}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -79,7 +79,9 @@ def layer_values(model: ModelConfig, place: int, ranks: int, width: int = 1) -> 
     heads = -(-t.heads // ranks) * t.head_dim
     qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
     layer = t.hidden * (qkv + heads) + layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
-    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0) + (2 * t.head_dim if t.qk_norm else 0)
+    crosses = place in t.cross
+    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
+    layer += (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses  # its gates
     if t.experts is not None and place not in t.experts.dense:
         return layer + t.experts.values(t.hidden, ranks)
     biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
@@ -102,7 +104,8 @@ def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
     total = sum(layer_values(model, place, ranks, width) for place in share.layers)
     crosses = t.hidden * t.width if t.width != t.hidden else 0
     if share.starts:
-        total += t.vocab * t.width + t.learned * t.hidden + (t.types * t.hidden + norm if t.types else 0) + crosses
+        total += (t.vocab + t.spare) * t.width + t.learned * t.hidden + crosses
+        total += t.types * t.hidden + norm if t.types else 0
     if share.ends:
         total += (norm if t.final_norm else 0) + crosses
         if model.pooling is None and not (t.tied and ranks == 1 and share.starts):
@@ -192,10 +195,12 @@ def _of_layer(model: ModelConfig, place: int, ranks: int, width: int) -> Iterato
     t, at = model.text, f"layers.{place}"
     heads = -(-t.heads // ranks) * t.head_dim
     kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
-    yield SharedMatrix(f"{at}.self_attn.q_proj", heads, t.hidden, t.hidden)
-    yield SharedMatrix(f"{at}.self_attn.k_proj", kv, t.hidden, t.hidden, first=False)
-    yield SharedMatrix(f"{at}.self_attn.v_proj", kv, t.hidden, t.hidden, first=False)
-    yield SharedMatrix(f"{at}.self_attn.o_proj", t.hidden, heads, t.heads * t.head_dim)
+    crosses = place in t.cross
+    part = f"{at}.{'cross' if crosses else 'self'}_attn"
+    yield SharedMatrix(f"{part}.q_proj", heads, t.hidden, t.hidden)
+    yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
+    yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{part}.o_proj", t.hidden, heads, t.heads * t.head_dim)
     if t.experts is not None and place not in t.experts.dense:
         inner = t.experts.inner
         for i in range(t.experts.count):

@@ -13,7 +13,7 @@ from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.checkpoint.quant_config import renamed
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.source import StackedPart, stack
+from trencadis.core.layers.source import StackedPart, StoredRows, stack
 from trencadis.core.models.family import StoredNames
 from trencadis.core.models.loader import FLOATS, Dummy
 from trencadis.core.quant.formats.raw import RawWeight
@@ -147,6 +147,15 @@ class Collected:
             out[at + len(tensor) : at + part.width] = 0
             at += part.width
         return out
+
+    def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
+        """``core.layers.source.StoringSource``: views of the mapped files."""
+        if not self.copied or self.dummy is not None:
+            return None
+        found = [self._find(p.name, (p.size, inputs))[p.start : p.stop, start:stop] for p in parts]
+        if any(t.dtype != found[0].dtype or t.stride(1) != 1 or not len(t) for t in found):
+            return None
+        return StoredRows(found, [p.width for p in parts], stop - start, self.dtype)
 
     def scheme(self, name: str) -> Scheme | None:
         """How the weight of module ``name`` is quantised, by config.json; None: it is not."""

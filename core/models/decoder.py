@@ -26,6 +26,7 @@ from trencadis.core.backend import (
 from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.errors import StartupError
+from trencadis.core.launches.tensors import first_rows
 from trencadis.core.layers.attention import Attention
 from trencadis.core.layers.embedding import Embedding, Head
 from trencadis.core.layers.experts import ExpertMLP
@@ -36,7 +37,7 @@ from trencadis.core.layers.pooler import Pooler
 from trencadis.core.layers.rope import TextRotary
 from trencadis.core.layers.source import Source
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.interface import DrawingOps, HostLayering, MaskingOps, Persistent
+from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
 from trencadis.core.models.passing import PassedEntry
 from trencadis.core.models.registry import family_of
 from trencadis.core.step import Encode, VisionInputs
@@ -174,14 +175,6 @@ class Deepening:
         return x + self.ops.gather_rows(arena, rows)
 
 
-def first_rows(tree: Any, rows: int) -> Any:
-    """The tensors of nested tuples without the rows from ``rows`` on, which are padding."""
-    if isinstance(tree, tuple):
-        made = [first_rows(item, rows) for item in tree]
-        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-    return tree if tree is None or len(tree) == rows else tree[:rows]
-
-
 class Exit:
     """The end of a text launch: the final norm, the way to the head's width, and where the rows are kept."""
 
@@ -209,12 +202,15 @@ class Exit:
 class Sampling:
     """The output head and the draw."""
 
-    def __init__(self, ops: Ops, lm_head: Head) -> None:
-        self.ops, self.lm_head = ops, lm_head
+    def __init__(self, ops: Ops, lm_head: Head, best: bool = False) -> None:
+        self.ops, self.lm_head, self.best = ops, lm_head, best
 
     def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         """Samples from rows of ``hidden`` and notes the ids in ``state``."""
-        return self.ops.sample(self._logits(hidden, inputs), inputs, state, full)
+        rows = self.ops.gather_rows(hidden, inputs.hidden_row)
+        if self.best and not full and (token := self.lm_head.best(rows)) is not None:
+            return cast(BestOps, self.ops).take(token, inputs, state)
+        return self.ops.sample(self.lm_head(rows), inputs, state, full)
 
     def masked(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         """Takes the best ids that the masks allow."""
@@ -262,7 +258,7 @@ class Decoder:
             self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
             norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
             self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
-            self.sampling = Sampling(self.ops, self.lm_head)
+            self.sampling = Sampling(self.ops, self.lm_head, backend.policy.best_head)
         else:
             self.leave = Exit(self.ops, None)
         self.pooler = Pooler(self.ops)
@@ -337,7 +333,11 @@ class Decoder:
         A stage that is not the last stores the residual stream there, which the next one takes.
         """
         p, ops = self.persistent, self.ops
-        x, residual, rotary, local, *rest = first_rows(self._start(inputs), len(inputs.out_row))
+        rows = len(inputs.out_row)
+        # No name holds what enters: it would live as long as the launch.
+        x, residual, rotary, local, *rest = (
+            self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
+        )
         deep = rest[0] if rest else ()  # a later stage has none
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)

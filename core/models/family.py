@@ -26,9 +26,10 @@ class StoredNames:
     ``norm``, ``lm_head``, ``score``, ``score_dense``, and in ``layers.0``: ``input_layernorm``,
     ``post_attention_layernorm``, which stands before the MLP, and for norms behind both
     ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``,
-    ``mlp.{gate,up,down}_proj``; where there are experts ``mlp.gate`` and ``mlp.experts.0.{gate,up,down}_proj``, which
-    may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``, [experts, out, in]. Stored ``qkv_proj`` and
-    ``gate_up_proj`` are cut into those.
+    ``mlp.{gate,up,down}_proj``; in layers that attend to pictures ``cross_attn`` in place of ``self_attn``, and
+    ``cross_attn_{attn,mlp}_gate``; where there are experts ``mlp.gate`` and ``mlp.experts.0.{gate,up,down}_proj``,
+    which may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``, [experts, out, in]. Stored ``qkv_proj``
+    and ``gate_up_proj`` are cut into those.
 
     Args:
         prefixes: stored prefix -> canonical one; the first that matches counts, names without one are ignored.

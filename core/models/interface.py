@@ -19,8 +19,10 @@ from trencadis.core.backend import (
     SamplerState,
     TextTensors,
     VisionTensors,
+    Weight,
 )
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.step import Encode, VisionInputs
 
 
@@ -30,7 +32,7 @@ class Persistent:
 
     kv: list[LayerKV]
     hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding. What a stage sends starts at row 1
-    arena: Tensor  # [arena rows x ModelConfig.row_parts, hidden]; rows 0 (ZERO) and 1 (SINK) are reserved
+    arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
     stream: Tensor | None = None  # as ``hidden``, from row 1 on what the stage before sent; None on the first stage
 
@@ -43,11 +45,39 @@ class MaskingOps(Protocol):
         ...
 
 
+class BestOps(Protocol):
+    """What ``Ops`` have besides where the policy says ``best_head``: the best outputs of a product, and no logits."""
+
+    def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
+        """int64 [n]: a code of the best of the first ``outputs`` outputs of each row x [n, in]; None: by logits.
+
+        The larger code is the better output. Its low 32 bits are 2^31 - 1 less the output; the high ones are the
+        output's value times ``scale`` in an order of integers. Whether it is None depends on the weight alone.
+        """
+        ...
+
+    def take(self, token: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+        """The greedy variant of ``Ops.sample`` with the ids int64 [n] that it found."""
+        ...
+
+
 class DrawingOps(Protocol):
     """What ``Ops`` have besides where the policy says ``drawn_head``."""
 
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         """The full variant of ``Ops.sample`` without log-probabilities, ranks and best ids."""
+        ...
+
+
+class SeeingOps(Protocol):
+    """What ``Ops`` have besides where layers attend to rows of pictures (``TextConfig.cross``)."""
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, seen: SeenTensors, scale: float) -> Tensor:
+        """Attention [n, h, d] of q [n, h, d] over k and v [units, length, g, d].
+
+        A token sees the first ``seen.reach`` rows of each unit, as if each stood there ``seen.times`` times; one that
+        sees none gives anything finite.
+        """
         ...
 
 

@@ -40,6 +40,7 @@ TABLE = {
     "InternVLForConditionalGeneration": "trencadis.multimodal.internvl.family:FAMILY",
     "Idefics3ForConditionalGeneration": "trencadis.multimodal.idefics3.family:FAMILY",
     "Mistral3ForConditionalGeneration": "trencadis.multimodal.mistral3.family:FAMILY",
+    "MllamaForConditionalGeneration": "trencadis.multimodal.mllama.family:FAMILY",
     "Phi3VForCausalLM": "trencadis.multimodal.phi3_v.family:FAMILY",
     "SmolVLMForConditionalGeneration": "trencadis.multimodal.smolvlm.family:FAMILY",
     "Gemma3ForCausalLM": f"{_TEXT}.gemma3:FAMILY",

@@ -35,7 +35,8 @@ class PackedVocabulary:
 log = logging.getLogger("trencadis.engine")
 
 Resets = wire.ResetPrefixCache | wire.ResetEncoderCache
-Command = wire.Add | wire.Abort | wire.MediaFailed | wire.Drain | Resets | Pixels | PackedVocabulary
+RareCommand = wire.Abort | wire.MediaFailed | wire.Drain | Resets
+Command = wire.Add | RareCommand | Pixels | PackedVocabulary
 
 
 class InboxClosed(Exception):
@@ -110,24 +111,25 @@ class Inbox:
         match message:
             case wire.Ping(n):
                 self.pong(n)
-            case wire.Media() | wire.VocabularyPart() | wire.Start():
-                self.receive_part(message, extra)
-            case _:
-                if isinstance(message, wire.Add):
-                    self.known.add(message.request.id)
-                self.push(message)
-
-    def receive_part(self, message: wire.Media | wire.VocabularyPart | wire.Start, extra: int) -> None:
-        """Acts on a frame that is no command, or only a part of one; ``extra``: bytes of its payload."""
-        match message:
             case wire.Media():
                 self.pixels(message, extra)
+            case wire.Add():
+                self.known.add(message.request.id)
+                self.push(message)
+            case _:
+                self.receive_rare(message, extra)
+
+    def receive_rare(self, message: wire.VocabularyPart | wire.Start | RareCommand, extra: int) -> None:
+        """Acts on a frame that plain requests do not bring; ``extra``: bytes of its payload."""
+        match message:
             case wire.VocabularyPart():
                 self.words(message, extra)
             case wire.Start(config):
                 with self.changed:
                     self.config = config
                     self.changed.notify()
+            case _:
+                self.push(message)
 
     def pixels(self, chunk: wire.Media, size: int) -> None:
         """Receives one chunk of pixels. Chunks come in order; offset 0 begins the item, or begins it again."""

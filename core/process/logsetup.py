@@ -28,7 +28,7 @@ class ShortNames(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, the record's ``fields``, and an exception's traceback."""
+    """One object a line: time, level, logger, message, what the record's ``fields()`` gives, an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
             "logger": short_name(record.name),
             "process": record.process,
             "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **getattr(record, "fields", dict)(),
         }
         if record.exc_info:
             made["exception"] = self.formatException(record.exc_info)

@@ -190,9 +190,7 @@ class EngineProcess:
                 self.add(engine, request)
             case inbox.Pixels(id, index, data):
                 if id in self.open:
-                    self.pixels(engine, id, index, data)
-            case wire.Abort(ids, choice):
-                self.abort(engine, ids, choice)
+                    engine.media(id, index, data)  # flat: the engine knows how many values a slot has
             case _:
                 self.obey_rare(engine, command)
 
@@ -206,6 +204,8 @@ class EngineProcess:
     def obey_rare(self, engine: EngineLike, command: inbox.Command) -> None:
         """Carries out what few requests need, or none."""
         match command:
+            case wire.Abort(ids, choice):
+                self.abort(engine, ids, choice)
             case wire.MediaFailed(id, index, status, message):
                 if id in self.open:
                     engine.media_failed(id, index, status, message)
@@ -218,20 +218,20 @@ class EngineProcess:
             case wire.Drain():
                 self.draining = True
 
-    def pixels(self, engine: EngineLike, id: str, index: int, data: NDArray[np.uint8]) -> None:
-        """Hands flat uint8 pixels to the engine, which knows how many values a slot has."""
-        engine.media(id, index, data)
-
     def add(self, engine: EngineLike, request: Request) -> None:
         """Adds a request; if the engine refuses it, the request ends with that error."""
-        choices = range(request.params.n)
-        self.open[request.id] = set(choices)
+        self.open[request.id] = set(range(request.params.n))
         try:
             engine.add(request)
         except TrencadisError as error:
-            ended = [Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices]
-            self.finished(request.id, set(choices))
-            self.send(wire.Deltas(ended))
+            self.refused(request, error)
+
+    def refused(self, request: Request, error: TrencadisError) -> None:
+        """Ends each choice of a request with an error."""
+        choices = range(request.params.n)
+        ended = [Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices]
+        self.finished(request.id, set(choices))
+        self.send(wire.Deltas(ended))
 
     def main(self) -> int:
         """Loads the engine and serves; returns the exit code."""

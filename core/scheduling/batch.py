@@ -27,9 +27,11 @@ NO_BLOCKS = np.zeros((2, 0), np.int32)
 def settles(seq: Sequence, draws: list[Draw]) -> bool:
     """Whether ``seq``, which has just drawn the first of ``draws``, will draw all others as this one.
 
-    A mask, a ban until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host.
+    A mask, a ban until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host. Rows
+    that attend to pictures name them in each step.
     """
-    if not draws or seq.mates or seq.outputs >= seq.limit:
+    spans = seq.request.spans
+    if not draws or seq.mates or seq.outputs >= seq.limit or (spans and spans[0].shown):
         return False
     sample = draws[0].sample
     return not (sample.banned or sample.handle or sample.scored)

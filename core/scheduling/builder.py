@@ -31,10 +31,9 @@ class StepBuilder:
     resets: list[Reset] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
 
-    def bounded(self, times: StepTimes | None) -> None:
-        """Gives decoding rows the bound of ``times``, if there is one."""
-        if times is not None:
-            self.room = times.room(self.decoding, sum(w.span.slots for w in self.vision.chosen.values()))
+    def bounded(self, times: StepTimes) -> None:
+        """Gives decoding rows the bound of ``times``."""
+        self.room = times.room(self.decoding, sum(w.span.slots for w in self.vision.chosen.values()))
 
     @property
     def open(self) -> bool:
@@ -48,31 +47,32 @@ class StepBuilder:
         count = min(seq.due, left, limits.chunk or left)
         if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
             return 0
-        if self.room is None or seq.due == 1:
-            return count
-        start = seq.computed
-        whole = (s.end - start for s in seq.request.spans if limits.joined and s.end > start)  # a picture is not cut
-        return self.room.fits(start, count, next(whole, 0))
+        return count if self.room is None or seq.due == 1 else self._within(self.room, seq, count, limits.joined)
 
-    def work(self, now: float) -> StepWork | None:
-        """What the step computes, where its time is learned."""
-        if self.room is None:
-            return None
-        slots = sum(image.slots for image in self.vision.images)
-        return StepWork(self.room.rows, self.room.tokens, self.room.work, slots, now)
+    def _within(self, room: ChunkRoom, seq: Sequence, count: int, joined: bool) -> int:
+        """How many of ``count`` tokens the bound of decoding rows lets through."""
+        start = seq.computed
+        whole = (s.end - start for s in seq.request.spans if joined and s.end > start)  # a picture is not cut
+        return room.fits(start, count, next(whole, 0))
+
+    def work(self, room: ChunkRoom, now: float) -> StepWork:
+        """What the step computes, whose time is learned."""
+        return StepWork(room.rows, room.tokens, room.work, sum(image.slots for image in self.vision.images), now)
 
     def reset(self, seq: Sequence, biased: set[int]) -> None:
         """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds.
 
         ``biased``: slots whose sampler state holds a bias, kept up to date.
         """
-        params = seq.request.params
-        if params.needs_state or seq.slot in biased:
-            bias = tuple(Bias(*pair) for pair in (params.logit_bias or {}).items())
-            output = tuple(seq.tokens[seq.prompt : seq.known()])
-            self.resets.append(Reset(seq.slot, tuple(seq.request.tokens), output, bias))
-            (biased.add if bias else biased.discard)(seq.slot)
+        if seq.request.params.needs_state or seq.slot in biased:
+            self._reset(seq, biased)
         seq.fresh_state = False
+
+    def _reset(self, seq: Sequence, biased: set[int]) -> None:
+        bias = tuple(Bias(*pair) for pair in (seq.request.params.logit_bias or {}).items())
+        output = tuple(seq.tokens[seq.prompt : seq.known()])
+        self.resets.append(Reset(seq.slot, tuple(seq.request.tokens), output, bias))
+        (biased.add if bias else biased.discard)(seq.slot)
 
     def draw(self, seq: Sequence) -> Draw:
         """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""

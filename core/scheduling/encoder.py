@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trencadis.core.kv.arena import Arena, rows_of_run
+from trencadis.core.kv.sights import sight
 from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.report import EngineStats
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
+from trencadis.core.shapes.seen import BLIND, Sight
 from trencadis.core.step import Encode, ImageRows, SeenSpan
 
 THIS_STEP = -1
@@ -60,13 +63,11 @@ class VisionBuilder:
 class Encoder:
     """Arena, pixels and counters of one engine's images."""
 
-    def __init__(self, arena: Arena, packer: Packer) -> None:
+    def __init__(self, arena: Arena, packer: Packer, totals: EngineStats) -> None:
         self.arena = arena
         self.packer = packer
         self.pixel_queue = PixelQueue(arena, 2 * packer.budget)
-        self.encoded = 0
-        self.queries = 0
-        self.hits = 0
+        self._totals = totals
 
     def begin(self, order: Iterable[MediaStart], closed: bool) -> VisionBuilder:
         """Chooses images for this step among those whose pixels are here.
@@ -118,8 +119,8 @@ class Encoder:
         vision.unpins.append(Pin(key, THIS_STEP))
         vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows))
         vision.owners.append(wanted.sequence)
-        self.encoded += 1
-        self.pixel_queue.encoded(key)
+        self._totals.images_encoded += 1
+        self.pixel_queue.forget(key)
         self._count(wanted.sequence, wanted.index, hit=False)
         return True
 
@@ -149,7 +150,7 @@ class Encoder:
                 (ended if span.end <= end else going).add(key)
                 rows = self.arena.pin(key, seq.key)
                 assert rows is not None, "a chunk reached into an image that is not resident"
-                for run in span.each():
+                for run in () if span.shown else span.each():
                     first, last = max(run.offset, start), min(run.offset + run.length, end)
                     if first < last:
                         taken = rows_of_run(run, rows)[first - run.offset : last - run.offset]
@@ -158,14 +159,24 @@ class Encoder:
         vision.unpins += (Pin(key, seq.key) for key in ended - going)
         return tuple(found)
 
-    def ahead(self, vision: VisionBuilder) -> None:
-        """Encodes the other chosen images, before the sequences that need them reach them."""
+    def sight_of(self, seq: Sequence, start: int, end: int) -> Sight:
+        """The pictures that the chunk's tokens attend to; its sequence pins them until it leaves."""
+        spans = seq.request.spans
+        if not spans or not spans[0].shown:
+            return BLIND
+        first = []
+        for span in spans:
+            rows = self.arena.pin(seq.key_of(span), seq.key)
+            assert rows is not None
+            first.append(int(rows[0]))
+        return sight(spans, first, start, end)
+
+    def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
+        """Encodes the other chosen images, before the sequences that need them reach them; ends the pins of this step
+        and asks for the pixels that come next."""
         for key in list(vision.chosen):
             if key in vision.early:
                 self.encode(key, vision)
-
-    def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
-        """Ends the pins of this step and asks for the pixels that come next."""
         for pin in vision.unpins:
             self.arena.unpin(pin.key, pin.owner)
         self.pixel_queue.ask(order)
@@ -174,8 +185,8 @@ class Encoder:
         """Counts each image of a sequence once: found in the arena, or encoded for it."""
         if index not in seq.images_seen:
             seq.images_seen.add(index)
-            self.queries += 1
-            self.hits += hit
+            self._totals.mm_queries += 1
+            self._totals.mm_hits += hit
             seq.stats.images += 1
             seq.stats.image_hits += hit
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,14 +12,13 @@ from trencadis.core.checkpoint.pooling import ALL, MEAN
 from trencadis.core.graphs.misses import SKIP, UNPLANNED, WARMING
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import rows_at_once
-from trencadis.core.request import Delta, Request, RequestStats
+from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in
+from trencadis.core.shapes.step_times import StepWork
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
-
-SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
 
 
 class Lifecycle:
@@ -30,9 +28,7 @@ class Lifecycle:
         self.scheduler = scheduler
         self.requests: dict[str, list[Sequence]] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.prompt_tokens = 0
-        self.prompt_cached = 0
-        self.generation_tokens = 0
+        self.totals = scheduler.totals
         self._keys = 0
         self._outbox: list[Delta] = []
         self._touched: list[Sequence] = []
@@ -142,14 +138,12 @@ class Lifecycle:
         step = self.scheduler.in_flight.popleft()
         assert step.number == output.number, "steps come back in order"
         buckets = self._account(step, output)
-        if step.work is not None and self.scheduler.times is not None:
-            regular = all(s.miss not in (UNPLANNED, SKIP, WARMING) for s in output.stats)
-            self.scheduler.times.learn(step.work, self.scheduler.clock(), regular)
+        if step.work is not None:
+            self._learn(step.work, output)
         if output.targets or output.pooled:
             self._of_prompts(output)
         if step.seated:
-            assert output.head is not None
-            self._seated(step.seated, output, output.head, buckets)
+            self._seated(step.seated, output, buckets)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
@@ -164,6 +158,12 @@ class Lifecycle:
         if self._drew:
             self._turn_beams()
         self._settle()
+
+    def _learn(self, work: StepWork, output: StepOutput) -> None:
+        """Notes how long a step took."""
+        assert self.scheduler.times is not None
+        regular = all(s.miss not in (UNPLANNED, SKIP, WARMING) for s in output.stats)
+        self.scheduler.times.learn(work, self.scheduler.clock(), regular)
 
     def _of_prompts(self, output: StepOutput) -> None:
         """Takes scores of prompt tokens, and rows that are pooled."""
@@ -186,8 +186,8 @@ class Lifecycle:
     def _prompt_done(self, seq: Sequence) -> None:
         """Counts the prompt of a request, once, with its first choice."""
         if seq.index == 0:
-            self.prompt_tokens += seq.prompt
-            self.prompt_cached += min(seq.stats.cached_tokens, seq.prompt)
+            self.totals.prompt_tokens += seq.prompt
+            self.totals.prompt_cached += min(seq.stats.cached_tokens, seq.prompt)
 
     def _computed(self, seq: Sequence) -> None:
         """Ends a sequence that draws nothing, its whole prompt being computed."""
@@ -213,9 +213,8 @@ class Lifecycle:
             seq.stats.misses += misses
             seq.first_buckets = seq.first_buckets or buckets
             seq.last_buckets = buckets
-        if misses:
-            for seq in step.seated:
-                seq.stats.misses += misses
+        for seq in step.seated if misses else ():
+            seq.stats.misses += misses
         if step.encoded:
             self._account_images(step.encoded, output)
         return buckets
@@ -236,7 +235,7 @@ class Lifecycle:
             return
         delta = self._delta(seq)
         delta.tokens.append(token)
-        self.generation_tokens += 1
+        self.totals.generation_tokens += 1
         if not seq.first:
             self._prompt_done(seq)
             seq.first = self.scheduler.clock()
@@ -250,11 +249,10 @@ class Lifecycle:
         elif seq.request.rule is not None and seq.repeats(seq.request.rule.repetition):
             self._finish(seq, "repetition")
 
-    def _seated(
-        self, sequences: list[Sequence], output: StepOutput, head: HeadOutput, buckets: tuple[Bucket, ...]
-    ) -> None:
+    def _seated(self, sequences: list[Sequence], output: StepOutput, buckets: tuple[Bucket, ...]) -> None:
         """``_token`` and the end of a step for sequences that have a seat, whose draws come first; most just go on."""
-        limits, launches = self.scheduler.limits, len(buckets)
+        head, limits, launches = output.head, self.scheduler.limits, len(buckets)
+        assert head is not None
         size = limits.block_size if limits.caching else limits.max_model_len + 1
         for row, (seq, token) in enumerate(zip(sequences, head.token[: len(sequences)].tolist(), strict=True)):
             seq.inflight -= 1
@@ -266,7 +264,7 @@ class Lifecycle:
             if goes_on and request.rule is None and request.params.logprobs is None:
                 tokens[at] = token
                 seq.pending -= 1
-                self.generation_tokens += 1
+                self.totals.generation_tokens += 1
                 self._outbox.append(Delta(request.id, seq.index, [token]))
             else:
                 self._token(seq, output, head, row)
@@ -295,7 +293,7 @@ class Lifecycle:
             delta.cached_tokens = prompt.stats.cached_tokens
             if seq.request.params.reports:
                 delta.logprobs = items
-            self.generation_tokens += len(items)
+            self.totals.generation_tokens += len(items)
             seq.entered, seq.first = prompt.entered, prompt.first
             stop = None if found is None else found.stop
             told = None if stop in self.scheduler.limits.eos else stop
@@ -318,7 +316,7 @@ class Lifecycle:
             return
         delta = self._delta(seq)
         delta.finish, delta.stop_token, delta.status, delta.message = reason, stop_token, status, message
-        delta.stats = self._stats(seq)
+        delta.stats = seq.ended_at(self.scheduler.clock())
         seq.ended = True
         self._ended[seq.request.id] = None
         if self.scheduler.fair is not None:
@@ -327,7 +325,12 @@ class Lifecycle:
             self._part(seq)
         if seq.status is SequenceStatus.RUNNING:
             self.scheduler.leave(seq)
-        elif seq.status is SequenceStatus.LEAVING:
+        else:
+            self._withdraw(seq)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Keeps a sequence that has ended from running again."""
+        if seq.status is SequenceStatus.LEAVING:
             seq.requeue = False
         else:
             self.scheduler.order.remove(seq, self.scheduler.waiting)
@@ -339,17 +342,6 @@ class Lifecycle:
             if not sibling.ended:
                 self.scheduler.enqueue(sibling)
         seq.siblings = []
-
-    def _stats(self, seq: Sequence) -> RequestStats:
-        now = self.scheduler.clock()
-        entered = seq.entered or now
-        first = seq.first or now
-        seq.stats.queue = entered - seq.arrived
-        seq.stats.prefill = first - entered
-        seq.stats.decode = now - first
-        seq.stats.first_buckets = _names(seq.first_buckets)
-        seq.stats.last_buckets = _names(seq.last_buckets)
-        return seq.stats
 
     def _score(self, seq: Sequence | None, scores: TargetScores) -> None:
         if seq is None or seq.prompt_scores is None:
@@ -393,8 +385,3 @@ class Lifecycle:
         """Deltas since the last call."""
         out, self._outbox = self._outbox, []
         return out
-
-
-def _names(buckets: Iterable[Bucket]) -> list[str]:
-    """The buckets that hold text or images; launches that only draw follow from them."""
-    return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]

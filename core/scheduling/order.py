@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.scheduling.fairness import FairQueue
@@ -26,10 +26,6 @@ class TotalOrder:
         if self.moves:
             level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
         return (level, seq.request.arrival, seq.key)
-
-    def reserves(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        """Whether the last free rows are kept from ``seq``, for other tenants."""
-        return self.fair is not None and self.fair.reserves(seq, running)
 
     def insert(self, seq: Sequence, into: list[Sequence]) -> None:
         """Puts ``seq`` at its place."""
@@ -71,6 +67,12 @@ def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int
     at = (first.end - 1) // size
     if not limits.caching or at >= (seq.known() - 1) // size:
         return 0
+    return _behind_hits(seq, at, limits, pool)
+
+
+def _behind_hits(seq: Sequence, at: int, limits: SchedulerLimits, pool: BlockPool) -> int:
+    """``_media_start``, which is decided by block ``at``."""
+    size = limits.block_size
     seq.chain.extend(seq.tokens, (at + 1) * size)
     key = seq.chain.keys[at]
     cached = pool.find(key) is not None or pool.on_host(key)

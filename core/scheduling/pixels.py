@@ -50,13 +50,10 @@ class PixelQueue:
             self.pixels[key] = pixels
             self._asked.pop(key, None)
         else:
-            self._forget(key)
+            self.forget(key)
 
-    def encoded(self, key: str) -> None:
-        """Forgets pixels that went into a Step."""
-        self._forget(key)
-
-    def _forget(self, key: str) -> None:
+    def forget(self, key: str) -> None:
+        """Forgets an image: its pixels went into a Step, or nobody wants them."""
         self.pixels.pop(key, None)
         self._slots.pop(key, None)
         self._asked.pop(key, None)
@@ -66,4 +63,4 @@ class PixelQueue:
         for key in keys:
             asked = self._asked.get(key)
             if (asked is not None and asked.request_id == request_id) or (key in self.pixels and key not in wanted):
-                self._forget(key)
+                self.forget(key)

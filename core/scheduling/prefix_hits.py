@@ -20,6 +20,16 @@ def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> li
     for key in seq.chain.keys[:limit]:
         block = pool.find(key)
         if block is None:
+            break
+        hits.append(block)
+    return hits if pool.host is None else _with_host(hits, seq.chain.keys[:limit], pool)
+
+
+def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]:
+    """``hits``, and what follows on the device or in host memory."""
+    for key in keys[len(hits) :]:
+        block = pool.find(key)
+        if block is None:
             if not pool.on_host(key):
                 break
             block = ON_HOST

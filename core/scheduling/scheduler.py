@@ -20,6 +20,7 @@ from trencadis.core.kv.arena import Arena
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.report import EngineStats
 from trencadis.core.scheduling.batch import Lanes, settles
 from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
 from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans, uncut
@@ -28,6 +29,7 @@ from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.shapes.seen import BLIND
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
@@ -49,7 +51,9 @@ class Scheduler:
         self.pool = pool
         self.arena = arena
         self.clock = clock
-        self.encoder = Encoder(arena, packer or Packer(budget=limits.encoder_slots))
+        self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
+        """What was counted since the start; its lists hold what happened since they were reported."""
+        self.encoder = Encoder(arena, packer or Packer(budget=limits.encoder_slots), self.totals)
         self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -59,11 +63,7 @@ class Scheduler:
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
         self.steps = 0
-        self.preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
         self.held_back = 0
-        self.host_hits = 0  # of them, tokens that came back from host memory
         self.order = TotalOrder(limits, clock)
         self.fair = self.order.fair
         self._closings: list[int] = []  # keys of choices that left since the last step
@@ -74,7 +74,7 @@ class Scheduler:
 
     def enqueue(self, seq: Sequence) -> None:
         """Puts a sequence into the queue at its place."""
-        seq.status = SequenceStatus.WAITING
+        seq.status, seq.requeue = SequenceStatus.WAITING, False
         self.order.insert(seq, self.waiting)
 
     @property
@@ -98,13 +98,15 @@ class Scheduler:
 
     def _schedule(self) -> Step | None:
         """The next Step of the lane."""
-        self.lanes.deal(self.running)
+        if self.limits.stages > 1:
+            self.lanes.deal(self.running)
         self.lanes.batch.leave_all(self.lanes.batch.spent())
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
-        builder.bounded(self.times)
+        if self.times is not None:
+            builder.bounded(self.times)
         if self.lanes.batch.suffices(unseated, self.limits, self.pool):
             self.lanes.batch.serve(builder, self.pool)
             self._serve(unseated, builder)
@@ -117,23 +119,19 @@ class Scheduler:
             self.publish(seq)
         if not builder.preempted:
             self._admit(builder)
+        self._had_vision = self._starved_text = False
         if self.with_media:
-            self.encoder.ahead(vision)
-            self.encoder.end(vision, self._in_order())
-            mine = (seq for seq in self.running if seq.lane == self.lanes.now)
-            self._had_vision, self._starved_text = bool(vision.images), builder.starves(chain(mine, self.waiting))
-        else:
-            self._had_vision = self._starved_text = False
+            self._end_vision(builder)
         return self._step(builder, grown)
 
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
-        images = tuple(builder.vision.images)
-        seated = [*self.lanes.batch]
+        images, seated = tuple(builder.vision.images), [*self.lanes.batch]
         if not builder.rows and not images and not seated:
             return None
         self.steps += 1
-        lane, work, owners = self.lanes.now, builder.work(self.clock()), builder.vision.owners
+        lane, room, owners = self.lanes.now, builder.room, builder.vision.owners
+        work = None if room is None else builder.work(room, self.clock())
         self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
@@ -164,16 +162,23 @@ class Scheduler:
             return True
         return self._had_vision and self.admits and any(not seq.request.spans for seq in self.waiting)
 
+    def _end_vision(self, builder: StepBuilder) -> None:
+        """Encodes ahead, asks for pixels, and notes what the next step must know of this one."""
+        self.encoder.end(builder.vision, self._in_order())
+        mine = (seq for seq in self.running if seq.lane == self.lanes.now)
+        self._had_vision, self._starved_text = bool(builder.vision.images), builder.starves(chain(mine, self.waiting))
+
     def _in_order(self) -> Iterable[MediaStart]:
         """Sequences that have media, in the total order; those that have a seat are beyond theirs."""
         running = (seq for seq in self.running if seq.seat < 0)
         return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
-        if seq.due and seq.outgrows(self.limits.long_from):
+        if self.limits.long_from and seq.due and seq.outgrows(self.limits.long_from):
             self._preempt(seq, builder)  # its keys turn by the table of short requests: they are computed again
             return
-        count = self._chunk_size(seq, builder)
+        count = builder.most(seq, self.limits)
+        count = self._up_to_image(seq, count, builder) if seq.request.spans else count
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
             count = uncut(seq, count) if self.limits.joined else count
@@ -182,11 +187,6 @@ class Scheduler:
                 self._add_row(seq, count, builder)
             else:
                 self.lanes.batch.serve_one(seq, builder)
-
-    def _chunk_size(self, seq: Sequence, builder: StepBuilder) -> int:
-        """How many tokens of ``seq`` could run: as the step allows, and up to an image that is not resident."""
-        count = builder.most(seq, self.limits)
-        return self._up_to_image(seq, count, builder) if seq.request.spans else count
 
     def _up_to_image(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
         """How many of the next ``count`` tokens come before an image that is not resident."""
@@ -250,8 +250,9 @@ class Scheduler:
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
         spans = seen_spans(seq, start, end, self.limits) if self.limits.whole or self.limits.joined else ()
-        row = Row(seq.key, seq.slot, start, tokens, blocks, positions, images, tuple(draws), targets, 0, pool, spans)
-        builder.rows.append(row)
+        sight = self.encoder.sight_of(seq, start, end) if seq.request.spans else BLIND
+        some = images, tuple(draws), targets, 0, pool, spans, sight
+        builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 
     def publish(self, seq: Sequence) -> None:
@@ -291,9 +292,10 @@ class Scheduler:
         size = self.limits.block_size
         at = self.held_back = 0
         while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
-            if self.order.reserves(seq := self.waiting[at], self.running):
+            seq = self.waiting[at]
+            if self.fair is not None and self.fair.reserves(seq, self.running):
                 return
-            if seq.outgrows(self.limits.long_from):
+            if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
@@ -310,12 +312,12 @@ class Scheduler:
                 return
             self.waiting.pop(at)
             seq.blocks, seq.computed, seq.published = claimed(seq, hits, self.pool), start, len(hits)
-            self.host_hits += (len(hits) - len(held)) * size
+            self.totals.host_hits += (len(hits) - len(held)) * size
             seq.slot = self.slots.pop()
             seq.fresh_state = True
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
-            self.prefix_queries += len(seq.tokens)
-            self.prefix_hits += seq.computed
+            self.totals.prefix_queries += len(seq.tokens)
+            self.totals.prefix_hits += seq.computed
             self.start_running(seq, self.lanes.now)
             self._advance(seq, builder)
 
@@ -349,7 +351,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
-        self.preemptions += 1
+        self.totals.preemptions += 1
         victim.stats.preemptions += 1
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
@@ -384,11 +386,9 @@ class Scheduler:
         self.pool.drop(seq.blocks)
         self.slots.append(seq.slot)
         seq.blocks, seq.slot, seq.computed, seq.published, seq.pooled = [], 0, 0, 0, None
+        seq.status = SequenceStatus.DONE
         if seq.requeue:
-            seq.requeue = False
             self.enqueue(seq)
-        else:
-            seq.status = SequenceStatus.DONE
 
     def check(self) -> None:
         """Asserts that blocks, slots and rows are all accounted for; callable between any two steps."""

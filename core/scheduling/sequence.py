@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.core.buckets import Bucket
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooling import ALL, FIRST, LAST, MEAN
 from trencadis.core.kv.prefix import Chain
 from trencadis.core.kv.spans import MediaSpan
@@ -17,6 +18,10 @@ from trencadis.core.masks.rule import Repetition
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
 from trencadis.core.scheduling.uniform import uniform
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
+
+SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
+BEST = Sample(best=True)
+"""How a greedy choice draws that asks for nothing else: the argmax, whatever the filters."""
 
 
 class SequenceStatus(Enum):
@@ -149,6 +154,11 @@ class Sequence:
         p = self.request.params
         banned = self.banned if self.outputs < p.min_tokens else self.eos if self.unending else ()
         best = p.greedy and not p.needs_state and not p.reports and not self.mates
+        return BEST if best and not banned and not self.masked else self._sample(banned, best)
+
+    def _sample(self, banned: tuple[int, ...], best: bool) -> Sample:
+        """``sample`` of a choice that draws at random, or asks for more than a token."""
+        p = self.request.params
         return Sample(
             temperature=0.0 if p.greedy else p.temperature,
             top_k=max(p.top_k, 0),
@@ -205,6 +215,14 @@ class Sequence:
             return False
         return repeats(self.tokens[max(self.prompt, end - pattern.most * pattern.count) : end], pattern)
 
+    def ended_at(self, now: float) -> RequestStats:
+        """What its request is told, with the times of its stages."""
+        entered, first = self.entered or now, self.first or now
+        self.stats.queue, self.stats.prefill, self.stats.decode = entered - self.arrived, first - entered, now - first
+        self.stats.ended = time.time()
+        self.stats.first_buckets, self.stats.last_buckets = _names(self.first_buckets), _names(self.last_buckets)
+        return self.stats
+
     def known(self) -> int:
         """Number of tokens whose id is on the host."""
         return len(self.tokens) - self.pending
@@ -215,6 +233,11 @@ class Sequence:
         assert self.tokens[at] == PENDING
         self.tokens[at] = token
         self.pending -= 1
+
+
+def _names(buckets: tuple[Bucket, ...]) -> list[str]:
+    """The buckets that hold text or images; launches that only draw follow from them."""
+    return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]
 
 
 class MediaStart(NamedTuple):

@@ -32,6 +32,7 @@ class ShapeLimits:
         squares: the smallest square image of each number of slots.
         encoder_slots: slots of a launch of several images.
         pictures: (slots of one, fewest, most at a time) of pictures that get buckets of their own.
+        units: pictures that tokens of one launch may attend to.
     """
 
     max_rows: int
@@ -44,6 +45,7 @@ class ShapeLimits:
     squares: tuple[Square, ...] = ()
     encoder_slots: int = ENCODER_SLOTS
     pictures: tuple[tuple[int, int, int], ...] = ()
+    units: int = 0
 
     @property
     def chunk(self) -> int:

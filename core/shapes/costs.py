@@ -82,8 +82,9 @@ def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 
     # A launch of many tokens reads every expert; of few it reads less, which no bucket can know.
     read = values if own_values is not None else layers_values(t, active=False)
     launch = ridge * itemsize / 2 * read / values
-    block = 2 * t.layers * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
-    own = {"pair": 2 * t.layers * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
+    cached = t.layers - len(t.cross)
+    block = 2 * cached * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
+    own = {"pair": 2 * cached * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
     if model.vision is not None:
         v = model.vision
         own["slot"] = (v.slot_weights() + 2 * v.hidden * WINDOW_SLOTS * (v.depth - v.whole)) / values

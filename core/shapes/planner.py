@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import ModelConfig, Square
+from trencadis.core.shapes import seen
 from trencadis.core.shapes.axes import AxisSpan, sizes, thinned
 from trencadis.core.shapes.closure import ShapeLimits, cells
 from trencadis.core.shapes.costs import Costs, costs_of
@@ -114,8 +115,11 @@ def make_plan(
         if every or stage not in left_out(model):
             found += STAGES[stage](builder)
     whole = model is not None and not model.text.causal
-    return Plan(policy, 1, _bounded(builder, set(found)), limits.block_size, tuple(builder.notes), whole)
+    buckets = _seeing(_bounded(builder, set(found)), limits.units)
+    return Plan(policy, 1, buckets, limits.block_size, tuple(builder.notes), whole, limits.units)
 
+
+TEXT = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT)
 
 COARSE = {
     Stage.FRESH: ("prompt_bs", "prompt_query"),
@@ -130,13 +134,21 @@ def _bounded(builder: PlanBuilder, found: set[Bucket]) -> tuple[Bucket, ...]:
 
     Plans of small models are larger, because a KV block weighs more in the cost of their launches.
     """
-    most = builder.policy.most
+    units = builder.limits.units
+    most = builder.policy.most // (1 + (len(seen.sizes(units)) if units else 0))
     excess = len(found) - most if most else 0
     if excess <= 0:
         return tuple(sorted(found))
     free = {stage for stage, names in COARSE.items() if all(builder.untouched(name) for name in names)}
     kept = pruned([b for b in found if b.stage in free], excess, _work(builder.policy.cost))
     return tuple(sorted([*kept, *(b for b in found if b.stage not in free)]))
+
+
+def _seeing(buckets: tuple[Bucket, ...], units: int) -> tuple[Bucket, ...]:
+    """``buckets``, and those of text once more for each number of pictures that a launch may attend to."""
+    text = [b for b in buckets if b.stage in TEXT] if units else []
+    more = (dataclasses.replace(b, variant=f"{seen.VARIANT}{n}") for n in seen.sizes(units) for b in text)
+    return tuple(sorted([*buckets, *more]))
 
 
 def _work(cost: Callable[[Bucket], float]) -> Callable[[Bucket], float]:

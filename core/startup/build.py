@@ -36,7 +36,7 @@ from trencadis.core.launches.persistent import persistent
 from trencadis.core.launches.runner import Runner
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.core.memory import host_weights
-from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, row_blocks
+from trencadis.core.memory.estimate import SPARE_SLOTS, Sized, arena_width, row_blocks
 from trencadis.core.memory.free_host import free_host
 from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
@@ -54,6 +54,7 @@ from trencadis.core.shapes.stages import check_ranks, staged
 from trencadis.core.shapes.step_times import StepTimes, chunk_sizes
 from trencadis.core.startup import host_side
 from trencadis.core.startup.captured import DeviceStart
+from trencadis.core.startup.crossing import check_crossing
 from trencadis.core.startup.dry_run import shape_limits
 from trencadis.core.startup.forms import check_kv, form_notes
 from trencadis.core.startup.host_tier import with_host_blocks
@@ -148,6 +149,8 @@ def open_rank(config: EngineConfig, place: Place, progress: Progress) -> OpenedR
     if config.batch_invariant and not policy.invariant_rows:
         raise StartupError(f"--batch-invariant: {config.device} does not promise it; --device cpu does")
     host_side.check(config, policy, device)
+    if config.attention_backend and config.attention_backend not in policy.attention and place.rank == 0:
+        log.info(f"--attention-backend {config.attention_backend} has no effect: {device} has its own attention")
     _check_pooling(config, model_config, policy)
     check_attention(config, model_config, policy)
     check_ranks(model_config, device, policy)
@@ -210,6 +213,7 @@ def backend_config(
         local_world=place.cards,
         options={
             "policy": config.policy,
+            "attention": config.attention_backend,
             "threads": str(threads_of(config.threads, place.local_world)),
             **registry.family_options(model.architecture),
         },
@@ -236,6 +240,7 @@ def check_attention(config: EngineConfig, model: ModelConfig, policy: Policy) ->
             f"{model.path / 'config.json'}: layers see {model.text.window} keys, which the {config.device} backend "
             f"does not implement; --max-model-len {model.text.window} needs no windows, --device cpu has them"
         )
+    check_crossing(config, model, policy)
     if model.text.upto and not policy.upto:
         raise StartupError(f"{model.architecture}: the {config.device} backend attends causally; --device cpu does not")
 
@@ -331,7 +336,7 @@ def _times(config: EngineConfig, model: ModelConfig, plan: Plan, tokens: int) ->
 
 
 def _info(backend: Backend, plan: CachePlan, model: ModelConfig, seconds: float) -> EngineInfo:
-    row_bytes = model.row_parts * model.text.width * backend.dtype.itemsize
+    row_bytes = model.row_parts * arena_width(model, backend.comm.world) * backend.dtype.itemsize
     arena_rows = max(plan.arena_rows - reserved_rows(model), 0)
     return EngineInfo(
         device=backend.label,

@@ -44,6 +44,7 @@ from trencadis.core.models.interface import HostLayering, Model, Persistent
 from trencadis.core.progress import Progress, Throttle
 from trencadis.core.shapes import options as bucket_env
 from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.seen import planned_units
 from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
 from trencadis.core.startup.host_tier import planned_copies, with_host_blocks
 from trencadis.core.startup.stages import planned_stage
@@ -159,7 +160,7 @@ class DeviceStart:
         model.bind(tensors)
         runner = Runner(b, model, plan, GraphObserver(self.progress.enter, lazy=self.config.warmup == "skip"))
         runner.pass_by(tensors)
-        for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), b.variant)):
+        for bucket in sorted(plan.buckets, key=lambda b: (-math.prod(b.dims), -planned_units(b.variant), b.variant)):
             runner.graphs.program(bucket)  # largest first, so that programs that share inputs allocate them once
         meter.book("inputs")
         copies = planned_copies(self.config, b, small)

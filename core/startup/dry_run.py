@@ -16,9 +16,10 @@ from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.memory import graph_budget as budget
 from trencadis.core.memory import host_weights
 from trencadis.core.memory.asked_kv import check_kv_asked, kv_asked, kv_flag
-from trencadis.core.memory.estimate import Sized, any_inputs, before, costliest
+from trencadis.core.memory.estimate import Sized, before, costliest
 from trencadis.core.memory.graph_budget import GraphSelection, Price
-from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, plan_cpu
+from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
+from trencadis.core.memory.input_bytes import attending
 from trencadis.core.memory.ledger import (
     POOLS,
     Before,
@@ -39,6 +40,7 @@ from trencadis.core.shapes.closure import ShapeLimits
 from trencadis.core.shapes.options import BucketOptions
 from trencadis.core.shapes.planner import make_plan
 from trencadis.core.startup import host_side
+from trencadis.core.startup.crossing import smaller
 from trencadis.core.startup.forms import check_kv, form_notes
 
 BUILT_FOR_FEW = 128, 2048
@@ -123,6 +125,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         image_tile=images.tile,
         squares=images.squares,
         pictures=tuple((one, low or together, high or together) for one, low, high in images.pictures),
+        units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
     )
 
 
@@ -142,8 +145,8 @@ class DryRun:
     @property
     def sized(self) -> Sized:
         """The model on one device."""
-        device, policy = self.device, self.policy
-        block, inputs = self.config.block_size or policy.block_sizes[0], policy.inputs or any_inputs
+        device, policy, asked = self.device, self.policy, self.config
+        block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
         graphs, form = policy.graph_memory, policy.quantised
         return Sized(self.model, device.itemsize, device.ranks, inputs, block, graphs, form, policy.aligned)
 
@@ -173,9 +176,8 @@ class DryRun:
         if blocks > 0:
             shorter = dataclasses.replace(config, max_model_len=blocks * limits.block_size)
             trials.append((f"--max-model-len {shorter.max_model_len}", dataclasses.replace(self, config=shorter)))
-        for tokens in (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens):
-            fewer = dataclasses.replace(config, max_num_batched_tokens=tokens)
-            trials.append((f"--max-num-batched-tokens {tokens}", dataclasses.replace(self, config=fewer)))
+        for setting, changed in smaller(limits).items():
+            trials.append((setting, dataclasses.replace(self, config=dataclasses.replace(config, **changed))))
         for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and shares(self.model, n)):
             device = dataclasses.replace(self.device, ranks=ranks)
             trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
@@ -304,9 +306,8 @@ class DryRun:
             division = divide(*args, kv_bytes=asked)
             if division.blocks < limits.row_blocks:
                 raise StartupError(
-                    f"{flag} holds {division.blocks} blocks; "
-                    f"one request of --max-model-len {limits.max_model_len} needs {limits.row_blocks}, "
-                    f"padding {RESERVED_BLOCKS} more."
+                    f"{flag} holds {division.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
+                    f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
         return Ledger(taken, division)
 
@@ -330,7 +331,7 @@ class DryRun:
 
     def _arena_rows(self, limits: ShapeLimits) -> int:
         wanted = CacheOptions(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
-        return arena_rows(self.model, wanted, min(self.images.tokens, limits.max_model_len))
+        return arena_rows(self.model, wanted, self.images.tokens, limits.max_model_len)
 
     def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
         rows = self._arena_rows(limits)
@@ -394,6 +395,6 @@ class DryRun:
     def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
         """Names of the figures that were not measured."""
         m = self.measured or Measured()
-        known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds)}
-        known["activations"] = self._activations(plan, limits)[1]
+        activations = self._activations(plan, limits)[1]
+        known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds), "activations": activations}
         return tuple(name for name, value in known.items() if not value)

@@ -12,7 +12,7 @@ from trencadis.core.families import gemma3
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.gemma3.config import MeanTower
-from trencadis.multimodal.texts import PARTS
+from trencadis.multimodal.texts import PREFIXES
 from trencadis.multimodal.tiles.fields import BLOCK_NAMES, SIGLIP, tile_fields
 
 TEXT: Mapping[str, Any] = {
@@ -60,15 +60,7 @@ FAMILY = Family(
     architectures={"Gemma3ForConditionalGeneration": GENERATE},
     config=describe,
     names=StoredNames(
-        {
-            "model.vision_tower.vision_model.": "visual.",
-            "vision_tower.vision_model.": "visual.",
-            "model.vision_tower.": "visual.",
-            "vision_tower.": "visual.",
-            "model.multi_modal_projector.": "visual.projector.",
-            "multi_modal_projector.": "visual.projector.",
-            **PARTS,
-        },
+        PREFIXES,
         (
             *BLOCK_NAMES,
             ("visual.post_layernorm.", "visual.last_norm."),

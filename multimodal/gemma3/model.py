@@ -9,9 +9,9 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layers.linear import Linear
 from trencadis.core.layers.norm import LayerNorm, RMSNorm
 from trencadis.core.layers.source import Source
-from trencadis.multimodal.colours import Colours
+from trencadis.multimodal.colours import HALF, Colours
 from trencadis.multimodal.gemma3.config import MeanTower
-from trencadis.multimodal.gemma3.processor import HALF, read_settings
+from trencadis.multimodal.gemma3.processor import read_settings
 from trencadis.multimodal.tiles.model import TileModel
 from trencadis.multimodal.tiles.processor import has_settings
 
@@ -56,4 +56,4 @@ def make(config: ModelConfig, backend: Backend) -> Gemma3Seeing:
     """The factory that the family's record names."""
     assert isinstance(config.vision, MeanTower)
     known = has_settings(config.path)
-    return Gemma3Seeing(config, backend, read_settings(config.path, config.vision) if known else Colours(HALF, HALF))
+    return Gemma3Seeing(config, backend, read_settings(config.path, config.vision) if known else HALF)

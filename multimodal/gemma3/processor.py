@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.colours import Colours, read_colours
+from trencadis.multimodal.colours import HALF, Colours, read_colours
 from trencadis.multimodal.gemma3.config import MeanTower
 from trencadis.multimodal.processor import ImageOutline, TakenRows
 from trencadis.multimodal.tiles.processor import (
@@ -24,7 +24,6 @@ from trencadis.multimodal.tiles.processor import (
 )
 
 BILINEAR = 2
-HALF = (0.5, 0.5, 0.5)
 KINDS = ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil")
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
@@ -54,7 +53,7 @@ def read_settings(path: Path, v: MeanTower) -> Colours:
     size = c.within("size", {"height": 224, "width": 224})
     for key in ("height", "width"):
         size.only(key, (v.image,), 224)
-    return read_colours(c, Colours(HALF, HALF))
+    return read_colours(c, HALF)
 
 
 def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> SquareProcessor:

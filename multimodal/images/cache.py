@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Lock
 
 from trencadis.core.errors import TrencadisError
@@ -60,28 +61,44 @@ class PreparedCache:
 
         Neither a cancelled caller nor ``Unshared`` fails the others.
         """
-        first = True
-        while True:
-            found, pending = self._claim(key, first)
-            first = False
-            if found is not None:
-                return found
-            if pending is not None:
-                await asyncio.wait([_mark_error_seen(asyncio.wrap_future(pending))])
-                try:
-                    return _shared_result(pending.exception(), pending)
-                except _Abandoned:
-                    continue
-            try:
-                image = await work()
-            except Unshared as own:
-                self._settle(key, own)
-                raise own.error from None
-            except BaseException as error:
-                self._settle(key, error)
-                raise
-            self._settle(key, image)
-            return image
+        found, pending = self._claim(key, True)
+        if pending is not None:
+            return await self._from_another(key, pending, work)
+        return await self._prepared(key, work) if found is None else found
+
+    async def _from_another(
+        self, key: str, pending: Future[Prepared] | None, work: Callable[[], Awaitable[Prepared]]
+    ) -> Prepared:
+        """The image that another caller is preparing; its own if nobody does any more."""
+        found = None
+        while pending is not None:
+            await asyncio.wait([_mark_error_seen(asyncio.wrap_future(pending))])
+            with suppress(_Abandoned):
+                return _shared_result(pending.exception(), pending)
+            found, pending = self._claim(key, False)
+        return await self._prepared(key, work) if found is None else found
+
+    async def _prepared(self, key: str, work: Callable[[], Awaitable[Prepared]]) -> Prepared:
+        """The image from ``work``, for all who wait for it."""
+        try:
+            image = await work()
+        except BaseException as error:
+            self._failed(key, error)
+            if isinstance(error, Unshared):
+                raise error.error from None
+            raise
+        with self._lock:
+            self._keep(key, image)
+            pending = self._pending.pop(key)
+        pending.set_result(image)
+        return image
+
+    def _failed(self, key: str, error: BaseException) -> None:
+        """Tells those who wait for an image that it could not be made, or to start again."""
+        with self._lock:
+            pending = self._pending.pop(key)
+        shared = isinstance(error, Exception) and not isinstance(error, Unshared)
+        pending.set_exception(error if shared else _Abandoned())
 
     async def find(self, key: str) -> Prepared | None:
         """The image from the cache or from a caller that is preparing it, or None."""
@@ -110,25 +127,11 @@ class PreparedCache:
         with self._lock:
             self.queries += count
             found = self._lookup(key, count)
-            if found is not None:
-                return found, None
-            pending = self._pending.get(key)
-            if pending is not None:
-                self.hits += count
-                return None, pending
-            self._pending[key] = Future()
-            return None, None
-
-    def _settle(self, key: str, result: Prepared | BaseException) -> None:
-        with self._lock:
-            pending = self._pending.pop(key)
-            if not isinstance(result, BaseException):
-                self._keep(key, result)
-        if not isinstance(result, BaseException):
-            pending.set_result(result)
-        else:
-            shared = isinstance(result, Exception) and not isinstance(result, Unshared)
-            pending.set_exception(result if shared else _Abandoned())
+            pending = self._pending.get(key) if found is None else None
+            if found is None and pending is None:
+                self._pending[key] = Future()
+            self.hits += count and pending is not None
+            return found, pending
 
     def _lookup(self, key: str, count: bool = True) -> Prepared | None:
         found = self._kept.get(key)
@@ -146,9 +149,13 @@ class PreparedCache:
         self._kept[key] = image
         self.bytes += image.nbytes
         while self.bytes > self.max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self.bytes -= dropped.nbytes
-            self.evictions += 1
+            self._evict()
+
+    def _evict(self) -> None:
+        """Drops the image that was used longest ago."""
+        _, dropped = self._kept.popitem(last=False)
+        self.bytes -= dropped.nbytes
+        self.evictions += 1
 
 
 def _mark_error_seen(waiter: asyncio.Future[Prepared]) -> asyncio.Future[Prepared]:

@@ -20,6 +20,8 @@ __all__ = ["load_pil_image", "decode", "to_rgb"]
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 DRAFT_PIXELS = 64
 DRAFT_GAP = 4
+TOO_LARGE = "The image is too large to decode."
+TOO_MUCH = (MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 WHITE = (255, 255, 255, 255)
 ORIENTATION = 0x0112
 _LOADING = Lock()
@@ -91,11 +93,9 @@ def decoder_errors() -> Iterator[None]:
         yield
     except TrencadisError:
         raise
-    except (MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise TooLarge("The image is too large to decode.") from None
-    except Exception:
+    except Exception as error:
         # Decoders raise about ten types on hostile bytes, and their texts leak addresses.
-        raise BadRequest(DAMAGED) from None
+        raise TooLarge(TOO_LARGE) if isinstance(error, TOO_MUCH) else BadRequest(DAMAGED) from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -108,7 +108,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     turn = UPRIGHT.get(_orientation(image))
     try:
-        out = _flatten(image)
+        opaque = image.mode == "RGB" and image.info.get("transparency") is None
+        out = image if opaque else _flatten(image)
     except (ValueError, OSError):
         raise BadRequest("The image's colour mode is not supported.") from None
     return out if turn is None else _turned(out, turn)
@@ -135,7 +136,7 @@ def _flatten(image: Image.Image) -> Image.Image:
     if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("RGB")
 
 
 def _from_integers(image: Image.Image) -> Image.Image:

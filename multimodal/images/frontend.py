@@ -127,7 +127,8 @@ class ImageFrontend:
         """
         if len(parts) > self.limits.images:
             raise BadRequest(f"At most {self.limits.images} image(s) may be provided in one prompt.", param="image")
-        self.processor.with_options(scope.options, "mm_processor_kwargs")
+        if scope.options != NO_OPTIONS:
+            self.processor.with_options(scope.options, "mm_processor_kwargs")
         return await gather_or_cancel(self._prepare_part(MediaPart(*part), scope) for part in parts)
 
     def close(self) -> None:
@@ -140,31 +141,47 @@ class ImageFrontend:
             options, processor = part.options.over(scope.options), self.processor
             if options != NO_OPTIONS:
                 processor = processor.with_options(options, part.path)
-            download = None
             if is_web_url(part.source):
-                scope.fetches()
-                download = partial(self._download, part.source, part.path)
-            async with self._permits.hold(download) as data:
-                part = part if data is None else part._replace(source=data)
-                if part.source is None:
-                    return await self._prepare_by_uuid(part, scope, processor)
-                content, size, work = await self._open_source(part, processor)
-                if part.uuid is not None:
-                    self.uuids.check(scope.tenant, scope.salt, part.uuid, content)
-                scope.charge(processor.sizes(*size).area)
-                digest = processed_digest(content, processor)
-                made = await self.cache.load(cache_key(scope.salt, digest), partial(work, digest))
-                if part.uuid is not None:
-                    self.uuids.remember(scope.tenant, scope.salt, part.uuid, content)
-                return made
+                return await self._prepare_remote(part, part.source, scope, processor)
+            async with self._permits.preparing():
+                return await self._prepare_loaded(part, scope, processor)
+
+    async def _prepare_remote(self, part: MediaPart, url: str, scope: MediaScope, processor: Processor) -> Prepared:
+        """An image that is downloaded first."""
+        scope.fetches()
+        async with self._permits.hold(partial(self._download, url, part.path)) as data:
+            return await self._prepare_loaded(part._replace(source=data), scope, processor)
+
+    async def _prepare_loaded(self, part: MediaPart, scope: MediaScope, processor: Processor) -> Prepared:
+        """An image that needs no download any more."""
+        if part.uuid is not None or part.source is None:
+            return await self._prepare_named(part, scope, processor)
+        return await self._prepare_opened(await self._open_source(part, processor), scope, processor)
+
+    async def _prepare_opened(self, source: OpenedSource, scope: MediaScope, processor: Processor) -> Prepared:
+        """The image of a source, from the cache or decoded now."""
+        scope.charge(processor.sizes(*source.size).area)
+        digest = processed_digest(source.content, processor)
+        return await self.cache.load(cache_key(scope.salt, digest), partial(source.work, digest))
+
+    async def _prepare_named(self, part: MediaPart, scope: MediaScope, processor: Processor) -> Prepared:
+        """An image with a uuid; without data the uuid stands for it."""
+        name = part.uuid or ""
+        if part.source is None:
+            return await self._prepare_by_uuid(name, scope, processor)
+        source = await self._open_source(part, processor)
+        self.uuids.check(scope.tenant, scope.salt, name, source.content)
+        made = await self._prepare_opened(source, scope, processor)
+        self.uuids.remember(scope.tenant, scope.salt, name, source.content)
+        return made
 
     async def _download(self, url: str, path: str) -> bytes:
         with stages.timed_stage("fetch"):
             return await self.loader.load(url, path)
 
-    async def _prepare_by_uuid(self, part: MediaPart, scope: MediaScope, processor: Processor) -> Prepared:
+    async def _prepare_by_uuid(self, uuid: str, scope: MediaScope, processor: Processor) -> Prepared:
         """The cached image that a uuid without data names."""
-        content = self.uuids.find(scope.tenant, scope.salt, part.uuid or "")
+        content = self.uuids.find(scope.tenant, scope.salt, uuid)
         made = None
         if content is not None:
             made = await self.cache.find(cache_key(scope.salt, processed_digest(content, processor)))

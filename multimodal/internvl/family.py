@@ -8,7 +8,7 @@ from typing import ClassVar
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.texts import PARTS, text_of
+from trencadis.multimodal.texts import PREFIXES, text_of
 from trencadis.multimodal.tiles.config import TileTower
 from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
 
@@ -51,13 +51,7 @@ FAMILY = Family(
     architectures={"InternVLForConditionalGeneration": GENERATE},
     config=describe,
     names=StoredNames(
-        {
-            "model.vision_tower.": "visual.",
-            "vision_tower.": "visual.",
-            "model.multi_modal_projector.": "visual.projector.",
-            "multi_modal_projector.": "visual.projector.",
-            **PARTS,
-        },
+        PREFIXES,
         (
             (".encoder.layer.", ".blocks."),
             (".patch_embeddings.projection.", ".patch_embedding."),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.lines.config import LineTower
 from trencadis.multimodal.llava.clip import ClipTower
-from trencadis.multimodal.pixtral.config import USUAL, LineTower, tower_fields
+from trencadis.multimodal.pixtral.fields import USUAL, tower_fields
 from trencadis.multimodal.pixtral.names import NAMES
-from trencadis.multimodal.texts import PARTS, text_of
+from trencadis.multimodal.texts import PREFIXES, text_of
 from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
 
 IMAGE_TOKEN = 32000
@@ -45,15 +45,6 @@ def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
     return {**fields, "depth": depth, "projector": projector, "projector_bias": biased}
 
 
-PREFIXES: Mapping[str, str] = {
-    "model.vision_tower.vision_model.": "visual.",
-    "vision_tower.vision_model.": "visual.",
-    "model.vision_tower.": "visual.",
-    "vision_tower.": "visual.",
-    "model.multi_modal_projector.": "visual.projector.",
-    "multi_modal_projector.": "visual.projector.",
-    **PARTS,
-}
 CLIP_NAMES = (*BLOCK_NAMES, (".pre_layrnorm.", ".first_norm."))
 
 FAMILY = Family(

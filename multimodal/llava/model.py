@@ -10,10 +10,10 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layers.source import Source
 from trencadis.core.models.decoder import Decoder
 from trencadis.multimodal.colours import CLIP
+from trencadis.multimodal.lines.config import LineTower
 from trencadis.multimodal.llava.clip import read_settings
 from trencadis.multimodal.llava.processor import KINDS
-from trencadis.multimodal.pixtral.config import LineTower
-from trencadis.multimodal.pixtral.model import LineModel
+from trencadis.multimodal.pixtral import model as pixtral
 from trencadis.multimodal.tiles.model import TileModel
 from trencadis.multimodal.tiles.processor import has_settings, tower_of
 
@@ -30,6 +30,6 @@ class ClipModel(TileModel):
 def make(config: ModelConfig, backend: Backend) -> Decoder:
     """The factory that the family's record names."""
     if isinstance(config.vision, LineTower):
-        return LineModel(config, backend)
+        return pixtral.make(config, backend)
     known = has_settings(config.path)
     return ClipModel(config, backend, read_settings(config.path, tower_of(config).image, KINDS) if known else CLIP)

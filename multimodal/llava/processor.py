@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.multimodal.lines.config import LineTower
 from trencadis.multimodal.llava.clip import read_settings
 from trencadis.multimodal.pixtral import processor as pixtral
-from trencadis.multimodal.pixtral.config import LineTower
 from trencadis.multimodal.processor import ImageOutline
 from trencadis.multimodal.tiles import processor as tiles
 from trencadis.multimodal.tiles.processor import TileProcessor, UInt8, check_options, shared_fields, tower_of

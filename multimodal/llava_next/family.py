@@ -8,8 +8,8 @@ from typing import ClassVar
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
 from trencadis.multimodal.llava.clip import ClipTower
-from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, PREFIXES, clip_fields
-from trencadis.multimodal.texts import text_of
+from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, clip_fields
+from trencadis.multimodal.texts import PREFIXES, text_of
 from trencadis.multimodal.tiles.fields import placeholder
 
 MOST_TILES = 64

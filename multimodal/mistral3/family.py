@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.pixtral.config import MERGES, USUAL, LineTower, tower_fields
-from trencadis.multimodal.pixtral.names import NAMES, PREFIXES, SIDE
-from trencadis.multimodal.texts import text_of
+from trencadis.multimodal.lines.config import LineTower
+from trencadis.multimodal.pixtral.fields import MERGES, USUAL, tower_fields
+from trencadis.multimodal.pixtral.names import NAMES, SIDE
+from trencadis.multimodal.texts import PREFIXES, text_of
 from trencadis.multimodal.tiles.fields import placeholder
 
 IMAGE_TOKEN = 10

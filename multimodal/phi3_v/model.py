@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
@@ -18,18 +17,9 @@ class CropModel(ClipModel):
 
     def constant_rows(self, source: Source) -> Tensor:
         """The end of a line and the separator, as the projector makes them of a cell's values."""
-        c, at = self.tower, "visual.projector"
-        width = c.cell_width
+        width = self.tower.cell_width
         line, whole = source.take("visual.sub_GN", (1, 1, 1, width)), source.take("visual.glb_GN", (1, 1, width))
-        rows = torch.cat([line.view(1, width), whole.view(1, width)]).float()
-        for name, shape in (("linear_1", (c.out_hidden, c.cell_width)), ("linear_2", (c.out_hidden, c.out_hidden))):
-            if name == "linear_2":
-                rows = functional.gelu(rows)
-            packed = source.quantised(f"{at}.{name}", shape, 0, 0, shape[0])
-            weight = source.take(f"{at}.{name}.weight", shape) if packed is None else packed.dequantised()
-            bias = source.take(f"{at}.{name}.bias", shape[:1])
-            rows = functional.linear(rows, weight.float(), bias.float())
-        return rows.to(self.backend.dtype)
+        return self.projected(source, torch.cat([line.view(1, width), whole.view(1, width)]))
 
 
 def make(config: ModelConfig, backend: Backend) -> CropModel:

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trencadis.multimodal.texts import PARTS
-
-PREFIXES: Mapping[str, str] = {
-    "model.vision_tower.": "visual.",
-    "vision_tower.": "visual.",
-    "model.multi_modal_projector.": "visual.projector.",
-    "multi_modal_projector.": "visual.projector.",
-    **PARTS,
-}
 NAMES = (
     (".transformer.layers.", ".blocks."),
     (".attention_norm.", ".norm1."),

@@ -14,7 +14,7 @@ from PIL import Image
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.layout import WINDOW_SLOTS, aligned
 from trencadis.multimodal.colours import CLIP, Colours, read_colours
-from trencadis.multimodal.pixtral.config import LineTower
+from trencadis.multimodal.lines.config import LineTower
 from trencadis.multimodal.processor import ImageOutline, Layout, TakenRows
 from trencadis.multimodal.tiles.processor import TileProcessor, UInt8, check_options, has_settings, settings_file
 

@@ -11,8 +11,8 @@ from trencadis.core.layers.source import Source
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
 from trencadis.multimodal.colours import CLIP
+from trencadis.multimodal.packing import pack_whole
 from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
-from trencadis.multimodal.qwen2_vl.packing import pack_whole
 from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
 from trencadis.multimodal.qwen2_vl.tower import VisionTower
 
@@ -43,7 +43,7 @@ class Qwen2VL(Decoder):
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out cell by cell; the rest of ``slots`` is padding."""
-        return pack_whole(images, slots)
+        return pack_whole(images, slots, self.tower.config.patch_values, self.tower.config.merge)
 
     def nbytes(self) -> int:
         return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)

@@ -51,7 +51,7 @@ def read_preprocessing(path: Path, asked: Mapping[str, Any] | None = None, patch
     if found is None:
         return None
     kind = found.values.get("image_processor_type", PROCESSORS[0])
-    if kind not in {name + suffix for name in PROCESSORS for suffix in SUFFIXES}:
+    if not isinstance(kind, str) or kind not in {name + suffix for name in PROCESSORS for suffix in SUFFIXES}:
         found.refuse("image_processor_type", f"implemented: {PROCESSORS[0]}")
     found.only("do_resize", (True,), True)
     found.only("resample", (BICUBIC,), BICUBIC)

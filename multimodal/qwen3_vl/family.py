@@ -18,11 +18,13 @@ from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3_moe import dense_layers
 from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.multimodal.deep.config import CHANNELS, FRAMES, DeepTower
 from trencadis.multimodal.qwen2_vl.config_fields import PREFIXES, aliases, axial_theta, widths
 from trencadis.multimodal.qwen2_vl.media_tokens import NAMES, media_tokens
-from trencadis.multimodal.qwen3_vl.config import CHANNELS, MERGE, PATCH, TEMPORAL, Qwen3Tower
 
 SECTIONS = (24, 20, 20)
+PATCH, MERGE = 16, 2
+"""Pixels along a side of a patch, patches along a side of a cell."""
 THETA = 500_000.0
 
 
@@ -63,9 +65,9 @@ def _described(root: Fields, text: TextConfig) -> Described:
     return Described(text, _vision(root.within("vision_config"), text.hidden), media_tokens(root, text.vocab))
 
 
-def _vision(c: Fields, text_hidden: int) -> Qwen3Tower:
+def _vision(c: Fields, text_hidden: int) -> DeepTower:
     for key, value in (
-        ("patch_size", PATCH), ("temporal_patch_size", TEMPORAL), ("spatial_merge_size", MERGE),
+        ("patch_size", PATCH), ("temporal_patch_size", FRAMES), ("spatial_merge_size", MERGE),
         ("in_channels", CHANNELS),
     ):  # fmt: skip
         c.only(key, (value,), value)
@@ -80,7 +82,7 @@ def _vision(c: Fields, text_hidden: int) -> Qwen3Tower:
     deep = c.integers(key, most=depth - 1) if key in c.values else (8, 16, 24)
     if list(deep) != sorted(set(deep)) or (deep and deep[-1] >= depth):
         c.refuse(key, f"implemented: some of the {depth} layers, ascending")
-    return Qwen3Tower(
+    return DeepTower(
         depth=depth,
         hidden=hidden,
         heads=heads,
@@ -90,6 +92,8 @@ def _vision(c: Fields, text_hidden: int) -> Qwen3Tower:
         deep_layers=deep,
         activation=activation_of(c, "hidden_act", "gelu_pytorch_tanh"),
         rope_theta=axial_theta(c),
+        patch=PATCH,
+        merge=MERGE,
     )
 
 
@@ -98,9 +102,9 @@ SIDE = VisionSide(
     sizes="trencadis.multimodal.qwen3_vl.pictures:sizes",
     processor="trencadis.multimodal.qwen3_vl.pictures:processor",
     tokens=NAMES,
-    expand="trencadis.multimodal.qwen3_vl.pictures:expand_apart",
+    expand="trencadis.multimodal.videos.spoken:expand_apart",
     positions="trencadis.multimodal.qwen3_vl.pictures:apart_positions",
-    times="trencadis.multimodal.qwen3_vl.pictures:spoken_times",
+    times="trencadis.multimodal.videos.spoken:spoken_times",
 )
 INNER = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
 DENSE = Family(

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.layers.apart import held_whole
 from trencadis.core.layers.source import Source
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.colours import Colours
+from trencadis.multimodal.colours import HALF
+from trencadis.multimodal.deep.config import DeepTower
+from trencadis.multimodal.deep.tower import MixedTower
+from trencadis.multimodal.near import placed
+from trencadis.multimodal.packing import pack_whole
 from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
-from trencadis.multimodal.qwen3_vl.config import PATCH, Qwen3Tower
-from trencadis.multimodal.qwen3_vl.packing import pack_mixed
-from trencadis.multimodal.qwen3_vl.tower import MixedTower
-
-HALF = (0.5, 0.5, 0.5)
 
 
 class Qwen3VL(Decoder):
@@ -23,11 +23,12 @@ class Qwen3VL(Decoder):
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
-        assert isinstance(config.vision, Qwen3Tower)
-        read = read_preprocessing(config.path, patch=PATCH)
-        seen = Colours(HALF, HALF) if read is None else read.colours
+        assert isinstance(config.vision, DeepTower)
+        read = read_preprocessing(config.path, patch=config.vision.patch)
+        seen = HALF if read is None else read.colours
         self.seeing = config.vision
-        self.tower = MixedTower(backend, config.vision, seen, config.aligned(backend.policy.aligned))
+        tower = held_whole(backend) if config.own_towers else backend
+        self.tower = MixedTower(tower, config.vision, seen, config.aligned(backend.policy.aligned))
 
     def load_from(self, source: Source) -> None:
         super().load_from(source)
@@ -39,7 +40,8 @@ class Qwen3VL(Decoder):
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out cell by cell; the rest of ``slots`` is padding."""
-        return pack_mixed(images, slots, self.seeing.side)
+        c = self.seeing
+        return placed(pack_whole(images, slots, c.slot.values, c.merge), images, c.side, c.merge)
 
     def nbytes(self) -> int:
         return super().nbytes() + self.tower.nbytes()

@@ -137,11 +137,13 @@ class LoopSemaphore:
         """The running loop's semaphore."""
         loop = asyncio.get_running_loop()
         found = self._made.get(loop)
-        if found is None:
-            # A semaphore refers to its loop, so weak keys would never drop a loop.
-            self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
-            found = self._made[loop] = asyncio.Semaphore(self._size)
-        return found
+        return self._make(loop) if found is None else found
+
+    def _make(self, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+        # A semaphore refers to its loop, so weak keys would never drop a loop.
+        self._made = {k: v for k, v in self._made.items() if not k.is_closed()}
+        made = self._made[loop] = asyncio.Semaphore(self._size)
+        return made
 
 
 class MediaPermits:
@@ -159,10 +161,14 @@ class MediaPermits:
         self._gates = LoopSemaphore(concurrent)
         self._downloads = LoopSemaphore(downloads)
 
+    def preparing(self) -> asyncio.Semaphore:
+        """A permit for the preparation of what needs no download."""
+        return self._gates.current()
+
     @asynccontextmanager
     async def hold(self, download: Callable[[], Awaitable[T]] | None) -> AsyncIterator[T | None]:
         """Holds a permit for preparation, after ``download`` if it is given, and yields its result (else None)."""
-        gate = self._gates.current()
+        gate = self.preparing()
         if download is None:
             async with gate:
                 yield None
@@ -193,19 +199,21 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     if comma < 0 or not url[:comma].lower().rstrip().endswith(";base64"):
         raise BadRequest("Only base64 data URLs are supported.")
     check_content_type(url[len("data:") : comma])
+    try:
+        return _from_base64(url, comma + 1, max_bytes)
+    except ValueError:
+        raise BadRequest("Non-base64 digit found in the data URL.") from None
+
+
+def _from_base64(url: str, start: int, max_bytes: int) -> bytes:
+    """The bytes behind ``start``; ValueError: another character, or padding before the end."""
     out, rest, padded = bytearray(), b"", False
-    for start in range(comma + 1, len(url), CHUNK):
-        try:
-            rest += url[start : start + CHUNK].encode("ascii").translate(None, BLANKS)
-        except UnicodeEncodeError:
-            raise BadRequest("Non-base64 digit found in the data URL.") from None
+    for at in range(start, len(url), CHUNK):
+        rest += url[at : at + CHUNK].encode("ascii").translate(None, BLANKS)
         whole = len(rest) // 4 * 4
         if whole and padded:
-            raise BadRequest("Non-base64 digit found in the data URL.")
-        try:
-            out += binascii.a2b_base64(rest[:whole], strict_mode=True)
-        except binascii.Error:
-            raise BadRequest("Non-base64 digit found in the data URL.") from None
+            raise ValueError("digits behind the padding")
+        out += binascii.a2b_base64(rest[:whole], strict_mode=True)
         padded = padded or rest[:whole].endswith(b"=")
         rest = rest[whole:]
         if len(out) > max_bytes:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trencadis.core.backend import Backend, Ops, Rotary, Segments, VisionTensors
 from trencadis.core.checkpoint.model_config import LAYER, ModelConfig
@@ -186,6 +187,18 @@ class TileModel(Decoder):
     def constant_rows(self, source: Source) -> Tensor:
         """[constants, width of an arena row]: what is the same for every picture, for towers with ``constants``."""
         raise NotImplementedError
+
+    def projected(self, source: Source, cells: Tensor) -> Tensor:
+        """[n, out_hidden]: what the projector makes of the values of cells, [n, cell_width], in float32."""
+        c, at, rows = self.tower, "visual.projector", cells.float()
+        assert c.projector == "gelu"
+        for name, shape in (("linear_1", (c.out_hidden, c.cell_width)), ("linear_2", (c.out_hidden, c.out_hidden))):
+            if name == "linear_2":
+                rows = functional.gelu(rows)
+            packed = source.quantised(f"{at}.{name}", shape, 0, 0, shape[0])
+            weight = source.take(f"{at}.{name}.weight", shape) if packed is None else packed.dequantised()
+            rows = functional.linear(rows, weight.float(), source.take(f"{at}.{name}.bias", shape[:1]).float())
+        return rows.to(self.backend.dtype)
 
     def bind(self, persistent: Persistent) -> None:
         super().bind(persistent)

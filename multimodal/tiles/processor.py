@@ -134,19 +134,22 @@ def squares(image: Image.Image, side: int) -> list[UInt8]:
 
 
 def settings_file(path: Path) -> Fields:
-    """The image processor's settings of a checkpoint; raises StartupError without a file."""
+    """The image processor's settings of a checkpoint; raises StartupError without a file, or without a size."""
     for where in (path / name for name in FILES):
         c = Fields(read_json(where) or {}, where)
-        if "image_processor" in c.values:
-            return c.within("image_processor")
-        if where.name != FILES[0] and where.is_file():  # the first may hold other parts of the processor alone
-            return c
+        nested = c.given("image_processor")
+        if nested or (where.name != FILES[0] and where.is_file()):  # the first may hold other parts alone
+            found = c.within("image_processor") if nested else c
+            if found.values.get("size", "") is None:
+                found.refuse("size", "it must be an object")
+            return found
     raise StartupError(f"{path} has neither preprocessor_config.json nor an image_processor in processor_config.json")
 
 
 def has_settings(path: Path) -> bool:
     """Whether a checkpoint has an image processor's settings; without them there is no picture, only plans."""
-    return (path / FILES[1]).is_file() or "image_processor" in (read_json(path / FILES[0]) or {})
+    newer = read_json(path / FILES[0]) or {}
+    return (path / FILES[1]).is_file() or newer.get("image_processor") is not None
 
 
 def tower_of(config: ModelConfig) -> TileTower:

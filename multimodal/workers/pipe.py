@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,12 +71,6 @@ def split_buffers(body: npt.NDArray[np.uint8], sizes: Sequence[int]) -> list[npt
         out.append(body[at : at + size])
         at += size
     return out
-
-
-def chunks(view: memoryview) -> Iterator[memoryview]:
-    """Yields ``view`` in pieces of at most ``CHUNK`` bytes."""
-    for at in range(0, len(view), CHUNK):
-        yield view[at : at + CHUNK]
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytearray:

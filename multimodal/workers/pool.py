@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any
@@ -102,13 +103,11 @@ class PoolTicket:
 
     def settle(self, result: Answer | TrencadisError) -> None:
         """Wakes the caller, if it still waits."""
-        try:
+        with suppress(InvalidStateError):
             if isinstance(result, Answer):
                 self.future.set_result(result)
             else:
                 self.future.set_exception(result)
-        except InvalidStateError:
-            pass
 
 
 class _CallerLeft(TrencadisError):

@@ -93,19 +93,22 @@ class WorkerProcess:
         Raises:
             StartFailed: it ended, or took longer than ``START_SECONDS``.
         """
+        if not self.ready:
+            self._await_ready(check)
+            self.ready = True
+
+    def _await_ready(self, check: Check) -> None:
+        """Waits for the word of a worker that starts."""
 
         def patience() -> float:
             if time.monotonic() - self._started > START_SECONDS:
                 raise StartFailed
             return check()
 
-        if self.ready:
-            return
         try:
             self._answer(patience, 0)
         except (WorkerDied, pipe.ProtocolError):
             raise StartFailed from None
-        self.ready = True
 
     def exchange(
         self, message: dict[str, Any], data: bytes | bytearray | memoryview, most: int, check: Check
@@ -155,15 +158,14 @@ class WorkerProcess:
         return message, pipe.split_buffers(self._receive(body, check), message["sizes"])
 
     def _send(self, view: memoryview, check: Check) -> None:
-        for piece in pipe.chunks(view):
-            while piece:
-                self._wait(select.POLLOUT, check)
-                try:
-                    piece = piece[self._sock.send(piece) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    raise WorkerDied from None
+        while view:
+            self._wait(select.POLLOUT, check)
+            try:
+                view = view[self._sock.send(view[: pipe.CHUNK]) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                raise WorkerDied from None
 
     def _receive(self, size: int, check: Check) -> npt.NDArray[np.uint8]:
         """Receives uint8 [size]; the kernel touches its pages first, outside the interpreter's lock."""

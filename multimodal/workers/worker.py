@@ -90,15 +90,20 @@ def run_job(
         limit_resources(asked["memory"], asked["seconds"])
         values, buffers = job(data, asked["options"])
         return {"values": values}, list(buffers)
-    except TrencadisError as error:
-        return {"status": error.status, "message": error.message}, []
-    except MemoryError:
-        return {"status": 413, "message": TOO_LARGE}, []
-    except Exception:
-        # Decoders raise many exception types on hostile bytes, and their messages leak addresses.
-        return {"status": 400, "message": DAMAGED}, []
+    except Exception as error:
+        return told(error), []
     finally:
         lower_limit(resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)[1])
+
+
+def told(error: Exception) -> dict[str, Any]:
+    """What the pool is told of a job that failed."""
+    if isinstance(error, TrencadisError):
+        return {"status": error.status, "message": error.message}
+    if isinstance(error, MemoryError):
+        return {"status": 413, "message": TOO_LARGE}
+    # Decoders raise many exception types on hostile bytes, and their messages leak addresses.
+    return {"status": 400, "message": DAMAGED}
 
 
 def limit_resources(memory: int, seconds: float) -> None:

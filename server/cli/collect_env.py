@@ -22,6 +22,7 @@ PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "pillow", "av",
     "fastapi", "starlette", "uvicorn", "h11", "httpx", "pydantic", "msgspec", "prometheus-client", "llguidance",
     "jinja2", "habana-torch-plugin", "habana-torch-dataloader", "opentelemetry-sdk", "vllm",
+    "flash-attn", "flashinfer-python",
 )  # fmt: skip
 OTHERS = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD",

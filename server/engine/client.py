@@ -111,8 +111,6 @@ class EngineLink(RequestLink):
             case wire.NeedMedia(id, index):
                 self.need(id, index)
             case wire.Pong():
-                self.ponged = max(self.ponged, message.n)
-                self.phase = message.phase
                 self.check_step(message)
             case _:
                 self.starting(message)
@@ -135,7 +133,9 @@ class EngineLink(RequestLink):
                 self.fatal, self.reason = message, message.message
 
     def check_step(self, pong: wire.Pong) -> None:
-        """Kills an engine whose step runs far too long; compiling has a limit of its own."""
+        """Notes a sign of life; kills an engine whose step runs far too long; compiling has a limit of its own."""
+        self.ponged = max(self.ponged, pong.n)
+        self.phase = pong.phase
         limit = self.compile_timeout
         if self.info is not None and pong.phase not in SLOW_PHASES:
             limit = max(STALL_SECONDS, STALL_FACTOR * self.info.step_seconds)

@@ -98,7 +98,7 @@ class RequestLink:
         entry = self.requests.get(delta.id)
         if entry is None or delta.choice not in entry.left:
             return
-        entry.give(delta)
+        (entry.deltas.put_nowait if entry.elsewhere is None else entry.give)(delta)
         if delta.finish is not None:
             entry.left.discard(delta.choice)
             if not entry.left:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 from trencadis.server.engine.spawn import EngineHandle, spawn
 from trencadis.server.fleet.deal import deal, deal_to_nodes
 
@@ -39,13 +39,21 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
-        from trencadis.server.engine.on_ray.placing import Placement  # needs the extra
-
-        placement = Placement(config, size, os.environ)
-        configs = deal_to_nodes(config, size, placement.crowd)
+        placed = ClusterEngines(config, size)
+        configs = deal_to_nodes(config, size, placed.crowd)
     else:
-        placement, configs = None, deal(config, size)
+        placed, configs = None, deal(config, size)
     for number, one in enumerate(configs):
-        handles.append(spawn(one) if placement is None else placement.engine(number, one))
+        handles.append(_first(one, size) if placed is None else placed.engine(number, one))
         begun(handles[-1])
     return Engines(configs, handles)
+
+
+def _first(config: EngineConfig, size: int) -> EngineHandle:
+    """Starts an engine here, or where the Ray cluster has a card for its first rank and this node has none."""
+    if config.distributed_executor_backend == RAY and size == 1:
+        lead = ClusterEngines(config, 1, lead=True)
+        if not lead.here:
+            return lead.engine(0, config)
+        lead.close()  # the engine asks for its ranks by itself
+    return spawn(config)

@@ -64,6 +64,9 @@ class ApiProcess:
         self.refused = False
         """It cannot start at all, and is not tried again."""
         self._left = asyncio.Event()
+        self._seconds = 0
+        """For its last answers, once it leaves."""
+        self._running = False
         self.handle: subprocess.Popen[bytes] | None = None
         self.channel: Channel[messages.Up] | None = None
         self._relay: RequestRelay | None = None
@@ -93,6 +96,13 @@ class ApiProcess:
 
     async def run(self) -> None:
         """Until it is told to leave; whatever ends it before that, another one is started."""
+        self._running = True
+        try:
+            await self._run()
+        finally:
+            self._running = False
+
+    async def _run(self) -> None:
         delay, started = FIRST_DELAY, True
         while True:
             if started:
@@ -128,6 +138,8 @@ class ApiProcess:
         self._relay = self.owner.relay(self.index, channel)
         await channel.connect()
         self.owner.connected(self)
+        if self.leaving:
+            channel.write(messages.Leave(self._seconds))  # told before it could be told on
         watching = asyncio.create_task(self._watch(channel))
         try:
             await channel.run()
@@ -176,7 +188,7 @@ class ApiProcess:
 
     def leave(self, seconds: int) -> None:
         """Tells it to finish its answers and to exit."""
-        self.leaving = True
+        self.leaving, self._seconds = True, seconds
         self._left.set()
         if self.channel is not None:
             self.channel.write(messages.Leave(seconds))
@@ -189,11 +201,17 @@ class ApiProcess:
             self.handle.wait()
 
     def close(self) -> None:
-        """Ends the process, also where ``run`` never ran."""
+        """Ends the process, also where ``run`` never ran.
+
+        While it runs its socket stays open: ``run`` ends with what it reads there, and nobody is told of a descriptor
+        that is closed under the event loop.
+        """
         self.leaving = True
+        self._left.set()
         self.kill()
-        self._listener.close()
-        self._sock.close()
+        if not self._running:
+            self._listener.close()
+            self._sock.close()
 
 
 async def _answers(channel: Channel[messages.Up]) -> bool:

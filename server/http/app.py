@@ -34,6 +34,7 @@ from trencadis.server.metrics.processes import ProcessesCollector
 from trencadis.server.metrics.registry import Metrics, StatsLine, preemption_warning
 from trencadis.server.metrics.sleep import SleepCollector
 from trencadis.server.metrics.tenants import TenantCollector
+from trencadis.server.metrics.traces import TraceCollector
 from trencadis.server.page import routes as page_routes
 from trencadis.server.prompts.answer_forms import AnswerForms
 from trencadis.server.prompts.media import CacheCounters, ImageSource
@@ -95,10 +96,10 @@ def create_app(
     forms = AnswerForms.choose(config.tool_call_parser, config.reasoning_parser, template)
     forms.claim(service.tokenizer)
     grammars = GrammarBook(service.tokenizer, service.config.text.vocab, service.eos)
-    traces = Traces.to(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
     state = AppState(
-        settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants, traces, turns
-    )
+        settings, engine, service, admission, metrics, int(time.time()), grammars, forms, tenants,
+        _traces(config.otlp_traces_endpoint, metrics), turns,
+    )  # fmt: skip
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -138,6 +139,15 @@ def _collect(metrics: Metrics, settings: HttpSettings, engine: EngineClient, ten
     metrics.registry.register(ProcessesCollector())
     if settings.config.enable_sleep_mode or settings.config.sleep_after:
         SleepCollector(metrics.registry, engine)
+
+
+def _traces(endpoint: str, metrics: Metrics) -> Traces | None:
+    """What sends traces to ``endpoint``, if there is one; its figures are in ``metrics``."""
+    if not endpoint:
+        return None
+    made = Traces.to(endpoint)
+    metrics.registry.register(TraceCollector(made))
+    return made
 
 
 def _tenants(settings: HttpSettings) -> tuple[Tenants | None, Turns | None]:

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import h11
-from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 log = logging.getLogger("trencadis.server")
 
 HEADS = 32 << 20
 """Most bytes of unfinished request heads and of pipelined requests, on all connections together."""
-AT_A_TIME = 4
+AT_A_TIME = 2
 """Requests that begin in one pass of the event loop. Thousands of clients may write at once, and for each head all
 answers wait that are being written; further bytes wait for the next pass."""
+GRACE = 1.0
+"""Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep theirs for five seconds, as the
+server does: one that is chosen in the last moment would be reset, so the client's limit has to come first."""
 LOOKS = (0.02, 0.1, 0.25, 0.5)
 """Seconds between checks of a client that has closed its side; the last value repeats."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -58,12 +59,18 @@ class SharedLimits:
 
     def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begins the next requests, each by itself: a mistake in one stops no other."""
-        some = [self.late.popleft() for _ in range(min(len(self.late), AT_A_TIME))]
+        self.begun = 0
+        if self.late:
+            self._begin(loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        # By turns the one that waits longest and the one that came last, which may be another client's than a flood's.
+        count = min(len(self.late), AT_A_TIME)
+        some = [self.late.pop() if turn % 2 else self.late.popleft() for turn in range(count)]
         self.begun = len(some)
         for connection, data in some:
             loop.call_soon(connection.resume, data)
-        if some:
-            loop.call_soon(self._pass, loop)
+        loop.call_soon(self._pass, loop)
 
     def crowded(self) -> None:
         """Logs that the bound is reached, once a minute at most."""
@@ -85,18 +92,13 @@ class Connection(H11Protocol):
     on_lost: Callable[[], None] | None = None
     """Called when the connection ends while its request waits for its turn."""
 
-    def __init__(
-        self,
-        shared: SharedLimits,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, shared: SharedLimits, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         # The gate writes access lines, with what only it knows.
         self.access_log = False
         self._shared = shared
+        if self.timeout_keep_alive:
+            self.timeout_keep_alive += GRACE  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the head of the first request."""
@@ -117,13 +119,17 @@ class Connection(H11Protocol):
         """Takes bytes of a head, a body or pipelined requests."""
         shared = self._shared
         if self._idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
-            self._unset_keepalive_if_required()
-            self.flow.pause_reading()
-            shared.late.append((self, data))
-            self._hold(self._held + len(data))
+            self._put_off(data)
             return
         super().data_received(data)
         self._weigh()
+
+    def _put_off(self, data: bytes) -> None:
+        """Keeps bytes for the next pass of the event loop."""
+        self._unset_keepalive_if_required()
+        self.flow.pause_reading()
+        self._shared.late.append((self, data))
+        self._hold(self._held + len(data))
 
     def resume(self, data: bytes) -> None:
         """Takes bytes that came in an earlier pass of the event loop."""
@@ -188,7 +194,26 @@ class Connection(H11Protocol):
         if what is not None and self._shared.seconds:
             self._timer = self.loop.call_later(self._shared.seconds, self._late)
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection, unless a request has come in this moment: that would be reset."""
+        if self._has_more():
+            self.timeout_keep_alive_task = self.loop.call_later(GRACE, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _has_more(self) -> bool:
+        """Whether bytes wait in the system that the event loop has not read yet."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or self.transport.is_closing() or not self.transport.is_reading():
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
     def _late(self) -> None:
+        if self._waits is h11.IDLE and not self._held and self._has_more():
+            self._timer = self.loop.call_later(GRACE, self._late)
+            return
         if self._waits is h11.IDLE and self._held:
             self._refuse(LATE)
         else:

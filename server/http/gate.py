@@ -32,6 +32,8 @@ DIGITS = 18
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods that metrics name. Clients may send any word, and each would add a series that never goes away."""
 TRACE_HEADERS = ("traceparent", "tracestate")
+TOO_LARGE = "The request body exceeds {} bytes."
+LATE = "The request body did not arrive within {:g} s, or arrives too slowly."
 PACE = 1024
 """Bytes a second that a body must deliver on average, over each period of ``receive_timeout``."""
 
@@ -77,7 +79,6 @@ class Gate:
             return
         headers = Headers(scope=scope)
         given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
-        scope["trencadis.request_id"] = given
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
         record = scope["trencadis.record"] = record_of(scope, headers, shown)
         RECORD.set(record)
@@ -96,8 +97,7 @@ class Gate:
                     sent["request-id"] = shown
                 account = CURRENT.get()
                 if account is not None:
-                    for name, value in account.headers():
-                        sent[name] = value
+                    sent.update(dict(account.headers()))
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -110,7 +110,7 @@ class Gate:
             body.room(announced)
             timed = scope["method"] == "POST" and (self._request_timeout or HEADER in headers)
             seconds = seconds_of(headers, self._request_timeout) if timed else 0.0
-            work = self._app(scope, self._counted(receive, body), out)
+            work = self._app(scope, ArrivingBody(receive, body, self._max_body, self._receive_timeout), out)
             await (within(record, seconds, work) if seconds else work)
         except (Exception, asyncio.CancelledError) as error:
             told = _told(error, record)
@@ -141,34 +141,10 @@ class Gate:
         length = headers.get("content-length", "")
         # int() refuses thousands of digits with an error of its own.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
-            raise self._too_large()
+            raise TooLarge(TOO_LARGE.format(self._max_body))
         if scope["method"] == "POST" and headers.get("content-type") != "application/json":
             _check_type(headers, length, path)
         return int(length) if length.isdecimal() else 0
-
-    def _counted(self, receive: Receive, body: BodyCharge) -> Receive:
-        left, pace, more = self._max_body, BodyPace(self._receive_timeout), True
-
-        async def counted() -> Message:
-            nonlocal left, more
-            message = await (pace.next(receive) if more else receive())
-            more = bool(message.get("more_body", False))
-            size = len(message.get("body", b""))
-            left -= size
-            body.received += size
-            # Starlette reports any other exception as a body that cannot be parsed.
-            if left < 0:
-                raise HTTPException(413, self._too_large().message)
-            try:
-                body.charge(size)
-            except QueueFull as error:
-                raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
-            return message
-
-        return counted
-
-    def _too_large(self) -> TooLarge:
-        return TooLarge(f"The request body exceeds {self._max_body} bytes.")
 
 
 def _check_type(headers: Headers, length: str, path: str) -> None:
@@ -194,32 +170,47 @@ def _told(error: BaseException, record: RequestRecord) -> TrencadisError | None:
     return TrencadisError("Internal server error.")
 
 
-class BodyPace:
-    """Enforces the pace of a body; only time in which the server waits for the client counts.
+class ArrivingBody:
+    """Receives a request: charges its bytes, and bounds their number and pace.
+
+    Only time in which the server waits for the client counts.
 
     Args:
+        most: bytes of the body.
         seconds: length of a period, in which ``PACE`` bytes must arrive for each second; 0: no limit.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._left, self._came = seconds, 0
+    def __init__(self, receive: Receive, body: BodyCharge, most: int, seconds: float) -> None:
+        self._receive, self._body, self._most, self._seconds = receive, body, most, seconds
+        self._left, self._came, self._more = seconds, 0, True
 
-    async def next(self, receive: Receive) -> Message:
-        """The next message of a body.
+    async def __call__(self) -> Message:
+        """The next message.
 
         Raises:
-            HTTPException: 408, it is late.
+            HTTPException: the body is too large (413), late (408), or there is no room for it (429). Starlette reports
+                any other exception as a body that cannot be parsed.
         """
-        if not self._seconds:
-            return await receive()
+        message = await (self._timely() if self._more and self._seconds else self._receive())
+        self._more = bool(message.get("more_body", False))
+        size = len(message.get("body", b""))
+        self._body.received += size
+        if self._body.received > self._most:
+            raise HTTPException(413, TOO_LARGE.format(self._most))
+        try:
+            self._body.charge(size)
+        except QueueFull as error:
+            raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
+        return message
+
+    async def _timely(self) -> Message:
+        """The next message of a body that is not too slow."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._left):
-                message = await receive()
+                message = await self._receive()
         except TimeoutError:
-            text = f"The request body did not arrive within {self._seconds:g} s, or arrives too slowly."
-            raise HTTPException(408, text, {"connection": "close"}) from None
+            raise HTTPException(408, LATE.format(self._seconds), {"connection": "close"}) from None
         self._left -= time.monotonic() - begun
         self._came += len(message.get("body", b""))
         if self._came >= self._seconds * PACE:

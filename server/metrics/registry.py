@@ -220,13 +220,12 @@ class Metrics:
             gaps.observe(gap)
         for mean in timing.paces():
             self._observe(values, "request_time_per_output_token_seconds", mean)
-        for stream in timing.streams:
-            if stream.stats is not None:
-                self._observe(values, "request_queue_time_seconds", stream.stats.queue + timing.turn)
-                self._observe(values, "request_prefill_time_seconds", stream.stats.prefill)
-                self._observe(values, "request_decode_time_seconds", stream.stats.decode)
-                self._observe(values, "request_inference_time_seconds", stream.stats.prefill + stream.stats.decode)
-                self._observe(values, "request_num_preemptions", stream.stats.preemptions)
+        for stats in timing.stats:
+            self._observe(values, "request_queue_time_seconds", stats.queue + timing.turn)
+            self._observe(values, "request_prefill_time_seconds", stats.prefill)
+            self._observe(values, "request_decode_time_seconds", stats.decode)
+            self._observe(values, "request_inference_time_seconds", stats.prefill + stats.decode)
+            self._observe(values, "request_num_preemptions", stats.preemptions)
 
     def _of(self, timing: Timing) -> Sequence[str]:
         """The labels of the engine that a request ran on."""

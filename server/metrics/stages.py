@@ -21,9 +21,8 @@ def stage_seconds(timing: Timing) -> dict[str, float]:
     found: dict[str, float] = {"turn": timing.turn} if timing.turn else {}
     if timing.media:
         found |= {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
-    ended = [s.stats for s in timing.streams if s.stats is not None]
-    if ended:
-        stats = max(ended, key=lambda s: s.queue + s.prefill + s.decode)
+    stats = timing.slowest
+    if stats is not None:
         found["queue"] = stats.queue
         if timing.media:
             found["encode"] = stats.encode
@@ -35,12 +34,11 @@ def stage_seconds(timing: Timing) -> dict[str, float]:
 def closing(timing: Timing) -> str:
     """The end of a request's last log line: seconds by stage, cache hits, launches."""
     parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(timing).items())]
-    stats = [s.stats for s in timing.streams if s.stats is not None]
     if timing.media:
-        kept, encoded = timing.media - timing.prepared, sum(s.image_hits for s in stats)
+        kept, encoded = timing.media - timing.prepared, sum(s.image_hits for s in timing.stats)
         parts.append(f"media {timing.media}, {kept} from the processor cache, {encoded} from the encoder cache")
-    if stats:
-        launches, misses = sum(s.launches for s in stats), sum(s.misses for s in stats)
+    if timing.stats:
+        launches, misses = sum(s.launches for s in timing.stats), sum(s.misses for s in timing.stats)
         parts.append(f"launches {launches}, {launches - misses} in planned buckets")
     return "; ".join(part for part in parts if part)
 

@@ -119,8 +119,11 @@ def _content(
     if not isinstance(content, list | tuple):
         raise BadRequest(f"{path}.content must be a string or a list of parts.", param=f"{path}.content")
     parts = [_part(part, f"{path}.content[{j}]", media, rules) for j, part in enumerate(content)]
-    if not as_string:
-        return parts
+    return _as_text(parts, rules) if as_string else parts
+
+
+def _as_text(parts: Sequence[Mapping[str, Any]], rules: MessageRules) -> str:
+    """Content for a template that takes it as a string: placeholders, then texts."""
     shown = [rules.placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
     return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
 

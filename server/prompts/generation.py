@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from trencadis.core.errors import TrencadisError
-from trencadis.core.request import Request, SamplingParams
+from trencadis.core.request import Request, RequestStats, SamplingParams
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.service import TextService
@@ -96,6 +96,22 @@ class Timing:
         before.last = now
         before.count += count
 
+    def media_of(self, prompt: Prompt) -> None:
+        """Takes what the media of the prompt were, and how long their preparation took."""
+        self.image_tokens, self.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
+        self.prepared, self.media_seconds = prompt.times.prepared, prompt.times.seconds
+        self.media_begun, self.media_ended = prompt.times.begun, prompt.times.ended
+
+    @property
+    def stats(self) -> list[RequestStats]:
+        """What the engine reported of each choice that it ended."""
+        return [stream.stats for stream in self.streams if stream.stats is not None]
+
+    @property
+    def slowest(self) -> RequestStats | None:
+        """That of the choice which took longest."""
+        return max(self.stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
+
     def paces(self) -> list[float]:
         """Mean seconds per token after the first, of each choice that has more than one."""
         return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
@@ -106,9 +122,7 @@ def begun(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timi
     p, tokens = request.params, len(prompt.tokens)
     made = Timing(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
     if prompt.media:
-        made.image_tokens, made.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
-        made.prepared, made.media_seconds = prompt.times.prepared, prompt.times.seconds
-        made.media_begun, made.media_ended = prompt.times.begun, prompt.times.ended
+        made.media_of(prompt)
     return made
 
 

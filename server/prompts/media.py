@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.models.family import VisionSide
 from trencadis.core.models.registry import family_of, loaded
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
@@ -137,7 +138,6 @@ class Joiner(Protocol):
 class PlaceholderJoiner:
     """Placeholders and rotary positions, as the model's family has them.
 
-
     ``encode``: ids of a text that stands behind a placeholder.
     """
 
@@ -152,35 +152,46 @@ class PlaceholderJoiner:
         """
         if not media:
             return Expanded(list(tokens))
-        from trencadis.multimodal.videos.items import position_spans
-
-        side = family_of(self._config.architecture).vision
-        assert side is not None  # the API process makes no media where the model does not see
-        image, video, placed = self._config.image_token, self._config.video_token, self._config.placed
-        prepared = cast("list[PreparedMedia]", media)
-        places, put = media_places(tokens, placed, video, media), loaded(side.expand)
-        if placed != image:
-            put = partial(put, placed=placed)
-        if side.times and self._encode is not None:
-            put = self._timed(put, loaded(side.times), prepared, self._encode)
-        expanded, spans = put(tokens, image, prepared, places, video, self._encode)
-        vision = self._config.vision
-        if not side.positions or self._config.text.mrope_section is None:
+        c, prepared = self._config, cast("list[PreparedMedia]", media)
+        places = media_places(tokens, c.placed, c.video_token, media)
+        put = self._timed(prepared, self._encode) if self._side.times and self._encode is not None else self._put
+        expanded, spans = put(tokens, c.image_token, prepared, places, c.video_token, self._encode)
+        if self._positions is None:
             return Expanded(expanded, spans)
-        whole, seconds = (spans, []) if side.times else position_spans(spans, prepared)
-        positions, delta = loaded(side.positions)(len(expanded), whole, vision, seconds)
+        # Where each medium is one item, there is no time between its items.
+        whole, seconds = (spans, []) if self._side.times or len(spans) == len(media) else _whole(spans, prepared)
+        positions, delta = self._positions(len(expanded), whole, c.vision, seconds)
         return Expanded(expanded, spans, positions.astype("<i4").tobytes(), int(delta))
 
-    def _timed(
-        self,
-        put: Callable[..., Any],
-        times: Callable[..., list[str]],
-        media: Sequence[PreparedMedia],
-        encode: Callable[[str], list[int]],
-    ) -> Callable[..., Any]:
-        """``put``, which is told the times of each video's frames in words."""
+    @cached_property
+    def _side(self) -> VisionSide:
+        side = family_of(self._config.architecture).vision
+        assert side is not None  # the API process makes no media where the model does not see
+        return side
+
+    @cached_property
+    def _put(self) -> Callable[..., Any]:
+        """Expands placeholders, as the family does."""
+        put, placed = loaded(self._side.expand), self._config.placed
+        return put if placed == self._config.image_token else partial(put, placed=placed)
+
+    @cached_property
+    def _positions(self) -> Callable[..., Any] | None:
+        """Makes rotary positions; None where each token's is its place."""
+        plain = not self._side.positions or self._config.text.mrope_section is None
+        return None if plain else loaded(self._side.positions)
+
+    def _timed(self, media: Sequence[PreparedMedia], encode: Callable[[str], list[int]]) -> Callable[..., Any]:
+        """``_put``, which is told the times of each video's frames in words."""
+        times = loaded(self._side.times)
         texts = [encode(text) for one in media if is_video(one) for text in times(one)]
-        return partial(put, times=texts, marks=(self._config.vision_start, self._config.vision_end))
+        return partial(self._put, times=texts, marks=(self._config.vision_start, self._config.vision_end))
+
+
+def _whole(spans: Sequence[MediaSpan], media: Sequence[PreparedMedia]) -> tuple[list[MediaSpan], list[float | None]]:
+    from trencadis.multimodal.videos.items import position_spans
+
+    return position_spans(spans, media)
 
 
 def check_tokens(config: ModelConfig, token_id: Callable[[str], int | None]) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from trencadis.core.errors import TrencadisError, Unavailable, from_status
 from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
 from trencadis.server.prompts.answer import AnswerPart, AnswerReader
-from trencadis.server.text.detokenizer import detokenizer
+from trencadis.server.text.detokenizer import Detokenizer
 from trencadis.server.text.stop import StopMatcher
-from trencadis.server.text.tokenizer import Tokenizer
 
 RESTART_SECONDS = 5
 """Retry-After for a request that ended with its engine: a restart takes about that long."""
@@ -44,9 +43,7 @@ class ChoiceStream:
 
     Args:
         eos: ids that end a text, besides ``params.stop_token_ids``.
-        prompt: the ids of the prompt, for vocabularies in which the text of a token depends on its neighbours.
         reader: divides the text into reasoning, content and calls; None if all of it is content.
-        shown: special tokens that ``reader`` must see.
     """
 
     count: int = 0
@@ -59,15 +56,9 @@ class ChoiceStream:
     pooled: bytes = b""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        eos: Collection[int] = (),
-        prompt: Sequence[int] = (),
-        reader: AnswerReader | None = None,
-        shown: frozenset[int] = frozenset(),
+        self, detokenizer: Detokenizer, params: SamplingParams, eos: Collection[int], reader: AnswerReader | None = None
     ) -> None:
-        self._detokenizer = detokenizer(tokenizer, prompt, params.skip_special_tokens, shown)
+        self._detokenizer = detokenizer
         self._reader = reader
         self._stop: StopMatcher | None = None
         """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""

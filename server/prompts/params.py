@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trencadis.core.errors import BadRequest
 from trencadis.core.masks.params import RepetitionDetectionParams
@@ -16,6 +16,10 @@ from trencadis.server.protocol.beams import check_width
 if TYPE_CHECKING:
     from trencadis.server.protocol.base import GenerateRequest
 
+TOO_LONG = (
+    "This model's maximum context length is {} tokens. However, your prompt contains at least {} input tokens. Please "
+    "reduce the length of the input prompt."
+)
 MAX_STOPS = 16
 MAX_WORDS = 128
 """Most bad words of a request, and most sequences of ids that they may become."""
@@ -47,40 +51,44 @@ class RequestLimits:
 Reader = Callable[[Any, RequestLimits], Any]
 
 
+class SamplingRules(Protocol):
+    """What parameters depend on beside the request; ``TextService`` has it.
+
+    ``eos``: ids that end a text.
+    """
+
+    defaults: Defaults
+    limits: RequestLimits
+    eos: frozenset[int]
+
+
 def sampling_params(
-    request: GenerateRequest,
-    *,
-    defaults: Defaults,
-    limits: RequestLimits,
-    max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    eos: Collection[int] = (),
+    request: GenerateRequest, rules: SamplingRules, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """The engine's parameters of a parsed request; ``max_tokens`` is already resolved (``output_limit``).
 
     Raises:
         BadRequest: a value is out of range or contradicts another; it says ``max_tokens``, whatever the field was.
     """
-    values: dict[str, Any] = {**defaults.values, "min_tokens": defaults.least(max_tokens)}
+    values: dict[str, Any] = {**rules.defaults.values, "min_tokens": rules.defaults.least(max_tokens)}
     values |= {name: value for name in TAKEN if (value := getattr(request, name)) is not None}
     if request.use_beam_search:
-        check_width(values.get("n", 1), len({*eos, *values.get("stop_token_ids", ())}), limits.max_logprobs)
+        check_width(values.get("n", 1), len({*rules.eos, *values.get("stop_token_ids", ())}), rules.limits.max_logprobs)
         values |= OPENAI | {"temperature": 0.0}
-    elif request.n is not None and request.n > 1:
-        values["temperature"] = _temperature(request, defaults, limits, request.n)
+    elif (request.n or 1) > 1:
+        values["temperature"] = _temperature(request, rules, values["n"])
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     for name, read in READERS.items():
         if values.get(name) is not None:
-            values[name] = read(values[name], limits)
+            values[name] = read(values[name], rules.limits)
     return SamplingParams(**values)
 
 
-def _temperature(request: GenerateRequest, defaults: Defaults, limits: RequestLimits, n: int) -> float:
+def _temperature(request: GenerateRequest, rules: SamplingRules, n: int) -> float:
     """The temperature of ``n`` drawn choices, which are several."""
-    if n > limits.max_choices:
-        raise BadRequest(f"n must be at most {limits.max_choices}, got {n}.", param="n")
-    temperature = defaults.temperature(n) if request.temperature is None else request.temperature
+    if n > rules.limits.max_choices:
+        raise BadRequest(f"n must be at most {rules.limits.max_choices}, got {n}.", param="n")
+    temperature = rules.defaults.temperature(n) if request.temperature is None else request.temperature
     if temperature < GREEDY_BELOW:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
     return temperature
@@ -123,11 +131,7 @@ def _too_much(name: str, asked: int, prompt: int, max_model_len: int) -> str:
 def too_long(prompt: int, max_model_len: int, room: int = 1) -> None:
     """Raises BadRequest if a prompt of at least ``prompt`` tokens leaves no room for an answer of ``room``."""
     if prompt + room > max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least "
-            f"{prompt} input tokens. Please reduce the length of the input prompt.",
-            param="input_tokens",
-        )
+        raise BadRequest(TOO_LONG.format(max_model_len, prompt), param="input_tokens")
 
 
 def _reported(name: str) -> Reader:

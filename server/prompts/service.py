@@ -34,6 +34,7 @@ from trencadis.server.prompts.params import RequestLimits
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.cutting import cut_text, pair_of
+from trencadis.server.text.detokenizer import detokenizers
 from trencadis.server.text.encoding import COUNTED, LONGEST_TOKEN, most_characters
 from trencadis.server.text.off_loop import Check, OffLoop, no_check, small
 from trencadis.server.text.template import ROLES, ChatTemplate, Rendering
@@ -74,6 +75,7 @@ class TextService:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._detokenizers = detokenizers(tokenizer)
         self.defaults = defaults or Defaults()
         self.limits = limits or RequestLimits(vocab=config.text.vocab)
         self.images = images
@@ -273,6 +275,17 @@ class TextService:
     ) -> Prompt:
         """Prepares all media concurrently and puts them into the prompt."""
         params.too_long(len(tokens), self.max_model_len, self.room)
+        with record_media_times() as times:
+            if self.images is None or any(p.kind == "video" for p in parts):
+                made = await self._with_videos(tokens, parts, scope)
+            else:
+                made = [*await self.images.prepare(parts, scope)]
+        expanded = self._join(tokens, made)
+        params.too_long(len(expanded.tokens), self.max_model_len, self.room)
+        return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
+
+    async def _with_videos(self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope) -> list[Medium]:
+        """Prepares media that are not all images, or refuses them."""
         stills = [p for p in parts if p.kind == "image"]
         clips = [p for p in parts if p.kind == "video"]
         for kind, some, frontend in (("image", stills, self.images), ("video", clips, self.videos)):
@@ -281,18 +294,14 @@ class TextService:
         room = self.max_model_len - len(tokens)
         images: _Preparing = self.images.prepare(stills, scope) if self.images and stills else _nothing()
         videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
-        with record_media_times() as times:
-            made = [one for some in await gather_or_cancel((images, videos)) for one in some]
-        if clips:
-            made = arranged(tokens, self.config.placed, self.config.video_token, made)
-        expanded = self._join(tokens, made)
-        params.too_long(len(expanded.tokens), self.max_model_len, self.room)
-        return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
+        made = [one for some in await gather_or_cancel((images, videos)) for one in some]
+        return arranged(tokens, self.config.placed, self.config.video_token, made)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""
         reader = None if prompt.reader is None else prompt.reader()
-        return ChoiceStream(self.tokenizer, sampling, self.eos, prompt.tokens, reader, prompt.shown)
+        written = self._detokenizers(prompt.tokens, sampling.skip_special_tokens, prompt.shown)
+        return ChoiceStream(written, sampling, self.eos, reader)
 
     def _rules(self, template: ChatTemplate) -> MessageRules:
         """How messages are read for ``template``."""

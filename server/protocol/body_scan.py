@@ -48,6 +48,11 @@ class BodyLimits:
     text: int = 16 << 20
 
 
+def within_limits(body: bytes) -> bool:
+    """Whether a whole body is too small to exceed ``BodyLimits``: each value, container and level takes a byte."""
+    return len(body) < LONG and body.count(b"[") + body.count(b"{") <= BodyLimits.depth
+
+
 @dataclass(slots=True)
 class BodyScan:
     """Scans a body piece by piece; counts its bytes (``size``), values, containers, and bytes of long texts.

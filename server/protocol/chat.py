@@ -100,6 +100,12 @@ class ChatRequest(GenerateRequest):
         return "".join(text for text in texts if isinstance(text, str))
 
     @property
+    def continued_role(self) -> str:
+        """Whose message the answer continues; empty: it is one of its own."""
+        last = self.messages[-1] if self.continue_final_message else None
+        return str(last.get("role", "")) if isinstance(last, dict) else ""
+
+    @property
     def may_call(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"

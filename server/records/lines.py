@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +15,7 @@ from trencadis.server.records.record import RequestRecord
 log = logging.getLogger("trencadis.server")
 access = logging.getLogger("uvicorn.access")
 LONGEST_PATH = 500
-IDLE = "request %s: did not run, total %.3f s, %s%s"
+IDLE = "request %s: did not run, total %.3f s, %s"
 PARAMS = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed")
 
 
@@ -22,18 +23,26 @@ def say_access(record: RequestRecord, version: str) -> None:
     """The access line, in uvicorn's words, and what they lack: seconds until the answer begins, id and tenant."""
     if not access.isEnabledFor(logging.INFO) or not access.hasHandlers():
         return
-    seconds = record.answered - record.begun
-    # Without the query, where some clients put keys.
-    path = quote(record.path[:LONGEST_PATH])
     access.info(
         '%s - "%s %s HTTP/%s" %d, %.3f s, request %s%s',
-        record.client, record.method, path, version, record.status, seconds, record.id,
+        record.client, record.method, _path(record), version, record.status, record.answered - record.begun, record.id,
         f", tenant {record.tenant}" if record.tenant else "",
-        extra={"fields": {
-            "event": "access", "id": record.id, "tenant": record.tenant, "client": record.client,
-            "method": record.method, "path": path, "status": record.status, "seconds": round(seconds, 6),
-        }},
+        extra={"fields": partial(_access_fields, record)},
     )  # fmt: skip
+
+
+def _path(record: RequestRecord) -> str:
+    """Without the query, where some clients put keys."""
+    return quote(record.path[:LONGEST_PATH])
+
+
+def _access_fields(record: RequestRecord) -> dict[str, Any]:
+    """The access line as ``--log-format json`` has it."""
+    return {
+        "event": "access", "id": record.id, "tenant": record.tenant, "client": record.client,
+        "method": record.method, "path": _path(record), "status": record.status,
+        "seconds": round(record.answered - record.begun, 6),
+    }  # fmt: skip
 
 
 def say_received(record: RequestRecord, tokens: int, media: int, params: SamplingParams, prompt: str | None) -> None:
@@ -50,7 +59,7 @@ def say_received(record: RequestRecord, tokens: int, media: int, params: Samplin
     words = ", ".join(f"{name} {value:g}" for name, value in shown.items())
     log.info(
         "request %s received: %d tokens, %d media, %s%s",
-        record.answer, tokens, media, words, text, extra={"fields": fields},
+        record.answer, tokens, media, words, text, extra={"fields": lambda: fields},
     )  # fmt: skip
 
 
@@ -60,21 +69,37 @@ def say_closing(record: RequestRecord, most: int | None) -> None:
     Args:
         most: characters of an answer's text.
     """
-    seconds = record.end - record.begun
+    named, seconds, timing, first = record.answer or record.id, record.end - record.begun, record.timing, record.first
+    ended = f"{record.outcome}, tenant {record.tenant}" if record.tenant else record.outcome
+    extra = {"fields": partial(_closing_fields, record, most)}
+    if timing is None:
+        log.info(IDLE, named, seconds, ended, extra=extra)
+        return
+    parts = [ended, closing(timing)]
+    slowest = timing.slowest
+    if slowest is not None:
+        parts.append(f"buckets {_and(slowest.first_buckets)}, {_and(slowest.last_buckets)}")
+    if record.said:
+        parts.append(f"answers {json.dumps(_said(record, most))}")
+    log.info(
+        "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s",
+        named, timing.prompt_tokens, record.cached, timing.image_tokens, timing.generated,
+        "-" if first is None else f"{first - record.begun:.3f} s", seconds, "; ".join(filter(None, parts)), extra=extra,
+    )  # fmt: skip
+
+
+def _closing_fields(record: RequestRecord, most: int | None) -> dict[str, Any]:
+    """The closing line as ``--log-format json`` has it."""
     fields: dict[str, Any] = {
         "event": "closing", "id": record.id, "answer": record.answer, "tenant": record.tenant, "path": record.path,
-        "status": record.status, "outcome": record.outcome, "seconds": round(seconds, 6),
+        "status": record.status, "outcome": record.outcome, "seconds": round(record.end - record.begun, 6),
     }  # fmt: skip
-    named = record.answer or record.id
-    tenant = f", tenant {record.tenant}" if record.tenant else ""
     timing, first, stats = record.timing, record.first, record.stats
     if timing is None:
-        log.info(IDLE, named, seconds, record.outcome, tenant, extra={"fields": fields})
-        return
-    cached = sum(max((s.cached_tokens for s in t.streams), default=0) for t in record.timings)
-    slowest = max(stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
+        return fields
+    slowest = timing.slowest
     fields |= {
-        "prompt_tokens": timing.prompt_tokens, "cached_tokens": cached, "image_tokens": timing.image_tokens,
+        "prompt_tokens": timing.prompt_tokens, "cached_tokens": record.cached, "image_tokens": timing.image_tokens,
         "generated_tokens": timing.generated, "media": timing.media,
         "first_token_seconds": None if first is None else round(first - record.begun, 6),
         "stages": {name: round(value, 6) for name, value in stage_seconds(timing).items()},
@@ -84,18 +109,14 @@ def say_closing(record: RequestRecord, most: int | None) -> None:
             "first": slowest.first_buckets if slowest else [], "last": slowest.last_buckets if slowest else [],
         },
     }  # fmt: skip
-    parts = [record.outcome + tenant, closing(timing)]
-    if slowest:
-        parts.append(f"buckets {_and(slowest.first_buckets)}, {_and(slowest.last_buckets)}")
     if record.said:
-        fields["outputs"] = ["".join(pieces)[:most] for pieces in record.said]
-        parts.append(f"answers {json.dumps(fields['outputs'])}")
-    log.info(
-        "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s",
-        named, timing.prompt_tokens, cached, timing.image_tokens, timing.generated,
-        "-" if first is None else f"{first - record.begun:.3f} s", seconds, "; ".join(filter(None, parts)),
-        extra={"fields": fields},
-    )  # fmt: skip
+        fields["outputs"] = _said(record, most)
+    return fields
+
+
+def _said(record: RequestRecord, most: int | None) -> list[str]:
+    """The texts of all choices, ``most`` characters of each."""
+    return ["".join(pieces)[:most] for pieces in record.said]
 
 
 def _and(names: list[str]) -> str:

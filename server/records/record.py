@@ -75,7 +75,12 @@ class RequestRecord:
     @property
     def stats(self) -> list[RequestStats]:
         """What the engine reported of each choice that it ended."""
-        return [stream.stats for timing in self.timings for stream in timing.streams if stream.stats is not None]
+        return [stats for timing in self.timings for stats in timing.stats]
+
+    @property
+    def cached(self) -> int:
+        """Tokens of its prompts that came from the prefix cache."""
+        return sum(max((s.cached_tokens for s in t.streams), default=0) for t in self.timings)
 
     @property
     def first(self) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from trencadis.core.errors import StartupError
 from trencadis.server.records.record import RequestRecord
-from trencadis.server.records.stages import Trace, trace_of
+from trencadis.server.records.stages import RequestFacts, Trace, facts_of, trace_of
 
 log = logging.getLogger("trencadis.server")
 MOST = 2048
@@ -25,6 +26,8 @@ AT_A_TIME = 128
 EVERY = 1.0
 """Seconds between two batches."""
 LONGEST_PAUSE = 60.0
+TRIES = 5
+"""Times that a batch is sent to a collector that takes connections, and not the batch; then the batch is dropped."""
 PATH = "/v1/traces"
 FLAG = "--otlp-traces-endpoint"
 
@@ -40,6 +43,10 @@ class Maker(Protocol):
 class Sender(Protocol):
     """Sends spans."""
 
+    def reachable(self) -> bool:
+        """Whether it is worth while to make spans: nothing is sent for that."""
+        ...
+
     def send(self, spans: Sequence[Any]) -> bool:
         """Whether the collector took them."""
         ...
@@ -54,12 +61,15 @@ class Traces:
 
     def __init__(self, endpoint: str, open: Callable[[], tuple[Maker, Sender]], every: float = EVERY) -> None:
         self.endpoint = endpoint
-        self.dropped = 0
+        self.sent, self.dropped = 0, 0
         self._open, self._every = open, every
-        self._waiting: deque[Trace] = deque()
+        self._waiting: deque[RequestFacts] = deque()
+        self._batch: Sequence[Any] = ()
+        self._of, self._tries = 0, 0  # requests of the batch, and how often it was sent
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._failing = False
+        self._failing, self._unsure = False, True
+        self._spent, self._thread_spent = 0.0, 0.0
 
     @classmethod
     def to(cls, endpoint: str) -> Traces:
@@ -77,55 +87,84 @@ class Traces:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         return cls(url, lambda: (spans.SpanMaker(), spans.SpanSender(url)))
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that traces have taken so far, on the requests' path and in the thread."""
+        return self._spent + self._thread_spent
+
     def add(self, record: RequestRecord) -> None:
         """Queues the trace of a request that has ended."""
+        begun = time.thread_time()
         if len(self._waiting) >= MOST:
             self._waiting.popleft()
             self.dropped += 1
-        self._waiting.append(trace_of(record))
+        self._waiting.append(facts_of(record))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
+        self._spent += time.thread_time() - begun
 
     def close(self, seconds: float) -> None:
         """Sends what waits, for ``seconds`` at most; a thread that waits for its collector ends with the process."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._waiting or self.dropped:
-            log.warning("%d traces were not sent to %s", len(self._waiting) + self.dropped, self.endpoint)
+        lost = len(self._waiting) + self._of + self.dropped
+        if lost:
+            log.warning("%d traces were not sent to %s", lost, self.endpoint)
 
     def _run(self) -> None:
         maker, sender = self._open()
         pause = self._every
         while True:
             stopping = self._stop.wait(pause)
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_A_TIME))]
-            taken = not batch or self._send(maker, sender, batch)
+            taken = self._attempt(maker, sender)
             if taken:
                 pause = 0.0 if len(self._waiting) >= AT_A_TIME else self._every
             else:
-                kept = batch[len(batch) - min(len(batch), MOST - len(self._waiting)) :]
-                self.dropped += len(batch) - len(kept)
-                self._waiting.extendleft(reversed(kept))
                 pause = min(max(2 * pause, self._every), LONGEST_PAUSE)
+            self._thread_spent = time.thread_time()
             if stopping and not (taken and self._waiting):
                 return
 
-    def _send(self, maker: Maker, sender: Sender, batch: Sequence[Trace]) -> bool:
+    def _attempt(self, maker: Maker, sender: Sender) -> bool:
+        """Sends the next batch; False: it waits, and so does what came after it.
+
+        Spans are made once a batch, and of a collector that was away only when it takes connections again.
+        """
+        if not (self._of or self._waiting):
+            return True
         try:
-            spans = maker.spans(batch)
-            taken = not spans or sender.send(spans)
+            taken = (not self._unsure or sender.reachable()) and self._send(maker, sender)
         except Exception as error:  # a library's mistake must not end the thread
             log.debug("traces: %r", error)
             taken = False
+        self._unsure = not taken
+        if taken:
+            self.sent += self._of
+        if taken or self._tries >= TRIES:
+            self.dropped += 0 if taken else self._of
+            self._batch, self._of, self._tries = (), 0, 0
+        self._say(taken)
+        return taken
+
+    def _send(self, maker: Maker, sender: Sender) -> bool:
+        self._tries += 1
+        if not self._of:
+            some = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_A_TIME))]
+            self._of, tries, self._tries = len(some), self._tries, TRIES  # what cannot be made is not tried again
+            self._batch = maker.spans([trace_of(facts) for facts in some])
+            self._tries = tries
+        return not self._batch or sender.send(self._batch)
+
+    def _say(self, taken: bool) -> None:
+        """One line when a collector begins to fail, and one when it takes traces again."""
         if taken == self._failing:
             self._failing = not taken
             if taken:
                 log.info("%s takes traces again", self.endpoint)
             else:
                 log.warning("%s takes no traces; the latest %d requests wait for it", self.endpoint, MOST)
-        return taken
 
 
 def collector_url(endpoint: str) -> str:

@@ -17,8 +17,10 @@ from trencadis.server.protocol.chat import (
 
 def message_of(role: str, text: str, parts: Sequence[AnswerPart]) -> Message:
     """The message of a whole answer; ``text`` is its content if no parser has read it into ``parts``."""
-    if not parts:
-        return Message(role=role, content=text)
+    return _read_message(role, parts) if parts else Message(role=role, content=text)
+
+
+def _read_message(role: str, parts: Sequence[AnswerPart]) -> Message:
     thoughts = "".join(part.reasoning for part in parts) or None
     calls = _calls(parts)
     content = "".join(part.content for part in parts) or (None if calls or thoughts else "")

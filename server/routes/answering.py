@@ -37,33 +37,43 @@ class Work(Protocol):
 
 
 async def answer(
-    http: Request,
-    ticket: Ticket,
-    prepared: Awaitable[Work],
-    stream: bool,
-    keep_alive: float,
-    headers: Mapping[str, str],
+    http: Request, ticket: Ticket, begun: Awaitable[Work], stream: bool, keep_alive: float, headers: Mapping[str, str]
 ) -> Response:
     """The response; the ticket is released at its end, or by an error before it.
 
     Args:
-        prepared: the work before the engine.
+        begun: the work before the engine.
         keep_alive: seconds of silence after which a stream sends a comment; 0: never.
 
     Raises:
         TrencadisError: the request cannot run, or fails before anything is sent.
         ClientGone: the client has disconnected.
     """
-    streaming = False
+    if stream:
+        return await _streamed(http, ticket, begun, keep_alive, headers)
+    try:
+        whole = await until_gone(http, _completed(ticket, begun))
+        return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
+    finally:
+        ticket.leave()
+
+
+async def _completed(ticket: Ticket, prepared: Awaitable[Work]) -> BaseModel:
+    """The whole answer of what ``prepared`` gives."""
+    work = await prepared
+    ticket.charge(tokens=work.prompt_tokens)
+    return await work.complete()
+
+
+async def _streamed(
+    http: Request, ticket: Ticket, prepared: Awaitable[Work], keep_alive: float, headers: Mapping[str, str]
+) -> Response:
+    """The stream, once its first event is there."""
     try:
         work = await until_gone(http, prepared)
         ticket.charge(tokens=work.prompt_tokens)
-        if stream:
-            events = await until_gone(http, primed(work.events()))
-            streaming = True
-            return EventStream(events, keep_alive, ticket.leave, headers, work.form)
-        whole = await until_gone(http, work.complete())
-        return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
-    finally:
-        if not streaming:
-            ticket.leave()
+        events = await until_gone(http, primed(work.events()))
+    except BaseException:
+        ticket.leave()
+        raise
+    return EventStream(events, keep_alive, ticket.leave, headers, work.form)

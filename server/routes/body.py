@@ -1,11 +1,14 @@
-"""Reads request bodies for FastAPI: scans them on arrival, decodes long strings off the event loop, parses the rest."""
+"""Reads request bodies for FastAPI: scans them on arrival, decodes long strings off the event loop, parses the rest.
+
+A body that is too small to exceed a limit is parsed as it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -13,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest, TrencadisError
-from trencadis.server.protocol.body_scan import SLICE, BodyScan, placeholder
+from trencadis.server.protocol.body_scan import LONG, SLICE, BodyScan, placeholder, within_limits
 from trencadis.server.routes.bounds import check_counts
 from trencadis.server.text.off_loop import Check, OffLoop, no_check
 
@@ -47,12 +50,19 @@ async def read(request: Request) -> Any:
     Raises:
         TrencadisError: the body is not JSON, or exceeds the limits of a request.
     """
-    scan = await _scanned(request)
-    if not scan.size:
+    chunks, body = request.stream(), b""
+    async for chunk in chunks:
+        body += chunk
+        if len(body) >= LONG:
+            break
+    if not body:
         return None
-    texts = await decoded(scan.long) if scan.long else []
+    texts: list[str] = []
+    if not within_limits(body):
+        scan = await _scanned(_behind(body, chunks))
+        body, texts = scan.outline, await decoded(scan.long) if scan.long else []
     try:
-        found = parsed(scan.outline, texts)
+        found = parsed(body, texts)
     except (ValueError, RecursionError):
         raise BadRequest(NO_JSON) from None
     check_counts(found)
@@ -61,9 +71,16 @@ async def read(request: Request) -> Any:
     return found
 
 
-async def _scanned(request: Request) -> BodyScan:
+async def _behind(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """``start``, then ``rest``."""
+    yield start
+    async for chunk in rest:
+        yield chunk
+
+
+async def _scanned(chunks: AsyncIterator[bytes]) -> BodyScan:
     scan, fault = BodyScan(), None
-    async for chunk in request.stream():
+    async for chunk in chunks:
         for at in range(0, len(chunk), SLICE):
             if fault is None:
                 try:

@@ -244,13 +244,11 @@ async def prepare(
     """
     prompt = await prompt_of(state, body, http, ticket)
     sampling = _sampling(state, body, len(prompt.tokens), fits)
-    role = state.settings.config.response_role
-    if body.continue_final_message and isinstance(body.messages[-1], dict):
-        role = str(body.messages[-1].get("role", role))
-    echo = body.echoed(role) if body.echo else ""
-    forms = state.forms.of(body.chat_template)
+    forms, role, echo = state.forms.of(body.chat_template), state.settings.config.response_role, ""
     if not body.is_plain:
         await _formed(forms, state, body, prompt)
+        role = body.continued_role or role
+        echo = body.echoed(role)
     if body.may_call or forms.reasoning is not None:
         _read_by(forms, state, body, prompt)
     body.forget()
@@ -266,17 +264,10 @@ def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> Sa
     name, asked = body.limit
     if fits and asked is not None:
         asked = min(asked, max(1, state.max_model_len - prompt))
-    defaults = state.service.defaults
     try:
-        return sampling_params(
-            body,
-            defaults=defaults,
-            limits=state.service.limits,
-            max_tokens=output_limit(name, asked, defaults.limit(prompt), prompt, state.max_model_len),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-            eos=state.service.eos,
-        )
+        limit = output_limit(name, asked, state.service.defaults.limit(prompt), prompt, state.max_model_len)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return sampling_params(body, state.service, limit, logprobs, body.prompt_logprobs)
     except BadRequest as error:
         raise sent_as(error, max_tokens=name, logprobs="top_logprobs") from None
 

@@ -206,15 +206,7 @@ def _generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: st
     else:
         default = state.service.defaults.limit(len(prompt.tokens))
         limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.max_model_len)
-    sampling = sampling_params(
-        body,
-        defaults=state.service.defaults,
-        limits=state.service.limits,
-        max_tokens=limit,
-        logprobs=body.logprobs,
-        prompt_logprobs=scored,
-        eos=state.service.eos,
-    )
+    sampling = sampling_params(body, state.service, limit, body.logprobs, scored)
     return state.generation(id, prompt, sampling, body)
 
 

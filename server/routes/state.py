@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from trencadis.core.checkpoint.pooling import EMBED
 from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.options import MediaScope, media_scope
+from trencadis.multimodal.options import MediaScope
 from trencadis.server.admission import Admission, Ticket
 from trencadis.server.engine.protocol import EngineClient, replicas
 from trencadis.server.grammars.asked import OPTIONS, AskedForm, asked_form
@@ -132,7 +132,8 @@ class AppState:
         runs_the_model()
         self.check_accepting()
         self.check_model(request.model)
-        check_priority(request.priority)
+        if self.tenants is not None:
+            check_priority(request.priority)
         if request.is_plain:
             return {}
         request.check()
@@ -206,8 +207,8 @@ class AppState:
             BadRequest: mm_processor_kwargs are unknown or wrong.
         """
         salt, tenant = request.cache_salt or "", str(http.scope.get("trencadis.tenant", ""))
-        told = partial(prepared, http)
-        return media_scope(salt, request.mm_processor_kwargs, tenant, lambda n: ticket.charge(pixels=n), told)
+        scope = MediaScope(salt, tenant, charge=lambda n: ticket.charge(pixels=n), fetches=partial(prepared, http))
+        return scope.under(request.mm_processor_kwargs) if request.mm_processor_kwargs else scope
 
     def generation(self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> Generation:
         """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
@@ -318,9 +319,14 @@ def prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptToke
     if any(g.prompt.media for g in generations):
         _count_media(details, generations)
     if sizes:
-        details.images = [one for g in generations for one in image_details(g.prompt)]
-        details.videos = [one for g in generations for one in video_details(g.prompt)] or None
+        _add_sizes(details, generations)
     return details
+
+
+def _add_sizes(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
+    """Adds each image and video as the model sees it."""
+    details.images = [one for g in generations for one in image_details(g.prompt)]
+    details.videos = [one for g in generations for one in video_details(g.prompt)] or None
 
 
 def _count_media(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
@@ -367,7 +373,8 @@ def forget_body(http: HttpRequest) -> None:
     body = http.scope.get("trencadis.body")
     if body is not None:
         body.leave()
-    prepared(http)
+    if "trencadis.turn" in http.scope:
+        prepared(http)
 
 
 def prepared(http: HttpRequest) -> None:

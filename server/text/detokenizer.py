@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import partial
 from typing import Protocol
 
 from trencadis.server.text.pieces import Pieces
 from trencadis.server.text.tokenizer import Tokenizer
 
+NO_IDS: Set[int] = frozenset()
 REPLACEMENT = "�"
 
 
@@ -24,25 +26,38 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer(
-    tokenizer: Tokenizer,
-    prompt: Sequence[int] = (),
-    skip_special_tokens: bool = True,
-    shown: frozenset[int] = frozenset(),
-) -> Detokenizer:
-    """The detokenizer for the vocabulary. ``prompt`` matters only if texts depend on what precedes them.
+class DetokenizerMaker(Protocol):
+    """Makes the detokenizer of one choice.
 
-    ``shown``: special tokens that are not skipped, because a parser reads them.
+    Args:
+        prompt: its ids; they matter only if texts depend on what precedes them.
+        shown: special tokens that are not skipped, because a parser reads them.
     """
+
+    def __call__(
+        self, prompt: Sequence[int] = (), skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """The detokenizer."""
+        ...
+
+
+def detokenizers(tokenizer: Tokenizer) -> DetokenizerMaker:
+    """The detokenizers for a vocabulary."""
     if tokenizer.pieces.byte_level:
-        return ByteDetokenizer(tokenizer.pieces, skip_special_tokens, shown)
-    return WindowDetokenizer(tokenizer, prompt, skip_special_tokens, shown)
+        return partial(ByteDetokenizer, tokenizer.pieces)
+    return partial(WindowDetokenizer, tokenizer)
 
 
 class ByteDetokenizer:
     """For byte-level vocabularies; holds back the bytes of an unfinished character."""
 
-    def __init__(self, pieces: Pieces, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: Set[int] = frozenset(),
+    ) -> None:
         self._pieces = pieces
         self._skip = skip_special_tokens
         self._shown = shown

@@ -160,7 +160,7 @@ def test_a_hundred_answers_equal_transformers(kind: str, name: str, started: Any
     path, oracle, cases = hundred(kind)
     llm = started(path, name)
     ties = sum(check(llm, oracle, cases[start : start + 20]) for start in range(0, 100, 20))
-    preemptions = llm.engine.scheduler.preemptions
+    preemptions = llm.engine.scheduler.totals.preemptions
     print(f"{kind}, {name}: 100 prompts, {ties} of them equally good, {preemptions} preemptions")
     assert preemptions > 0 or name != "preempted"
     llm.close()

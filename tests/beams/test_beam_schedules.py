@@ -29,6 +29,6 @@ def test_beams_find_the_same_in_any_company(seed: int, depth: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 1])
 def test_three_thousand_requests_with_beams(depth: int) -> None:
-    preempted = sum(play(1000 + seed, 30, depth).engine.scheduler.preemptions for seed in range(100))
+    preempted = sum(play(1000 + seed, 30, depth).engine.scheduler.totals.preemptions for seed in range(100))
     print(f"depth {depth}: 3000 requests, {preempted} preemptions")
     assert preempted > 100

@@ -65,4 +65,4 @@ def test_beams_bring_no_shape_of_their_own(make: Make) -> None:
 def test_a_thousand_mixed_requests_compile_nothing(name: str, make: Make) -> None:
     engine = make(name)
     mixed(engine, 1000)
-    print(f"{name}: 1000 requests, {engine.scheduler.preemptions} preemptions")
+    print(f"{name}: 1000 requests, {engine.scheduler.totals.preemptions} preemptions")

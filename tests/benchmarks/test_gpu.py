@@ -111,17 +111,13 @@ def test_forced_talks_are_the_same_everywhere() -> None:
     assert [len(t[0]["content"]) for t in a] == [1, 2, 1]
 
 
-def test_every_part_can_be_imported_on_a_bare_machine() -> None:
+def test_every_part_can_be_imported_and_mixed_runs_on_a_bare_machine() -> None:
+    """Neither the wire's codec nor a web framework nor transformers is asked for."""
     parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims harness.sides harness.checkpoints kernels.run"
     cases = "kernels.attention_cases kernels.small_cases kernels.sampling_cases"
     names = [f"benchmarks.{name}" for name in (*parts.split(), *cases.split())]
-    done = run_without_packages("import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"]), "transformers")
-    assert done.returncode == 0, done.stderr
-
-
-def test_mixed_part_on_a_bare_machine() -> None:
-    """Neither the wire's codec nor a web framework nor transformers is asked for."""
-    done = run_without_packages(SMOKE, "transformers")
+    imported = "import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"])
+    done = run_without_packages(imported + SMOKE, "transformers")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ran           graphs captured after warm-up" in done.stdout and "written to" in done.stdout
     found = json.loads((RESULTS / "gpu-mixed.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ MARKED = '@pytest.mark.part("marked")\ndef test_marked(): pass\n@pytest.mark.lon
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A project whose ``slow`` part takes 0.2 s in a child and may take next to nothing."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makefile(".ini", pytest=INI)
     budget = '[base]\nseconds = 100\n[slow]\nseconds = 0.1\nfiles = ["checks/test_c*.py"]\n[marked]\nseconds = 5\n'
@@ -53,7 +55,7 @@ def figures(result: pytest.RunResult) -> dict[str, float]:
 def test_a_part_above_its_budget_fails_a_whole_run(run: pytest.Pytester, workers: str) -> None:
     """Children count, sleep does not, and workers report to the process that started them."""
     result = run.runpytest_subprocess(
-        "-p", "no:cacheprovider", "-p", "xdist.plugin", "-n", workers, "--dist", "loadfile"
+        "-p", "no:cacheprovider", "-p", "xdist.plugin", "-n", workers, "--dist", "loadfile", "--cpu-json=cpu.json"
     )
     result.assert_outcomes(passed=4, deselected=1 if workers == "0" else 0)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -61,6 +63,9 @@ def test_a_part_above_its_budget_fails_a_whole_run(run: pytest.Pytester, workers
     assert list(seconds) == ["base", "slow", "marked"]
     assert seconds["slow"] >= 0.2 and seconds["base"] >= 0.2 and seconds["marked"] < 0.2
     result.stdout.fnmatch_lines(["slow: * s of CPU, budget 0 s: ABOVE ITS BUDGET", "marked: *: ok"])
+    written = json.loads((run.path / "cpu.json").read_text())
+    assert written["files"]["slow"]["checks/test_child.py"] == pytest.approx(seconds["slow"], abs=0.06)
+    assert len(written["tests"]) == 4 and written["tests"]["checks/test_child.py::test_in_a_child"] >= 0.2
 
 
 def test_a_variable_only_warns_and_a_part_of_the_tests_is_not_judged(

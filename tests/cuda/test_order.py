@@ -18,7 +18,7 @@ from trencadis.backends.cuda.twin.device import TwinCall
 
 
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1, 2]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_random_schedules(seed: int, depth: int) -> None:
     assert Schedule(seed, depth=depth).run() == []
 
@@ -53,7 +53,7 @@ Patch = tuple[type, str, Callable[..., Any]]
 def sent(before: bool, wait: bool, part: int = 1) -> Callable[..., None]:
     """``StageBuffer.send`` with its parts in another order, or left out."""
 
-    def send(self: Any, used: int) -> None:
+    def send(self: Any, used: int, beside: Any = None) -> None:
         area, lane = self._staging[self._turn], Stream.UPLOADS
         if wait:
             self.runtime.wait(lane, self.seen)

@@ -40,7 +40,7 @@ EMULATED: dict[str, Any] = {"TRENCADIS_HPU_EMULATOR": "1", "VLLM_MULTIMODAL_BUCK
 COARSE: dict[str, Any] = {
     **EMULATED, "VLLM_PROMPT_QUERY_BUCKET_MIN": "256", "VLLM_DECODE_BLOCK_BUCKET_MIN": "32",
 }  # fmt: skip
-"""A plan of 20 buckets in place of 42, where engines capture all of them twice."""
+"""A plan of 20 buckets in place of 42, where a start captures all of them; the long tests take the 42."""
 
 
 def chats(count: int) -> list[Chat]:
@@ -86,7 +86,7 @@ def many(cpu: LLM) -> list[Answer]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("hpu")
-    with server(folder, *FLAGS, **EMULATED, TRENCADIS_CACHE=str(folder)) as running:
+    with server(folder, *FLAGS, **COARSE, TRENCADIS_CACHE=str(folder)) as running:
         yield running
 
 
@@ -155,24 +155,17 @@ def until(fine: Callable[[], bool], seconds: float = 450) -> None:
         time.sleep(0.2)
 
 
-def test_skipped_by_the_variable_and_in_the_background(few: list[Answer], tmp_path: Path) -> None:
-    with started(tmp_path, VLLM_SKIP_WARMUP="true") as (running, _):
-        assert running.http.get("/buckets").json()["mode"] == "skip"
-        same(running, few[:2])
-        until(lambda: misses(running).get("skip", 0) > 0)
-        time.sleep(0.6)
-        plan = running.http.get("/buckets").json()
-        assert plan["lazy_compiles"] > 0 == plan["recompiles"]
-        assert set(misses(running)) == {"skip"} and misses(running)["skip"] == plan["lazy_compiles"]
-    with started(tmp_path, "--warmup", "background") as (running, _):
+@pytest.mark.parametrize("plan", [COARSE, pytest.param(EMULATED, marks=pytest.mark.long)], ids=["coarse", "fine"])
+def test_in_the_background(plan: dict[str, Any], few: list[Answer], tmp_path: Path) -> None:
+    with started(tmp_path, "--warmup", "background", **plan) as (running, _):
         phase = running.http.get("/health").json()["progress"]["phase"]
         assert phase in ("planned", "compiling", "capturing", "validating")
         same(running, few[:2])
         until(lambda: "progress" not in running.http.get("/ready").json())
         told = running.text()
         assert told.index("Application startup complete.") < told.index("engine: validating"), "it is not waited for"
-        plan = running.http.get("/buckets").json()
-        assert {b["state"] for b in plan["buckets"]} == {"captured"} and plan["recompiles"] == 0
+        told_plan = running.http.get("/buckets").json()
+        assert {b["state"] for b in told_plan["buckets"]} == {"captured"} and told_plan["recompiles"] == 0
         assert set(misses(running)) <= {"warming"}
         before = misses(running)
         same(running, few)
@@ -196,16 +189,20 @@ def test_background_is_ready_as_soon_as_skip(tmp_path: Path) -> None:
 def test_a_crash_in_a_capture_is_skipped_after_the_restart(
     few: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last capture kills the engine; without that bucket there is one capture less, so the next start comes up."""
+    """The last capture kills the engine; without that bucket there is one capture less, so the next start comes up.
+
+    One request at a time: half the buckets, which two starts capture.
+    """
     for name, value in COARSE.items():
         monkeypatch.setenv(name, value)
-    config = EngineConfig(model=str(demo_path()), device="hpu", **SMALL)
+    flags = ["1" if word == "4" else word for word in FLAGS]
+    config = EngineConfig(model=str(demo_path()), device="hpu", **{**SMALL, "max_num_seqs": 1})
     count = len(plan_for(config, load_config(demo_path()), 96 << 30).plan.buckets)
     faults: dict[str, Any] = {
         "TRENCADIS_HPU_EMULATOR_FAULTS": f"crash@capture:{count}",
         "TRENCADIS_CACHE": str(tmp_path),
     }
-    with server(tmp_path, *FLAGS, **COARSE, **faults) as running:
+    with server(tmp_path, *flags, **COARSE, **faults) as running:
         assert "the engine crashed during the capture of" in running.text()
         plan = running.http.get("/buckets").json()
         (skipped,) = [b for b in plan["buckets"] if b["state"] != "captured"]
@@ -216,11 +213,12 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(
 
 
 @pytest.mark.long
-def test_three_hundred_chats(running: RunningServer, many: list[Answer]) -> None:
-    same(running, many, together=4)
-    time.sleep(0.6)
-    plan = running.http.get("/buckets").json()
-    assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not misses(running)
+def test_three_hundred_chats(many: list[Answer], tmp_path: Path) -> None:
+    with started(tmp_path) as (running, _):
+        same(running, many, together=4)
+        time.sleep(0.6)
+        plan = running.http.get("/buckets").json()
+        assert plan["lazy_compiles"] == plan["recompiles"] == 0 and not misses(running)
 
 
 @pytest.mark.long
@@ -232,7 +230,8 @@ def test_three_hundred_chats_without_warmup(many: list[Answer], tmp_path: Path) 
         assert plan["recompiles"] == 0 and set(misses(running)) == {"skip"}
 
 
-def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
+def test_the_guides_launch_line_starts_on_hpu_and_skips_warm_up_by_the_variable(tmp_path: Path) -> None:
+    """tests/hpu/test_serving.py holds the tokens of a start without warm-up to the CPU's."""
     line = (
         f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
         "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --device hpu"
@@ -243,7 +242,13 @@ def test_the_guides_launch_line_starts_on_hpu(tmp_path: Path) -> None:
         "VLLM_SKIP_WARMUP": "true",
     }
     with server(tmp_path, *line, "--served-model-name", "demo", **environ) as running:
-        assert 100 < len(running.http.get("/buckets").json()["buckets"]) < 220
+        plan = running.http.get("/buckets").json()
+        assert 100 < len(plan["buckets"]) < 220 and plan["mode"] == "skip"
         body = {"messages": wire(chats(1)[0]), "max_tokens": 8, "temperature": 0, "model": "demo"}
         reply = running.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"].strip()
+        until(lambda: misses(running).get("skip", 0) > 0)
+        time.sleep(0.6)
+        plan = running.http.get("/buckets").json()
+        assert plan["lazy_compiles"] > 0 == plan["recompiles"]
+        assert set(misses(running)) == {"skip"} and misses(running)["skip"] == plan["lazy_compiles"]

@@ -78,7 +78,7 @@ def run(name: str, seeds: range, expected: Callable[[range], list[Answer]]) -> L
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.pool.used == 0
     if "preemption" in name:
-        assert llm.engine.scheduler.preemptions > 0
+        assert llm.engine.scheduler.totals.preemptions > 0
     if "arena of two" in name:
         assert llm.engine.scheduler.arena.evictions > 0
     llm.close()

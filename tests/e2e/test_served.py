@@ -222,13 +222,21 @@ def test_neither_process_imports_what_it_must_not(running: RunningServer) -> Non
     assert "fastapi" not in mapped(engine) and "pydantic_core" not in mapped(engine)
 
 
-def test_a_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
-    with server(tmp_path, *FLAGS) as running:
+GUIDE = (
+    f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
+    "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128 --served-model-name demo"
+).split()
+
+
+def test_the_guides_launch_line_starts_and_its_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
+    with server(tmp_path, *GUIDE, VLLM_SKIP_WARMUP="true") as running:
+        told = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
+        assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
         body = {"messages": ASK, "max_tokens": 20_000, "ignore_eos": True}
         seen: list[tuple[int, float]] = []
 
         def ask() -> None:
-            answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+            answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
             seen.append((answer.status_code, time.monotonic()))
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -238,24 +246,14 @@ def test_a_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
         (engine,) = running.engine_pids()
         os.kill(engine, signal.SIGKILL)
         killed = time.monotonic()
-        running.wait("/health", 10, 503)
+        running.wait("/health", 50, 503)
         for thread in threads:
-            thread.join(30)
-        assert [s for s, _ in seen] == [503] * 3 and max(t for _, t in seen) - killed < 10
+            thread.join(150)
+        assert [s for s, _ in seen] == [503] * 3 and max(t for _, t in seen) - killed < 50
         running.wait()
         assert running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).status_code == 200
         process = running.process
     assert process.returncode == 0
-
-
-def test_the_guides_launch_line_starts(tmp_path: Path) -> None:
-    line = (
-        f"--model {demo_path()} --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
-        "--max-num-batched-tokens 32768 --max-model-len 32768 --block-size 128"
-    ).split()
-    with server(tmp_path, *line, "--served-model-name", "demo", VLLM_SKIP_WARMUP="true") as running:
-        told = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
-        assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
 
 
 CLOSED: dict[str, Any] = {

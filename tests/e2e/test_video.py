@@ -130,12 +130,12 @@ def test_a_clip_larger_than_the_arena(oracle: Oracle) -> None:
 def test_equal_frames_at_another_rate_share_rows_but_only_the_first_blocks(llm: LLM, oracle: Oracle) -> None:
     """The frames are in the arena already; from the second pair on their positions differ, so no block is shared."""
     array = scene(11, 8)
-    before = llm.engine.scheduler.encoder.encoded
+    before = llm.engine.scheduler.totals.images_encoded
     first = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
-    encoded = llm.engine.scheduler.encoder.encoded
+    encoded = llm.engine.scheduler.totals.images_encoded
     again = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
     other = llm.chat(chat(video_clips.pictures(array), fps=0.5), GREEDY)[0]
-    assert encoded - before == 4 and llm.engine.scheduler.encoder.encoded == encoded
+    assert encoded - before == 4 and llm.engine.scheduler.totals.images_encoded == encoded
     assert first.prompt_token_ids == other.prompt_token_ids
     start = first.prompt_token_ids.index(llm.service.config.video_token)
     pair = first.prompt_token_ids.count(llm.service.config.video_token) // 4
@@ -300,7 +300,7 @@ def test_forty_clips(variant: str, oracle: Oracle, monkeypatch: pytest.MonkeyPat
         assert [g.prompt_token_ids for g in got] == ids
         assert_same([(g.outputs[0].token_ids, a) for g, a in zip(got, answers, strict=True)])
         s = llm.engine.scheduler
-        counts = f"{s.encoder.encoded} patches, {s.preemptions} preemptions, {s.arena.evictions} evictions"
+        counts = f"{s.totals.images_encoded} patches, {s.totals.preemptions} preemptions, {s.arena.evictions} evictions"
         print(f"{variant}: 40 clips, {counts}")
         s.check()
     finally:

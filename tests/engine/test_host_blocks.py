@@ -143,7 +143,7 @@ def conversations(count: int, depth: int, seed: int = 0) -> tuple[ScheduleDriver
 def test_an_evicted_prompt_is_hardly_computed_again(depth: int) -> None:
     driver, prompts, again = conversations(200, depth)
     scheduler = driver.engine.scheduler
-    assert scheduler.pool.evictions > 500 and scheduler.host_hits > 2000
+    assert scheduler.pool.evictions > 500 and scheduler.totals.host_hits > 2000
     assert again < 0.05 * prompts, (again, prompts)
 
 

@@ -93,15 +93,24 @@ def play(
 
 @pytest.mark.parametrize("depth", [0, 1])
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_random_schedules(depth: int, seed: int) -> None:
     play(seed, 12, depth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 1])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=600, deadline=None)
+def test_many_random_schedules(depth: int, seed: int) -> None:
+    play(seed, 12, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("count", [60, pytest.param(150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", range(4))
-def test_seeded_run(seed: int, depth: int) -> None:
-    play(seed, 150, depth)
+def test_seeded_run(seed: int, count: int, depth: int) -> None:
+    play(seed, count, depth)
 
 
 @pytest.mark.long
@@ -111,7 +120,7 @@ def test_ten_thousand_requests(depth: int) -> None:
     for seed in range(25):
         driver = play(1000 + seed, 400, depth)
         total += len(driver.requests)
-        preempted += driver.engine.scheduler.preemptions
+        preempted += driver.engine.scheduler.totals.preemptions
     print(f"depth {depth}: {total} requests, {preempted} preemptions")
     assert total == 10_000 and preempted > 100
 
@@ -134,7 +143,7 @@ def crowded(seed: int) -> tuple[int, int]:
         sampling = SamplingParams(temperature=0, max_tokens=rng.choice([1, 3, 20]), seed=1)
         driver.add(Request(f"r{number}", [*tokens, 3, 4], sampling, spans))
     driver.finish()
-    return engine.scheduler.encoder.encoded, len(keys)
+    return engine.scheduler.totals.images_encoded, len(keys)
 
 
 def test_images_encoded_ahead_are_seldom_encoded_again() -> None:

@@ -33,7 +33,7 @@ def test_texts_are_checked_like_flags(vl_checkpoint: Path) -> None:
 @pytest.mark.parametrize(("predicted", "limit"), [(0.0, STALL_SECONDS), (30.0, STALL_FACTOR * 30)])
 def test_the_limit_of_a_step_follows_the_prediction(predicted: float, limit: float) -> None:
     link, reasons = EngineLink.__new__(EngineLink), list[str]()
-    link.compile_timeout = 1800.0
+    link.compile_timeout, link.pinged, link.ponged = 1800.0, 0, 0
     link.give_up = reasons.append  # type: ignore[assignment]
     link.info = wire.EngineInfo("cpu", "float32", 1, 1, 1, 1, 1, step_seconds=predicted)
     link.check_step(wire.Pong(1, "running", 1, limit - 1))

@@ -90,8 +90,8 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
     driver.finish()
     driver.verify()
     seen.evictions += scheduler.arena.evictions
-    seen.shared += scheduler.prefix_hits
-    seen.rows += scheduler.encoder.hits
+    seen.shared += scheduler.totals.prefix_hits
+    seen.rows += scheduler.totals.mm_hits
 
 
 def tally() -> Any:
@@ -115,12 +115,12 @@ def test_one_clip_four_times_the_arena_streams_through() -> None:
     for number, seconds in enumerate((1.0, 1.0, 4.0)):
         places, delta = positions(50, whole, 2.0, 2, [seconds])
         driver = ScheduleDriver(engine, random.Random(0), LENGTH, 0.0)
-        hits = engine.scheduler.prefix_hits
+        hits = engine.scheduler.totals.prefix_hits
         sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         driver.add(Request(f"r{number}", tokens, sampling, spans, places.astype("<i4").tobytes(), delta))
         driver.finish()
         driver.verify()
-        found = engine.scheduler.prefix_hits - hits
+        found = engine.scheduler.totals.prefix_hits - hits
         assert found == (0, 48, 4)[number], "at another rate only the first patch stands where it stood"
     assert engine.scheduler.arena.evictions >= 12 - ARENA // 4
 

@@ -1,6 +1,6 @@
 """A rank of a small engine on an emulated card; run alone, or as two processes over gloo.
 
-python -P -m tests.fakes.two_ranks RANK STORE CHECKPOINT OUT
+python -P -m tests.fakes.two_ranks RANK STORE CHECKPOINT OUT EVERY
 """
 
 from __future__ import annotations
@@ -91,10 +91,13 @@ class Engine:
         return torch.tensor(drawn), state.hidden.cpu()[1:2], state.arena.cpu()[2:14]
 
 
-def failing(engine: Engine, rank: int, lazily: bool) -> list[Any]:
-    """Lets memory run out on rank 1 in each capture k; returns what was captured, what failed, and the conversation."""
+def failing(engine: Engine, rank: int, lazily: bool, every: int) -> list[Any]:
+    """Lets memory run out on rank 1 in captures; returns what was captured, what failed, and the conversation.
+
+    ``every``: 1 for each capture, 2 for every other.
+    """
     found = []
-    for k in range(1, len(BUCKETS) + 1):
+    for k in range(1, len(BUCKETS) + 1, every):
         manager, captures = engine.manager(lazily)
         assert EmulatedRuntime.device is not None
         EmulatedRuntime.device.faults = parse(f"oom@capture:{k}" if rank else "")
@@ -127,8 +130,8 @@ def collectives() -> None:
     assert comm.least([5 + rank, 9 - rank]) == (5, 8)
 
 
-def main(rank: int, store: str, path: str, out: str) -> None:
-    """Runs one of two ranks and saves what it found to ``out``."""
+def main(rank: int, store: str, path: str, out: str, every: int) -> None:
+    """Runs one of two ranks and saves what it found to ``out``; ``every``: of the captures at first use."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     collectives()
     engine = Engine(rank, 2, Path(path))
@@ -136,9 +139,10 @@ def main(rank: int, store: str, path: str, out: str) -> None:
     Warmup(manager, captures).full()
     assert len(manager.captured()) == len(BUCKETS)
     talk = engine.talk(manager)
-    torch.save((talk, failing(engine, rank, lazily=False), failing(engine, rank, lazily=True)), out)
+    torch.save((talk, failing(engine, rank, False, 1), failing(engine, rank, True, every)), out)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:5])
+    _, which, store, path, out, every = sys.argv
+    main(int(which), store, path, out, int(every))

@@ -39,7 +39,7 @@ def test_a_request_that_outgrows_the_short_factors_computes_its_keys_again(form:
     try:
         found = outputs(llm, *asked)
         llm.engine.scheduler.check()
-        assert llm.engine.scheduler.preemptions == 2
+        assert llm.engine.scheduler.totals.preemptions == 2
         assert_same([(one.outputs[0].token_ids, greedy(path, p, 12)) for one, p in zip(found, asked, strict=True)])
     finally:
         llm.close()

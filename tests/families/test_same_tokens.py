@@ -53,7 +53,7 @@ def answered(path: Path, asked: Sequence[tuple[int, ...]], length: int, **flags:
         made = llm.generate([list(p) for p in asked], params, use_tqdm=False)
         llm.engine.scheduler.check()
         if "num_gpu_blocks_override" in flags and len(asked) > 8:
-            assert llm.engine.scheduler.preemptions > 0
+            assert llm.engine.scheduler.totals.preemptions > 0
         return [one.outputs[0].token_ids for one in made]
     finally:
         llm.close()

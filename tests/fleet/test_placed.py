@@ -15,15 +15,18 @@ import pytest
 
 from tests.fakes.command_line import from_command_line
 from trencadis.core.config import EngineConfig
+from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.facts import facts_of
 from trencadis.core.executor.on_ray import cluster
 from trencadis.core.executor.on_ray.cluster import ClusterNode, share
 from trencadis.core.process import wire
 from trencadis.server.engine.on_ray import actor as on_node
+from trencadis.server.engine.on_ray import broker, cluster_engines
 from trencadis.server.engine.on_ray.actor import EngineActor
 from trencadis.server.engine.on_ray.placing import Placement
 from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet import start as starting
 from trencadis.server.fleet.deal import deal_to_nodes
 from trencadis.server.fleet.start import start
 
@@ -67,7 +70,9 @@ class Ray:
         self.engines: list[Engine] = []
         self.actors: list[Any] = []
         self.killed: list[Any] = []
+        self.brokers: list[tuple[socket.socket, threading.Thread]] = []
         self.removed = 0
+        self.nodes = [ClusterNode("head", "127.0.0.1", 0, 0, here=True), ClusterNode("a", "127.0.0.1", 4, 4)]
 
     def get(self, work: Any, timeout: float | None = None) -> Any:
         return work()
@@ -77,20 +82,30 @@ class Ray:
             self.killed.append(actor)
             actor.real._end()
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="127.0.0.1:6379")
+
     def taking(self, ray: Any, kind: type, group: Any, bundle: int, resource: str, count: int) -> Any:
+        return self._made(kind, bundle=(bundle, resource, count), node="")
+
+    def beside(self, ray: Any, kind: type, node: str) -> Any:
+        return self._made(kind, bundle=(), node=node)
+
+    def _made(self, kind: type, **where: Any) -> Any:
         real: Any = kind()
-        made = SimpleNamespace(
-            real=real, bundle=(bundle, resource, count),
-            start=SimpleNamespace(remote=lambda *told: lambda: real.start(*told)),
-        )  # fmt: skip
+        start = SimpleNamespace(remote=lambda *told: lambda: real.start(*told))
+        made = SimpleNamespace(real=real, start=start, **where)
         self.actors.append(made)
         return made
+
+    def actor(self, bundle: int) -> Any:
+        """The newest actor of a bundle."""
+        return next(actor for actor in reversed(self.actors) if actor.bundle[:1] == (bundle,))
 
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     made = Ray()
-    nodes = [ClusterNode("head", "127.0.0.1", 0, 0, here=True), ClusterNode("a", "127.0.0.1", 4, 4)]
 
     def spawned(config: EngineConfig) -> EngineHandle:
         made.engines.append(Engine(config))
@@ -99,11 +114,19 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     def removed(group: Any) -> None:
         made.removed += 1
 
+    def brokered() -> tuple[Any, socket.socket]:
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=broker.work, args=(theirs,), daemon=True)
+        thread.start()
+        made.brokers.append((theirs, thread))
+        return SimpleNamespace(wait=thread.join), ours
+
+    monkeypatch.setattr(cluster_engines, "spawn_broker", brokered)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     monkeypatch.setattr(on_node, "spawn", spawned)
     for name, stand_in in {
-        "connect": lambda environ: made, "settled": lambda *a: nodes, "nodes_of": lambda *a: nodes,
-        "bundles": lambda *a: "group", "taking": made.taking, "release": removed,
+        "connect": lambda environ: made, "settled": lambda *a: made.nodes, "nodes_of": lambda *a: made.nodes,
+        "bundles": lambda *a: "group", "taking": made.taking, "beside": made.beside, "release": removed,
     }.items():  # fmt: skip
         monkeypatch.setattr(cluster, name, stand_in)
     yield made
@@ -147,7 +170,7 @@ def test_bytes_of_a_placed_engine_cross_as_those_of_a_process_here(ray: Ray) -> 
     for handle in handles:
         handle.kill()
         assert handle.process.poll() is not None
-    assert len(ray.killed) == 2
+    until(lambda: len(ray.killed) == 2)
     until(lambda: all(e.returncode is not None for e in ray.engines))
 
 
@@ -155,7 +178,7 @@ def test_an_engine_that_dies_elsewhere_ends_its_socket_here_and_gets_a_successor
     other, first = placed(ray)
     first.sock.sendall(b"once")
     assert exactly(first.sock, 4) == b"once"
-    ray.actors[1].real._handle.process.kill()
+    ray.actor(1).real._handle.process.kill()
     assert first.sock.recv(1) == b""
     until(lambda: first.process.poll() is not None)
     first.kill()
@@ -217,6 +240,104 @@ def test_a_placed_engine_has_its_ranks_on_its_node() -> None:
     assert settings.server.data_parallel_backend == "ray"
     with pytest.raises(StartupError, match="on one node with all its ranks"):
         start(EngineConfig(distributed_executor_backend="ray"), 2, "ray", lambda handle: None)
+
+
+def led(ray: Ray, **options: Any) -> list[EngineHandle]:
+    """An engine of two stages on two nodes, as the server starts it."""
+    handles: list[EngineHandle] = []
+    config = EngineConfig(device="cpu", pipeline_parallel_size=2, distributed_executor_backend="ray", **options)
+    start(config, 1, "mp", handles.append)
+    return handles
+
+
+def test_an_engine_goes_where_its_first_rank_has_a_card_and_its_successor_where_there_is_one_then(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", cluster.OWN_NODE, *CARD_VARIABLES):
+        monkeypatch.setenv(name, "")
+    ray.nodes += [ClusterNode("b", "127.0.0.1", 1, 1)]
+    (first,) = led(ray)
+    first.sock.settimeout(WAIT)
+    first.sock.sendall(b"a step")
+    assert exactly(first.sock, 6) == b"a step"
+    assert [a.node for a in ray.actors] == ["a"] and ray.engines[0].config.pipeline_parallel_size == 2
+    assert (os.environ[cluster.OWN_NODE], os.environ["RAY_ADDRESS"]) == ("a", "127.0.0.1:6379")
+    assert not any(name in os.environ for name in CARD_VARIABLES), "a card that was hidden stays so"
+    ray.nodes[1:] = [ClusterNode("b", "127.0.0.1", 1, 1), ClusterNode("c", "127.0.0.1", 1, 1)]
+    first.kill()
+    second = first.another(ray.engines[0].config)
+    second.sock.settimeout(WAIT)
+    second.sock.sendall(b"again")
+    assert exactly(second.sock, 5) == b"again" and ray.actors[-1].node == "b"
+    second.kill()
+    ray.nodes[1:] = [ClusterNode("c", "127.0.0.1", 1, 1)]
+    assert "2 ranks need 2 CPU, and the Ray cluster has 1 free of 1" in told(second.another(ray.engines[0].config))
+
+
+def test_an_engine_stays_here_where_this_node_has_a_card(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process joins the cluster by itself; this one leaves it."""
+    here: list[EngineConfig] = []
+    monkeypatch.setattr(starting, "spawn", lambda config: here.append(config))
+    ray.nodes[0] = ClusterNode("head", "127.0.0.1", 1, 1, here=True)
+    led(ray)
+    assert len(here) == 1 and not ray.actors and not ray.brokers[0][1].is_alive()
+
+
+def test_an_engine_that_no_node_can_hold_is_refused_at_the_start(ray: Ray) -> None:
+    ray.nodes[1:] = [ClusterNode("a", "127.0.0.1", 1, 1)]
+    with pytest.raises(StartupError, match=r"2 ranks need 2 CPU, and the Ray cluster has 1 free of 1"):
+        led(ray)
+    ray.nodes[1:] = [ClusterNode("a", "127.0.0.1", 1, 0)]
+    with pytest.raises(StartupError, match=r"2 ranks need 2 CPU, and the Ray cluster has none free .*0 free of 1"):
+        led(ray)
+
+
+def test_a_broker_that_ray_has_ended_is_replaced_for_the_next_engine(ray: Ray) -> None:
+    """What waited for it ends; an engine that runs goes on."""
+    first, second = placed(ray)
+    for handle in (first, second):
+        handle.sock.sendall(b"up")
+        assert exactly(handle.sock, 2) == b"up"
+    ray.brokers[0][0].shutdown(socket.SHUT_RDWR)
+    until(lambda: first.process._placement._lost)  # type: ignore[attr-defined]
+    first.kill()
+    third = first.another(EngineConfig(device="cpu", tensor_parallel_size=2))
+    third.sock.settimeout(WAIT)
+    third.sock.sendall(b"new")
+    assert exactly(third.sock, 3) == b"new" and len(ray.brokers) == 2
+    second.sock.sendall(b"still")
+    assert exactly(second.sock, 5) == b"still"
+    ray.nodes = ray.nodes[:1]
+    ray.brokers[1][0].shutdown(socket.SHUT_RDWR)
+    until(lambda: third.process._placement._lost)  # type: ignore[attr-defined]
+    second.kill()
+    assert "the Ray cluster has room for 0" in told(second.another(EngineConfig(device="cpu", tensor_parallel_size=2)))
+    third.kill()
+
+
+def test_a_broker_of_a_head_that_has_come_again_ends(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps its connection, and refuses whatever it asks."""
+    (first,) = placed(ray, 1)
+    first.sock.sendall(b"up")
+    assert exactly(first.sock, 2) == b"up"
+    first.kill()
+
+    def refused(work: Any, timeout: float | None = None) -> Any:
+        raise RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "get", refused)
+        assert "the Ray cluster that had a place for engines is gone" in told(first.another(first_config()))
+    until(lambda: not ray.brokers[0][1].is_alive())
+    second = first.another(first_config())
+    second.sock.settimeout(WAIT)
+    second.sock.sendall(b"new")
+    assert exactly(second.sock, 3) == b"new" and len(ray.brokers) == 2
+    second.kill()
+
+
+def first_config() -> EngineConfig:
+    return EngineConfig(device="cpu", tensor_parallel_size=2)
 
 
 def test_a_placement_that_is_closed_gives_its_group_back(ray: Ray) -> None:

@@ -37,7 +37,7 @@ class Several:
         self.server = server
         server.wait_for("Uvicorn running on", DEADLINE)
         self.front = psutil.Process(server.process.pid)
-        self.clients: dict[int, httpx.Client] = {}
+        self.keys = Path()
 
     def processes(self) -> dict[int, int]:
         """Process ids by index."""
@@ -82,7 +82,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
              str(file), "--served-model-name", "m", "--shutdown-timeout", "30",
              "--scheduling-policy", "fair")  # fmt: skip
     with FakeServer(*flags, fakes=ENGINE, TMPDIR=str(folder)) as server:
-        yield Several(server)
+        made = Several(server)
+        made.keys = file
+        yield made
 
 
 def body(tokens: int = 3, kind: int = 1, **more: Any) -> dict[str, Any]:
@@ -183,6 +185,23 @@ def test_bounds_and_a_tenants_limits_hold_over_both(several: Several) -> None:
     text = clients[0].get("/metrics").text
     assert several.metric(text, "vllm:tenant_requests_total", tenant="ben") == 5
     assert several.metric(text, "vllm:tenant_rejected_total", tenant="ben", limit="concurrency") == 1
+
+
+def test_a_hangup_has_both_read_the_keys_again(several: Several) -> None:
+    """tests/host/test_api_operations.py has limits, broken files, and what a process knows that is started again."""
+    clients, before = [several.client(0), several.client(1)], several.keys.read_text()
+    cid = {"name": "cid", "sha256": hashlib.sha256(b"key-cid").hexdigest()}
+    headers = {"authorization": "Bearer key-cid"}
+
+    def told() -> list[int]:
+        return [client.post("/v1/completions", json=body(), headers=headers).status_code for client in clients]
+
+    several.keys.write_text(json.dumps({"keys": [*json.loads(before)["keys"], cid]}))
+    several.front.send_signal(signal.SIGHUP)
+    until(lambda: told() == [200, 200], "both know a new key")
+    several.keys.write_text(before)
+    several.front.send_signal(signal.SIGHUP)
+    until(lambda: told() == [401, 401], "both forget it")
 
 
 def test_a_killed_process_takes_its_own_requests_along_and_is_started_again(several: Several) -> None:

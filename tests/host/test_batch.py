@@ -63,8 +63,8 @@ class Comparing:
         others = [SampleRow(5, d.slot, replace(d.sample, handle=0)) for r in step.rows for d in r.samples]
         if not own:
             return
-        assert batch.full == any(r.sample.full for r in own)
-        assert batch.best == all(r.sample.best for r in own if r.sample.full)
+        assert batch.wanted().full == any(r.sample.full for r in own)
+        assert batch.wanted().best == all(r.sample.best for r in own if r.sample.full)
         found = joined(batch.head(EVERYTHING), head_inputs(others, VOCAB)) if others else batch.head(EVERYTHING)
         same(found, head_inputs([*own, *others], VOCAB))
 

@@ -8,13 +8,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, moved, packed, prepared
+from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.backends.cuda.kernels import attend_vision, tiles
+from trencadis.backends.cuda.kernels.attn import CudaSegments
+from trencadis.backends.cuda.launches.inputs import Sizes, arrays
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.core.backend import Segments
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.step import VisionInputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -44,12 +53,16 @@ SEEN = {
 }
 
 
-def in_orders(run: Any) -> Any:
-    """One result of ``run()``; under the interpreter, equal bits for every order of the grid."""
+ways = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["two", "every"])
+"""Orders of the grid: there and back, or random ones too."""
+
+
+def in_orders(run: Any, every: bool = True) -> Any:
+    """One result of ``run()``; under the interpreter, equal bits for both ways or every order of the grid."""
     if INTERPRETED:
         from tests.oracles import interpreter
 
-        interpreter.in_all_orders(run)
+        return interpreter.in_all_orders(run, every)
     return run()
 
 
@@ -62,10 +75,11 @@ def in_order(kind: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@ways
 @pytest.mark.parametrize("name", CASES)
-def test_text(name: str, device: torch.device) -> None:
+def test_text(name: str, every: bool, device: torch.device) -> None:
     ready = prepared(CASES[name], device)
-    check(ready, in_orders(ready.run))
+    check(ready, in_orders(ready.run, every))
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -158,6 +172,7 @@ IMAGES_OF = {
 }
 
 
+@ways
 @pytest.mark.parametrize(
     ("name", "dtype", "d"),
     [
@@ -167,10 +182,10 @@ IMAGES_OF = {
         ("several", FP16, 16),
     ],
 )
-def test_vision(name: str, dtype: torch.dtype, d: int, device: torch.device) -> None:
+def test_vision(name: str, dtype: torch.dtype, d: int, every: bool, device: torch.device) -> None:
     launch, windows, images = packed(IMAGES_OF[name], 1, d, dtype, device)
     for kernel, want in ((WINDOWS, windows), (IMAGES, images)):
-        out = in_orders(lambda kernel=kernel: launch.run(kernel))
+        out = in_orders(lambda kernel=kernel: launch.run(kernel), every)
         launch.check(out, want)
         assert torch.isfinite(out).all(), "padding stays finite"
 
@@ -297,3 +312,25 @@ def test_launchers_allocate_nothing_and_read_nothing(device: torch.device) -> No
             kernel(launch.q, launch.k, launch.v, launch.seg, 0.25, launch.out)
     with pytest.raises(AssertionError, match="calls"), NothingElse():
         torch.empty(1)
+
+
+def test_ghosts_are_blind_to_each_other(device: torch.device) -> None:
+    """Pictures with windows that the others see, one of them without; keys and values of padding are NaN."""
+    real = np.array([64, 20, 64, 7, 40, 64, 9], np.int32)
+    ghost, segment = np.array([0, 0, 1, 1, 0, 0, 1], np.int32), np.array([0, 0, 0, 0, 4, 5, 5], np.int32)
+    slots, d = 64 * len(real), 16
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(slots, 2, d, generator=generator) for _ in range(3))
+    inside = (torch.arange(64) < torch.from_numpy(real)[:, None]).flatten()
+    want = ReferenceOps().attend_images(q, k, v, Segments(*map(torch.from_numpy, (segment, real, ghost))), 0.3)
+    other = ReferenceOps().attend_images(q, k, v, Segments(*map(torch.from_numpy, (segment, real))), 0.3)
+    none = np.zeros((slots, 1), np.uint8)
+    packed_inputs = VisionInputs(none, np.zeros((slots, 2), np.int32), segment, real, np.zeros(slots, np.int32))
+    packed_inputs.ghost = ghost
+    made = arrays(Bucket(Stage.VISION, (slots,)), packed_inputs, Sizes(16, 1, 8, slot=SlotForm(1, 1, ghosts=True)))
+    seg = CudaSegments(*(torch.from_numpy(a).to(device) for a in made.segments))
+    for t in (k, v):
+        t[~inside] = float("nan")
+    on = [t.to(device) for t in (q, k, v)]
+    got = CudaOps().attend_images(on[0], on[1], on[2], seg, 0.3).cpu()  # type: ignore[arg-type]
+    assert (got[inside] - want[inside]).abs().max() < 2e-5 < (other[inside] - want[inside]).abs().max()

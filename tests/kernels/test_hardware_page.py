@@ -17,14 +17,30 @@ def test_the_page_is_what_the_records_say() -> None:
     assert (hardware.DOCS / hardware.PAGE).read_text(encoding="utf-8") == hardware.page(record)
 
 
-def test_every_launched_kernel_is_listed() -> None:
-    """A jit function that a launcher calls with a grid."""
-    launched = set()
-    for path in KERNELS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def launches() -> set[str]:
+    """Jit functions that a launcher calls with a grid, itself or by a launcher that takes the kernel as an argument."""
+    functions = [
+        node
+        for path in KERNELS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    found, shared = set(), {}
+    for function in functions:
+        names = [a.arg for a in function.args.args]
+        for node in ast.walk(function):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                launched.add(ast.unparse(node.func.value))
-    assert launched and launched == {f for k in hardware.KERNELS for f in k.functions}
+                kernel = ast.unparse(node.func.value)
+                if kernel in names:
+                    shared[function.name] = names.index(kernel)
+                else:
+                    found.add(kernel)
+    calls = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Call))
+    return found | {ast.unparse(c.args[shared[ast.unparse(c.func)]]) for c in calls if ast.unparse(c.func) in shared}
+
+
+def test_every_launched_kernel_is_listed() -> None:
+    assert launches() == {f for k in hardware.KERNELS for f in k.functions}
 
 
 def test_what_has_no_record_is_not_claimed() -> None:

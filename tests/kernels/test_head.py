@@ -168,7 +168,8 @@ def test_greedy(vocab: int, device: torch.device) -> None:
     assert torch.equal(ours.counts.cpu(), state.counts)
 
 
-def test_same_bits_in_every_order(interpreted: None) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["two", "every"])
+def test_same_bits_in_every_order(every: bool, interpreted: None) -> None:
     raw, x, state = case(5000, 1, 4, temperature=0.8)
     wide, plain, other = case(61, 3, 5)
 
@@ -179,7 +180,7 @@ def test_same_bits_in_every_order(interpreted: None) -> None:
             CudaOps().sample(wide, plain, cases.to(other, raw.device), True),
         ]  # fmt: skip
 
-    interpreter.in_all_orders(run)
+    interpreter.in_all_orders(run, every)
 
 
 # Draws follow the distribution

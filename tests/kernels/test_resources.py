@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.oracles.layers.assembled import SCRIPT, apart, facts, wrong
 from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, rows, stored, written
 from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tiles
@@ -74,15 +75,31 @@ print("one key each")
 """
 
 
-def test_no_launch_asks_for_another_compilation() -> None:
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One process for two tests: most of its time is importing."""
+    return apart(SCRIPT + KEYS, tmp_path_factory.mktemp("triton"), "bfloat16 7B, output", "90")
+
+
+def test_no_launch_asks_for_another_compilation(said: str) -> None:
     """What Triton's cache is keyed by is the same for all lengths, and for all buckets of a class of tiles.
 
     Not for a bucket of one token: torch rewrites the strides of a dimension of 1, so it has a key of its own.
     """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0 and "one key each" in done.stdout, done.stderr[-3000:]
+    assert "one key each" in said
+
+
+def test_a_product_on_hopper_waits_and_loads_16_bytes(said: str) -> None:
+    """With all stages of the pipeline in 16-byte copies: nothing narrower brings a weight."""
+    (found,) = facts(said)
+    assert wrong(found) == "", found
+    assert found["copies"] == {"16": 24} and (found["waits"], found["tells"], found["fetched"]) == (1, 1, 2), found
+    for changed, said in (
+        ({"waits": 0}, "0 waits"), ({"stack": 8}, "spills 8"), ({"fetched": 0}, "fetches no"),
+        ({"copies": {"16": 8, "8": 16}}, "copies {16: 8, 8: 16}"), ({"copies": {"16": 12}}, "where weights take 16"),
+        ({"arch": 86}, "1 waits and 1 permissions on sm_86"),
+    ):  # fmt: skip
+        assert said in wrong({**found, **changed})
 
 
 def test_faults_are_named() -> None:

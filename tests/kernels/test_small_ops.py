@@ -26,9 +26,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, devic
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-def same_in_all_orders(run: object) -> None:
+def same_in_all_orders(run: object, every: bool) -> None:
     if INTERPRETED:
-        interpreter.in_all_orders(run)  # type: ignore[arg-type]
+        interpreter.in_all_orders(run, every)  # type: ignore[arg-type]
 
 
 @dtypes
@@ -186,7 +186,8 @@ def test_reset(device: torch.device, vocab: int) -> None:
         assert torch.equal(ours, wanted), name
 
 
-def test_same_bits_in_every_order(device: torch.device) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["two", "every"])
+def test_same_bits_in_every_order(every: bool, device: torch.device) -> None:
     ops = CudaOps()
     x = normal(5, 2100, dtype=torch.bfloat16, device=device)
     factors = normal(2, 40, device=device)
@@ -206,4 +207,4 @@ def test_same_bits_in_every_order(device: torch.device) -> None:
             ops.embed(tokens, tokens.clamp_max(2), tokens, tokens - tokens, x, x),
         ]  # fmt: skip
 
-    same_in_all_orders(run)
+    same_in_all_orders(run, every)

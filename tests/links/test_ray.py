@@ -9,16 +9,17 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.fakes import ranks as fake_ranks
 from tests.fakes.ranks import full_step
+from tests.links import clusters
+from tests.links.clusters import ray
 from tests.links.peers import FACTORY
-from tests.oracles.transformers_model import assert_same
-from tests.parallel.test_same_tokens import BASE, answered
+from tests.parallel.test_same_tokens import BASE, answered, same_of_many
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
@@ -28,22 +29,19 @@ from trencadis.core.executor.mp import Multiproc
 from trencadis.core.executor.trouble import RankFailed
 from trencadis.core.links.topology import topology
 
-ray: Any = pytest.importorskip("ray", reason="pip install 'trencadis[ray]'")
 pytestmark = pytest.mark.long
 
-MEMORY = 80 << 20
 SOON = 6.0
+BUSY = 24.0
+"""Seconds more against hangs: ``remove_node`` itself waits for processes."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head with one CPU; tests add a node."""
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.getcwd())
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": MEMORY})
+        made = clusters.cluster(1)
         patch.setenv("RAY_ADDRESS", made.address)
         try:
             yield made
@@ -54,8 +52,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def node(cluster: Any) -> Iterator[Any]:
-    made = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
-    cluster.wait_for_nodes()
+    made = clusters.add(cluster, 1)
     yield made
     if made in cluster.list_all_nodes():
         cluster.remove_node(made)
@@ -86,7 +83,7 @@ def left() -> Counter[str]:
 
 
 def nothing_left() -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while left():
         assert time.monotonic() < end, left()
         time.sleep(0.3)
@@ -113,21 +110,31 @@ def test_no_step_touches_ray(node: Any, monkeypatch: pytest.MonkeyPatch) -> None
     nothing_left()
 
 
-def test_a_node_that_is_removed_ends_the_group(cluster: Any, node: Any) -> None:
+def removed(cluster: Any, seed: int) -> float:
+    """A group one of whose nodes is removed while Steps run; seconds until its caller knew."""
+    node = clusters.add(cluster, 1)
     made = group()
     begun = 0.0
     with pytest.raises(RankFailed, match=r"rank 1 .* died"):
         for number in range(100_000):
             made.submit(full_step(number)).result()
             time.sleep(0.002)
-            if number == 20:
-                cluster.remove_node(node, allow_graceful=False)
+            if number == 20 + seed:
                 begun = time.monotonic()
+                cluster.remove_node(node, allow_graceful=False)
     took = time.monotonic() - begun
-    print(f"\nnode removed: known after {took:.2f} s")
+    with pytest.raises(RankFailed):
+        made.submit(full_step(1)).result()
     made.close()
     nothing_left()
-    assert took < SOON
+    print(f"\nnode {seed + 1} removed: known after {took:.2f} s", flush=True)
+    return took
+
+
+def test_twenty_nodes_that_are_removed_end_their_groups(cluster: Any) -> None:
+    taken = [removed(cluster, seed) for seed in range(int(os.environ.get("TRENCADIS_TEST_NODES", "20")))]
+    print(f"\nnodes removed: {len(taken)}; known after {min(taken):.2f} to {max(taken):.2f} s")
+    assert max(taken) < SOON + BUSY
 
 
 def test_what_cannot_be_placed_is_refused_before_loading(cluster: Any) -> None:
@@ -143,14 +150,14 @@ def test_what_cannot_be_placed_is_refused_before_loading(cluster: Any) -> None:
     nothing_left()
 
 
-def test_two_hundred_answers_on_two_nodes(node: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_hundred_prompts_on_two_nodes(shape: str, node: Any) -> None:
     alone = LLM(str(demo_path()), **BASE)
-    wanted, _ = answered(alone, range(50))
-    alone.close()
-    llm = LLM(
-        str(demo_path()), tensor_parallel_size=2, distributed_executor_backend="ray", allow_tp_over_nodes=True, **BASE
-    )
-    found, _ = answered(llm, range(50))
-    llm.close()
-    assert_same([(a.tokens, b) for a, b in zip(found, wanted, strict=True)])
+    flags: dict[str, Any] = {shape: 2, "distributed_executor_backend": "ray", "allow_tp_over_nodes": True}
+    llm = LLM(str(demo_path()), **flags, **BASE)
+    try:
+        print(f"\nRay, {shape} 2: {same_of_many(llm, cache(lambda seeds: answered(alone, seeds)))}")
+    finally:
+        llm.close()
+        alone.close()
     nothing_left()

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from tests.fleet.test_live import TEXTS, body, said
+from tests.links import clusters
+from tests.links.clusters import ray
+from tests.links.test_ray import nothing_left
 from tests.traffic.server_process import RunningServer, server
-
-ray: Any = pytest.importorskip("ray", reason="pip install 'trencadis[ray]'")
-from tests.links.test_ray import nothing_left  # noqa: E402 - that module is skipped without Ray, too
 
 pytestmark = pytest.mark.long
 
-MEMORY = 80 << 20
 FLAGS = (
     "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", "32MiB",
     "--threads", "1",
@@ -33,16 +32,10 @@ PLACED = ("--data-parallel-size", "2", "--data-parallel-backend", "ray")
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
+        made = clusters.cluster(0, 1, 1)
         try:
-            for _ in range(2):
-                made.add_node(num_cpus=1, object_store_memory=MEMORY)
-            made.wait_for_nodes()
             patch.setenv("RAY_ADDRESS", made.address)
             yield made
         finally:
@@ -99,12 +92,53 @@ def test_engines_on_other_nodes_answer_as_one_here_and_are_started_again_when_th
             time.sleep(1.0)
         print(f"\nengine killed: {len(good)} of {len(found)} answered, both serve again")
         assert len(good) >= len(found) // 2
-    end = time.monotonic() + 20
+    nothing_runs()
+    ray.init(address=cluster.address, log_to_driver=False)
+    nothing_left()
+
+
+LED = ("-tp", "2", "--allow-tp-over-nodes", "--distributed-executor-backend", "ray")
+
+
+def test_an_engine_on_two_nodes_answers_a_server_without_a_card_and_comes_again(cluster: Any, tmp_path: Path) -> None:
+    """The engine is on rank 0's node; once that is removed, its successor is on another one."""
+    texts = TEXTS[:6]
+    with server(tmp_path, *FLAGS, seconds=400) as running:
+        expected = [said(ask(running, text)) for text in texts]
+    with server(tmp_path, *FLAGS, *LED, seconds=600, PYTHONPATH=os.environ["PYTHONPATH"]) as running:
+        assert len(engines()) == 1 and not running.engine_pids(), "the engine is here"
+        assert [said(ask(running, text)) for text in texts] == expected
+        first = engines()
+        home = next(n for n in sorted(cluster.worker_nodes, key=lambda n: n.node_id) if below_node(n, first[0]))
+        begun = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask, running, text) for text in texts]
+            cluster.remove_node(home, allow_graceful=False)
+            codes = {a.result().status_code for a in answers}
+        print(f"\nthe engine's node removed: open requests ended after {time.monotonic() - begun:.1f} s with {codes}")
+        assert codes <= {200, 503}
+        clusters.add(cluster, 1)
+        end = time.monotonic() + 400
+        while not engines() or engines() == first or ask(running, texts[0]).status_code != 200:
+            assert time.monotonic() < end, running.text()[-2000:]
+            time.sleep(1.0)
+        assert [said(ask(running, text)) for text in texts] == expected
+    nothing_runs()
+    ray.init(address=cluster.address, log_to_driver=False)
+    nothing_left()
+
+
+def below_node(node: Any, pid: int) -> bool:
+    """Whether a process was started by a node's raylet."""
+    (raylet,) = node.all_processes["raylet"]
+    return any(number == pid for number, _ in below(raylet.process.pid))
+
+
+def nothing_runs() -> None:
+    end = time.monotonic() + 60
     while engines():
         assert time.monotonic() < end
         time.sleep(0.3)
-    ray.init(address=cluster.address, log_to_driver=False)
-    nothing_left()
 
 
 def test_more_engines_than_the_nodes_hold_are_refused_before_loading(cluster: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
 from trencadis.ray_serve import build
+from trencadis.ray_serve.application import CHOICE
 from trencadis.ray_serve.policy import CALM, KV_USE, WAIT, WaitGauge, scale
 from trencadis.ray_serve.replica import ServedReplica
 from trencadis.server.config.config import ServerConfig
@@ -51,8 +53,19 @@ def test_flags_become_words_and_ranks_become_cards(made: dict[str, Any]) -> None
     ]  # fmt: skip
     assert made["ray_actor_options"] == {"num_cpus": 1, "resources": {"HPU": 4}}
     assert (made["num_replicas"], made["name"], made["cls"]) == (3, "trencadis", ServedReplica)
-    build({"model": "m", "device": "cuda", "tensor-parallel-size": 2})
-    assert made["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 2}
+    build({"model": "m", "device": "cuda", "tensor-parallel-size": 2, "pipeline-parallel-size": 2})
+    assert made["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 4}
+
+
+def test_one_line_says_that_ray_serve_knows_no_prefixes(made: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """It falls back to the shorter of two queues; with one replica there is nothing to choose."""
+    caplog.set_level(logging.INFO, "trencadis.server")
+    build({"model": "m", "device": "cpu"})
+    assert not caplog.messages
+    for options in ({"num_replicas": 2}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}):
+        caplog.clear()
+        build({"model": "m", "device": "cpu", "deployment": options})
+        assert caplog.messages == [CHOICE] and "the shorter queue of two at random" in CHOICE and "\n" not in CHOICE
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import httpx
 import pytest
 from PIL import Image
 
+from tests.links import clusters
+from tests.links.clusters import ray
 from tests.links.test_same_tokens import free_port
 from trencadis.ray_serve import build
 
-ray: Any = pytest.importorskip("ray", reason="pip install 'trencadis[ray-serve]'")
 serve: Any = pytest.importorskip("ray.serve", reason="pip install 'trencadis[ray-serve]'")
 pytestmark = pytest.mark.long
 
@@ -26,16 +27,10 @@ PATIENCE = 300.0
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.getcwd())
-        memory = 80 << 20
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": memory})
+        made = clusters.cluster(2, 2)
         try:
-            made.add_node(num_cpus=2, object_store_memory=memory)
-            made.wait_for_nodes()
             ray.init(address=made.address, log_to_driver=False)
             port = free_port()
             serve.start(http_options={"host": "127.0.0.1", "port": port})

@@ -107,7 +107,9 @@ def compared(engine: Engine, count: int, seed: int, wanted: Callable[[int, int],
     other = sum(got.tokens[key] != tokens for key, tokens in want.tokens.items())
     assert set(got.tokens) == set(want.tokens) and other <= TIES * len(want.tokens), f"{other} of {len(want.tokens)}"
     ends = Counter(got.why.values())
-    return f"{len(want.tokens)} answers, {other} differ, {engine.scheduler.preemptions} preemptions, {dict(ends)}"
+    return (
+        f"{len(want.tokens)} answers, {other} differ, {engine.scheduler.totals.preemptions} preemptions, {dict(ends)}"
+    )
 
 
 @pytest.mark.parametrize("name", ["cpu padded, depth 1", "hpu, depth 1", "cuda, depth 1"])
@@ -249,7 +251,7 @@ def test_ten_thousand_ruled_requests_compile_nothing(warmed: Make, lazy: bool) -
     engine = warmed(lazy, async_depth=1)
     miss = "" if lazy else "no_graphs"
     ends = sum((nothing_compiled(engine, 1000, 10 + part, miss) for part in range(10)), Counter[str]())
-    print(f"\nlazy {lazy}: 10,000 requests, {engine.scheduler.preemptions} preemptions, {dict(ends)}")
+    print(f"\nlazy {lazy}: 10,000 requests, {engine.scheduler.totals.preemptions} preemptions, {dict(ends)}")
 
 
 @pytest.mark.long

@@ -137,7 +137,7 @@ def test_ten_thousand_ruled_requests(depth: int, overlaps: bool) -> None:
     for seed in range(50):
         driver, _ = play(1000 + seed, 200, depth, overlaps)
         total += len(driver.requests)
-        preempted += driver.engine.scheduler.preemptions
+        preempted += driver.engine.scheduler.totals.preemptions
         ends.update(driver.ended.values())
     print(f"depth {depth}, overlaps {overlaps}: {total} requests, {preempted} preemptions, {dict(ends)}")
     assert total >= 10_000 and preempted > 100 and len(ends) == 5

@@ -23,15 +23,15 @@ def test_prompts_count_once_they_are_done_and_by_where_they_came_from() -> None:
     made = Driven()
     prompt = [2 + i % 50 for i in range(100)]
     added(made, "a", prompt)
-    assert (made.life.prompt_tokens, made.life.prompt_cached) == (0, 0), "nothing is computed yet"
+    assert (made.life.totals.prompt_tokens, made.life.totals.prompt_cached) == (0, 0), "nothing is computed yet"
     while made.step():
         pass
-    assert (made.life.prompt_tokens, made.life.prompt_cached) == (100, 0)
+    assert (made.life.totals.prompt_tokens, made.life.totals.prompt_cached) == (100, 0)
     added(made, "b", prompt, n=3)
     added(made, "c", prompt, salt="another")
     while made.step():
         pass
-    assert (made.life.prompt_tokens, made.life.prompt_cached) == (300, 96), "six blocks of b, none of c"
+    assert (made.life.totals.prompt_tokens, made.life.totals.prompt_cached) == (300, 96), "six blocks of b, none of c"
 
 
 def test_neither_count_ever_falls() -> None:
@@ -46,10 +46,14 @@ def test_neither_count_ever_falls() -> None:
             if rng.random() < 0.1:
                 made.life.abort(f"r{rng.randint(0, i)}")
             life = made.life
-            now = (life.prompt_tokens, life.prompt_cached, life.prompt_tokens - life.prompt_cached)
+            now = (
+                life.totals.prompt_tokens,
+                life.totals.prompt_cached,
+                life.totals.prompt_tokens - life.totals.prompt_cached,
+            )
             assert all(a >= b for a, b in zip(now, last, strict=True))
             last = now
-    assert last[1] > 0 and made.scheduler.preemptions >= 0
+    assert last[1] > 0 and made.scheduler.totals.preemptions >= 0
 
 
 @pytest.mark.parametrize("image", [False, True])

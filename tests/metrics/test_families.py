@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +21,7 @@ from trencadis.core.process.wire import BucketUse, EngineStats, GraphCounters
 from trencadis.core.progress import Warming
 from trencadis.server.metrics.hidden import HiddenCollector
 from trencadis.server.metrics.registry import Metrics
+from trencadis.server.records.tracing import Traces
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,A"}
 OURS = {"model_name", "engine"}
@@ -218,10 +220,13 @@ def test_throughput_gauges_look_back_ten_seconds() -> None:
     assert rates() == (0, 0), "another engine"
 
 
-def test_the_page_lists_what_a_live_scrape_has(rig: ScriptedApp, tmp_path: Path) -> None:
+def test_the_page_lists_what_a_live_scrape_has(
+    rig: ScriptedApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert gen_metrics.main(["--check"]) == 0
+    monkeypatch.setattr(Traces, "to", lambda endpoint: Traces(endpoint, lambda: (MagicMock(), MagicMock()), 600))
     page = dict(gen_metrics.rows(gen_metrics.PAGE.read_text()))
-    found = loaded(rig, tmp_path, show_hidden_metrics=True, enable_sleep_mode=True)
+    found = loaded(rig, tmp_path, show_hidden_metrics=True, enable_sleep_mode=True, otlp_traces_endpoint="http://c")
     live: dict[str, set[str]] = {}
     for name, labels in found.items():
         if not name.startswith(("process_", "python_")) and not name.endswith(("_created", "_bucket", "_sum")):

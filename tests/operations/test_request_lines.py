@@ -176,7 +176,7 @@ def test_lines_for_people_say_the_same(rig: ScriptedApp, caplog: pytest.LogCaptu
 def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> None:
     logsetup.setup("INFO", "json")
     log = logging.getLogger("trencadis.server.cli.run")
-    log.info("two\nlines and a surrogate \ud800 of %s", "x", extra={"fields": {"id": "a", "odd": object}})
+    log.info("two\nlines and a surrogate \ud800 of %s", "x", extra={"fields": lambda: {"id": "a", "odd": object}})
     try:
         raise ValueError("of ours")
     except ValueError:

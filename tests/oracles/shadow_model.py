@@ -16,8 +16,8 @@ import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
 from trencadis.core.launches.batch import RankBatch
-from trencadis.core.launches.inputs import SampleRow
-from trencadis.core.launches.late_masks import LaunchedHead, launch_head
+from trencadis.core.launches.inputs import SampleRow, head_inputs
+from trencadis.core.launches.late_masks import LaunchedHead, launch_followed
 from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.masks.desk import Desk
 from trencadis.core.masks.rule import Rule
@@ -157,7 +157,14 @@ class ShadowRank:
                 head = HeadOutput(ids, scores, ids, zeros.astype(np.int32), zeros.astype(np.float32))
                 out.targets[row.key] = TargetScores([row.context + i + 1 for i in at], head)
         rows = [SampleRow(i, slot, sample) for i, (_, slot, sample) in enumerate(draws)]
-        launched = launch_head(rows, self.vocab, self.desk, lambda inputs: self._head(draws, inputs))
+
+        def launch(inputs: HeadInputs) -> ShadowHead:
+            return self._head(draws, inputs)
+
+        if any(sample.handle for _, _, sample in draws):
+            launched = launch_followed(rows, self.vocab, self.desk, launch)
+        else:
+            launched = LaunchedHead(launch(head_inputs(rows, self.vocab)))
         if step.batch is not None:
             batch.advance(step.rows, step.batch.joins)
         assert self.checksums.pop(step.number, None) in (None, batch.checksum()), "the rank's batch went astray"

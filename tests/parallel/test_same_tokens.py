@@ -1,4 +1,7 @@
-"""One model on several ranks gives the tokens of one rank: pictures, prefix hits, seeded sampling, both depths."""
+"""One model on several ranks gives the tokens of one rank: pictures, prefix hits, seeded sampling, both depths.
+
+The ranks of ``make test`` also take what ``trencadis plan`` says.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from torch import empty
 
 from tests.oracles.transformers_model import Answer, assert_same
+from tests.plan.planned_rows import assert_as_planned_on_a_card, assert_as_planned_on_the_cpu
 from tests.traffic.image_chats import Chat, answers, talks
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
@@ -81,9 +85,10 @@ def same_of_many(llm: LLM, wanted: Wanted) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
     made: list[LLM] = []
 
     def start(path: Path | None = None, **flags: Any) -> LLM:
@@ -98,17 +103,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
 def test_two_ranks_on_the_cpu(wanted: Wanted, started: Any) -> None:
     llm = started(tensor_parallel_size=2)
     assert "2 ranks" in llm.engine.info().device
+    assert_as_planned_on_the_cpu(llm, **BASE, device="cpu", tensor_parallel_size=2)
     same(llm, range(4), wanted)
 
 
 def test_two_ranks_on_emulated_cards(wanted: Wanted, started: Any) -> None:
     """At depth 1, graphs made where they are first needed."""
-    same(started(tensor_parallel_size=2, async_depth=1, **EMULATED), range(4), wanted)
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "async_depth": 1, **EMULATED}
+    llm = started(**flags)
+    assert_as_planned_on_a_card(llm, **BASE, **flags)
+    same(llm, range(2), wanted)
 
 
 def test_two_ranks_on_the_twin_of_a_card(wanted: Wanted, started: Any) -> None:
     """Replays reduce over the ranks again: the collectives are on the tape, and the tape waits for them."""
-    same(started(tensor_parallel_size=2, device="cuda", warmup="skip"), range(4), wanted)
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cuda", "warmup": "skip"}
+    llm = started(**flags)
+    assert_as_planned_on_a_card(llm, **BASE, **flags)
+    same(llm, range(2), wanted)
 
 
 def test_sizes_that_do_not_fit_are_refused(started: Any) -> None:

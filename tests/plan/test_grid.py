@@ -70,8 +70,8 @@ def check(case: Any) -> str:
 
 
 def test_a_sample_of_starts() -> None:
-    seen = [check(case) for case in random.Random(1).sample(GRID, 60)]
-    assert seen.count("fits") > 20 and seen.count("advised") > 5
+    seen = [check(case) for case in random.Random(1).sample(GRID, 30)]
+    assert seen.count("fits") > 10 and seen.count("advised") > 2
 
 
 @pytest.mark.long

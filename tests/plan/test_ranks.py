@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.plan.planned_rows import (
+    assert_as_planned_on_a_card,
+    assert_as_planned_on_the_cpu,
+    booked,
+    first_rank,
+    on_paper,
+)
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.backends.cuda.launches.buffers import Rooms
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.config import EngineConfig
-from trencadis.core.launches.runner import Runner
-from trencadis.core.startup.dry_run import Planned
-from trencadis.server.plan.command import plan_for
 
-BEFORE = ("weights", "image arena", "sampler state", "hidden rows", "static inputs", "KV cache")
 SMALL: dict[str, Any] = dict(
     dtype="float32", max_model_len=256, max_num_seqs=3, max_num_batched_tokens=64, kv_cache_memory_bytes=8 << 20,
     mm_processor_kwargs={"min_pixels": 56 * 56, "max_pixels": 112 * 112}, encoder_cache_images=2,
@@ -44,65 +45,19 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
         llm.close()
 
 
-def on_paper(total: int, others: int = 0, **flags: Any) -> Planned:
-    config = EngineConfig(model=str(demo_path()), **{**SMALL, **flags})
-    return plan_for(config, load_config(demo_path()), total, others)
-
-
-def first_rank(llm: LLM) -> Runner:
-    rank: Runner = llm.engine.executor._rank  # type: ignore[attr-defined]
-    return rank
-
-
-def booked(llm: LLM) -> dict[str, int]:
-    """The ledger of the first rank of a start-up."""
-    watch = llm.engine._watch
-    assert watch is not None and watch.captures is not None
-    return dict(watch.captures.ledger.rows())
-
-
-def held(llm: LLM) -> dict[str, int]:
-    """What the tensors of the first rank take, where no ledger is kept."""
-    model: Any = first_rank(llm).model
-    own, tower = model.persistent, model.tower
-    text = model.enter.rotary
-    tables = (text.inv_freq, text.axis, *tower.enter.angles, *tower.enter.colours)
-    return {
-        "weights": model.nbytes() + sum(t.nbytes for t in tables),
-        "image arena": own.arena.nbytes,
-        "sampler state": sum(t.nbytes for t in own.state),
-        "hidden rows": own.hidden.nbytes,
-        "static inputs": 0,
-        "KV cache": sum(t.nbytes for layer in own.kv for t in layer if t is not None),
-    }
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_the_cpu(start: Start, ranks: int) -> None:
-    """Each rank holds its heads, and one KV head where there are fewer; all share the machine."""
-    llm = start(tensor_parallel_size=ranks)
-    planned = on_paper(64 << 30, 1 << 30, device="cpu", tensor_parallel_size=ranks)
-    rows = dict(planned.ledger.rows())
-    assert {n: rows[n] for n in BEFORE} == held(llm)
-    assert planned.ledger.division.blocks == llm.engine.info().num_blocks
-    assert sum(rows.values()) == 64 << 30
-    each = sum(rows[n] for n in BEFORE) + rows["activations and workspace"]
-    assert rows["used by others"] == (1 << 30) + (ranks - 1) * each
+    """tests/parallel/test_same_tokens.py looks at the two ranks that it starts; here with other flags."""
+    assert_as_planned_on_the_cpu(start(tensor_parallel_size=ranks), **SMALL, device="cpu", tensor_parallel_size=ranks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["hpu", "cuda"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_cards(start: Start, device: str, ranks: int) -> None:
     flags: dict[str, Any] = dict(device=device, tensor_parallel_size=ranks, **ON_CARDS)
-    llm = start(**flags)
-    rows, memory = booked(llm), first_rank(llm).backend.memory
-    planned = on_paper(memory.total(), **flags)
-    paper = dict(planned.ledger.rows())
-    # The twin books what the backend asks for: packed weights, not the tables and norms that torch allocates.
-    names = [n for n in BEFORE if device == "hpu" or n != "weights"]
-    assert {n: paper[n] for n in names} == {n: rows[n] for n in names}
-    assert set(planned.plan.buckets) == set(first_rank(llm).graphs.planned)
-    assert planned.ledger.division.blocks == llm.engine.info().num_blocks
+    assert_as_planned_on_a_card(start(**flags), **SMALL, **flags)
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -114,7 +69,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pictures": {"mm_processor_kwargs": {"max_pixels": 400 * 400}, "max_num_batched_tokens": 300},
     "blocks of 128": {"block_size": 128, "max_num_seqs": 7},
 }  # fmt: skip
-QUICK = ("small", "blocks of 16, long", "pictures")
+QUICK = ("blocks of 16, long", "pictures")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in PLANS])
@@ -127,5 +82,5 @@ def test_inputs_of_a_card(start: Start, monkeypatch: pytest.MonkeyPatch, name: s
     taken = sum(room.flat.nbytes for room in shared._shared.values())
     programs: Any = first_rank(llm).graphs._programs.values()
     assert all(program.buffers.room in shared._shared.values() for program in programs)
-    paper = dict(on_paper(backend.memory.total(), **flags).ledger.rows())
+    paper = dict(on_paper(backend.memory.total(), **{**SMALL, **flags}).ledger.rows())
     assert booked(llm)["static inputs"] == paper["static inputs"] == taken

@@ -3,10 +3,12 @@
 Each process that runs tests (this one, or the workers of pytest-xdist) adds up, for every test file, the user and
 system time of itself and of the children it has waited for. The rest, imports and collection, counts as the first part.
 A whole run is judged: no paths, no ``-k``, the ini file's own ``-m``. TRENCADIS_TEST_CPU_BUDGET=warn judges aloud only.
+``--cpu-json=FILE`` writes the seconds of every file and of every test, whatever ran.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections import defaultdict
@@ -65,6 +67,7 @@ class CpuBudget:
     def __init__(self, config: pytest.Config, parts: list[Part]) -> None:
         self.config, self.parts = config, parts
         self.spent: defaultdict[Key, float] = defaultdict(float)
+        self.tests: dict[str, float] = {}
         self.silent = 0
         self.ended = False
 
@@ -77,7 +80,9 @@ class CpuBudget:
         finally:
             file = item.nodeid.partition("::")[0]
             mark = item.get_closest_marker("part")
-            self.spent[part_of(file, mark.args[0] if mark else None, self.parts), file] += cpu_seconds() - begun
+            taken = cpu_seconds() - begun
+            self.tests[item.nodeid] = taken
+            self.spent[part_of(file, mark.args[0] if mark else None, self.parts), file] += taken
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -87,6 +92,7 @@ class CpuBudget:
             self.silent += 1
         for name, file, seconds in report or ():
             self.spent[name, file] += seconds
+        self.tests |= getattr(node, "workeroutput", {}).get("cpu_tests", {})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -97,6 +103,7 @@ class CpuBudget:
         output: dict[str, Any] | None = getattr(self.config, "workeroutput", None)
         if output is not None:
             output["cpu_budget"] = [(*key, s) for key, s in self.spent.items()]
+            output["cpu_tests"] = self.tests
             return
         self.ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self.judged and self.above(SLACK) and os.environ.get(VARIABLE) != "warn" and not exitstatus:
@@ -123,6 +130,15 @@ class CpuBudget:
         totals = self.totals()
         return [p for p in self.parts if totals.get(p.name, 0.0) > slack * p.seconds]
 
+    def write(self, path: Path) -> None:
+        """Seconds of each part, of each file by part, and of each test with its fixtures, the costliest first."""
+        files: dict[str, dict[str, float]] = {p.name: {} for p in self.parts}
+        for (part, file), seconds in sorted(self.spent.items(), key=lambda x: -x[1]):
+            files[part][file] = round(seconds, 3)
+        tests = {name: round(s, 3) for name, s in sorted(self.tests.items(), key=lambda x: -x[1])}
+        found = {"parts": self.totals(), "files": files, "tests": tests}
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """A line for each part of a whole run, and on request the files that took most."""
         count = self.config.getoption("--cpu-files")
@@ -140,6 +156,8 @@ class CpuBudget:
             terminalreporter.section(f"CPU seconds: the {count} files that took most")
             for (name, file), seconds in sorted(self.spent.items(), key=lambda x: -x[1])[:count]:
                 terminalreporter.write_line(f"{seconds:8.2f} {name:10} {file}")
+        if target := self.config.getoption("--cpu-json"):
+            self.write(Path(target))
         if self.silent:
             terminalreporter.write_line(f"{self.silent} workers ended without a report of their CPU seconds.")
 
@@ -148,6 +166,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("cpu_budget", "the file with the CPU seconds that each part of the tests may take")
     parser.addini("cpu_budget_markers", "the -m of a whole run", default="")
     parser.addoption("--cpu-files", type=int, default=0, metavar="N", help="list the N files that took most CPU")
+    parser.addoption("--cpu-json", metavar="FILE", help="write the CPU seconds of every file and test as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -141,7 +141,7 @@ def test_preempted_prompts_are_pooled_once(kind: str, checkpoint: Callable[..., 
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, chunk=16)
         made = llm.embed([{"prompt_token_ids": p} for p in prompts], use_tqdm=False)
-        assert scheduler.preemptions > 0 and scheduler.pool.used == 0
+        assert scheduler.totals.preemptions > 0 and scheduler.pool.used == 0
     for output, tokens in zip(made, prompts, strict=True):
         wanted = model.pooled({"input_ids": torch.tensor([tokens])}, kind)
         assert cosine(output.outputs.embedding, wanted) > LEAST_COSINE

@@ -103,6 +103,15 @@ def test_each_bound_refuses_before_the_end(data: bytes, error: type[TrencadisErr
             scanned(data, step, LIMITS)
 
 
+@pytest.mark.parametrize("data", [b"[" * 100 + b"1,2" + b"]" * 99, b'["a', b"1" * (LONG - 1), b"," * (LONG - 1)])
+def test_a_body_that_is_not_scanned_is_one_that_the_scan_lets_pass(data: bytes) -> None:
+    assert body_scan.within_limits(data)
+    scan = scanned(data)
+    assert not scan.long and scan.outline in (data, b'["')
+    for larger in (b"[" * 101, b"[{" * 51, data + b" " * LONG):
+        assert not body_scan.within_limits(larger)
+
+
 def test_what_stands_in_texts_is_not_counted_and_pictures_are_no_texts() -> None:
     scanned(b'["' + b"[{,:" * 400 + b'"]', limits=LIMITS)
     scanned(b'["data:image/png;base64,' + b"A" * 20_000 + b'"]', limits=LIMITS)

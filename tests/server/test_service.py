@@ -22,6 +22,7 @@ from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import output_limit
 from trencadis.server.prompts.service import TextService
 from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.text.detokenizer import detokenizers
 
 
 def test_no_web_framework_and_no_torch() -> None:
@@ -75,7 +76,8 @@ def test_choice_ends(rig: Any) -> None:
     text = rig.tokenizer.encode("one two")
 
     def run(deltas: list[Delta], **params: Any) -> tuple[str, str | None, int | str | None]:
-        stream = ChoiceStream(rig.tokenizer, SamplingParams(**params), {eos})
+        asked = SamplingParams(**params)
+        stream = ChoiceStream(detokenizers(rig.tokenizer)((), asked.skip_special_tokens), asked, {eos})
         out, last = "", None
         for delta in deltas:
             last = stream.feed(delta)

@@ -32,7 +32,7 @@ def test_ten_thousand_requests(stages: int) -> None:
     for seed in range(25):
         driver = play(3000 + seed, 400, stages - 1, stages=stages)
         total += len(driver.requests)
-        preempted += driver.engine.scheduler.preemptions
+        preempted += driver.engine.scheduler.totals.preemptions
     print(f"{stages} stages: {total} requests, {preempted} preemptions")
     assert total == 10_000 and preempted > 100
 

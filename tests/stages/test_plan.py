@@ -23,6 +23,7 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.devices import policy_of
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.pipe import LAST
 from trencadis.core.memory import measured
@@ -155,11 +156,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "with 1 decoding requests 1 steps are in flight" in said and "stages wait 50.0 %" in said
 
 
-def test_what_a_device_cannot_start_is_planned_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_device_cannot_start_is_planned_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["--memory", "80GiB", "--device", "cuda", "-pp", "2", "-tp", "2"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "stage 1" in said and "refused" not in said
+    assert main([*words, "--mm-encoder-tp-mode", "data"]) == 0
+    assert "refused" not in capsys.readouterr().out
+    bare = dataclasses.replace(policy_of("cuda", ""), own_towers=False, stages=False)
+    monkeypatch.setattr("trencadis.server.plan.command.policy_of", lambda *_: bare)
     assert main([*words, "--mm-encoder-tp-mode", "data"]) == 0
     assert "a start would be refused: --mm-encoder-tp-mode data: ranks of the cuda" in capsys.readouterr().out
     (first, _) = staged(model_of(*SIZES["2B"][0], vision=True), 2)

@@ -84,7 +84,7 @@ def test_preemption(one: LLM, two: LLM) -> None:
     for a, b in zip(*found, strict=True):
         gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in a.logprobs or []]
         assert_same([(b.token_ids, Answer(a.token_ids, gaps, empty(0)))])
-    assert two.engine.scheduler.preemptions > 0
+    assert two.engine.scheduler.totals.preemptions > 0
     two.engine.scheduler.check()
 
 
@@ -149,5 +149,5 @@ LONG: dict[str, dict[str, Any]] = {
 def test_two_hundred_prompts(name: str, wanted: Wanted, started: Any) -> None:
     llm = started(**LONG[name])
     figures = same_of_many(llm, wanted)
-    preempted = llm.engine.scheduler.preemptions
+    preempted = llm.engine.scheduler.totals.preemptions
     print(f"\n{name}: {figures}, {preempted} preemptions")

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,19 @@ def test_clients_that_leave_while_they_wait_leave_nothing_and_bodies_stay_with_t
     hold = rig.engine.hold = threading.Event()
     site = Site(rig)
     state = rig.made.state.trencadis  # type: ignore[union-attr]
+
+    def begun(count: int) -> bool:
+        return bool(state.turns._inside["flood"] + state.turns.waiting == count)
+
     with ExitStack() as stack:
         stack.callback(site.end)
         stack.callback(hold.set)
         sockets = [stack.enter_context(site.connect()) for _ in range(LEAST_AHEAD + 6)]
-        for one in sockets[:-1]:
+        for count, one in enumerate(sockets[:-1], 1):
+            # One after the other: of heads that come at once, the last may begin first.
             one.sendall(post("flood", json.dumps(CHAT).encode()))
-        until(lambda: state.turns.waiting == 5)
+            until(partial(begun, count))
+        assert state.turns.waiting == 5
         large = sockets[-1]
         large.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         large.setblocking(False)

@@ -17,6 +17,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
 from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
+from trencadis.core.memory.estimate import arena_width
 from trencadis.core.models.registry import build, image_processor
 from trencadis.core.step import Encode
 
@@ -74,7 +75,7 @@ class FamilyRig:
         config = load_config(path)
         assert config.vision is not None
         self.cell, self.rows = config.vision.slot.cell, largest // config.vision.slot.cell
-        self.wide = config.row_parts * config.text.width
+        self.wide = config.row_parts * arena_width(config, 1)
         self.reserved, self.places = reserved_rows(config), places
         self.backend = backend_of(device, config.text.vocab)
         self.model: Any = build(config, self.backend)

@@ -23,8 +23,8 @@ from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.registry import image_needs, image_processor
+from trencadis.multimodal import packing
 from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl import packing
 
 BAR = 1e-5
 LARGEST = 8 * 4096
@@ -194,8 +194,8 @@ def _counts(rig: FamilyRig, patch: Any) -> None:
 
 @mistake("rows of positions for columns")
 def _turned(rig: FamilyRig, patch: Any) -> None:
-    right = packing.positions
-    patch.setattr(packing, "positions", lambda h, w: right(h, w)[:, ::-1])
+    right = packing.places
+    patch.setattr(packing, "places", lambda h, w, merge: right(h, w, merge)[:, ::-1])
 
 
 @mistake("attention inside windows")
@@ -211,7 +211,10 @@ def _act(rig: FamilyRig, patch: Any) -> None:
 
 @mistake("raster order for cells")
 def _raster(rig: FamilyRig, patch: Any) -> None:
-    patch.setattr(packing, "positions", lambda h, w: np.stack(np.divmod(np.arange(h * w), w), 1).astype(np.int32))
+    def raster(h: int, w: int, merge: int) -> Any:
+        return np.stack(np.divmod(np.arange(h * w), w), 1).astype(np.int32)
+
+    patch.setattr(packing, "places", raster)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

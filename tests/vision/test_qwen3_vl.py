@@ -21,9 +21,9 @@ from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown, worst_of_many,
 from trencadis import LLM, SamplingParams
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.registry import image_needs, image_processor
+from trencadis.multimodal import near as table_places
+from trencadis.multimodal.colours import HALF
 from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen3_vl import packing
-from trencadis.multimodal.qwen3_vl.model import HALF
 
 BAR = 1e-5
 APART = ((1, 10, 18), (1, 4, 6))
@@ -59,7 +59,7 @@ def shown(model: Any, h: int, w: int, rng: np.random.Generator) -> Shown:
     """A picture of h x w patches and its rows in transformers."""
     pixels = rng.integers(0, 256, (h * w, 1536), dtype=np.uint8)
     with torch.no_grad():
-        made = model.model.visual(normalised(pixels, (HALF, HALF)), grid_thw=torch.tensor([[1, h, w]]))
+        made = model.model.visual(normalised(pixels, (HALF.mean, HALF.std)), grid_thw=torch.tensor([[1, h, w]]))
     want = torch.cat([made.pooler_output, *made.deepstack_features], 1)
     return Shown((1, h, w), slots_of((1, h, w), windows=False), pixels, want)
 
@@ -130,7 +130,7 @@ def same_places(count: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(count):
         side, (h, w) = int(rng.integers(2, 60)), (2 * rng.integers(1, 70, 2)).tolist()
-        near, share = packing.near_positions(h, w, side)
+        near, share = table_places.near_positions(h, w, side, 2)
         rows, shares = get_vision_interpolation_indices_and_weights(
             torch.tensor([[1, h, w]]), side, align_corners=True, spatial_merge_size=2
         )
@@ -231,20 +231,20 @@ def _order(rig: FamilyRig, patch: Any) -> None:
 
 @mistake("the nearest position alone")
 def _nearest(rig: FamilyRig, patch: Any) -> None:
-    right = packing.near_positions
+    right = table_places.near_positions
 
-    def whole(h: int, w: int, side: int) -> Any:
-        near, share = right(h, w, side)
+    def whole(h: int, w: int, side: int, merge: int) -> Any:
+        near, share = right(h, w, side, merge)
         return near, (share == share.max(1, keepdims=True)).astype(np.float32)
 
-    patch.setattr(packing, "near_positions", whole)
+    patch.setattr(table_places, "near_positions", whole)
 
 
 @mistake("corners that are not the table's")
 def _corners(rig: FamilyRig, patch: Any) -> None:
-    right = packing.along
-    patch.setattr(packing, "along", lambda place, count, side: right(place, count + 1, side))
-    patch.setattr(packing, "near_positions", packing.near_positions.__wrapped__)
+    right = table_places.along
+    patch.setattr(table_places, "along", lambda place, count, side: right(place, count + 1, side))
+    patch.setattr(table_places, "near_positions", table_places.near_positions.__wrapped__)
 
 
 @mistake("a table turned over")

@@ -22,10 +22,10 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import image_processor
 from trencadis.multimodal.options import MediaOptions
 from trencadis.multimodal.processor import Prepared
-from trencadis.multimodal.qwen3_vl.pictures import expand_apart, spoken_times
 from trencadis.multimodal.videos.clips import clip_frames, clip_size
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.multimodal.videos.sampling import FrameLimits
+from trencadis.multimodal.videos.spoken import expand_apart, spoken_times
 
 LIMITS = FrameLimits(factor=32, cell=32, windows=False, clip=(4096, 25_165_824))
 LEAST, MOST = 8192, 200_000

@@ -15,11 +15,15 @@ SHARED = ("core", "server", "backends", "multimodal")
 FAMILIES = (
     "core/families/", "multimodal/qwen2_vl/", "multimodal/qwen2_5_vl/", "multimodal/qwen3_vl/", "multimodal/llava/",
     "multimodal/llava_next/", "multimodal/gemma3/", "multimodal/internvl/", "multimodal/idefics3/",
-    "multimodal/smolvlm/", "multimodal/pixtral/", "multimodal/mistral3/", "multimodal/phi3_v/",
+    "multimodal/smolvlm/", "multimodal/mllama/", "multimodal/pixtral/", "multimodal/mistral3/", "multimodal/phi3_v/",
 )  # fmt: skip
+LONGER = ("core/families/", "multimodal/qwen2_vl/", "multimodal/mllama/")
+"""Decoders without pictures; a family with videos, whose processor others are made of; and one with cross attention."""
+LINES = 250
+"""Of a family's package, processor and configuration included."""
 NAMES = re.compile(
     r"1_?176\b|image_pad|video_pad|qwen[23](_5|\.5)?[_-]?vl|llava|clipvision|internvl|idefics|smolvlm|pixtral|mistral3"
-    r"|phi-?3(\.5)?[_-]?v",
+    r"|phi-?3(\.5)?[_-]?v|mllama",
     re.IGNORECASE,
 )
 TABLE_LINE = re.compile(r'^    "\w+": "trencadis\.multimodal\.\w+\.family:[A-Z]+",$')
@@ -44,6 +48,13 @@ def test_no_family_is_named_beside_the_families() -> None:
     lines = shared_lines()
     assert len(lines) > 30_000
     assert [f"{place} {line.strip()}" for place, line in lines if NAMES.search(line)] == []
+
+
+@pytest.mark.parametrize("folder", [name for name in FAMILIES if name not in LONGER])
+def test_a_family_is_short(folder: str) -> None:
+    files = list((ROOT / folder).glob("*.py"))
+    count = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert files and count <= LINES, f"{folder}: {count} lines; what others could use stands beside the families"
 
 
 @pytest.mark.parametrize("line", [

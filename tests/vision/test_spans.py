@@ -71,7 +71,7 @@ def test_random_schedules_of_tiles(seed: int, depth: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 1])
 def test_ten_thousand_requests_of_tiles(depth: int) -> None:
-    preempted = sum(play(500 + s, 400, depth, tiled).engine.scheduler.preemptions for s in range(25))
+    preempted = sum(play(500 + s, 400, depth, tiled).engine.scheduler.totals.preemptions for s in range(25))
     assert preempted > 100
 
 
@@ -84,8 +84,8 @@ def test_a_tile_that_two_pictures_share_is_encoded_once() -> None:
         driver.add(Request(f"r{i}", prompt, params, beside(3, names)))
     driver.finish()
     driver.verify()
-    assert engine.scheduler.encoder.encoded == 3
-    assert engine.scheduler.encoder.queries == 6, "tiles are counted one by one"
+    assert engine.scheduler.totals.images_encoded == 3
+    assert engine.scheduler.totals.mm_queries == 6, "tiles are counted one by one"
 
 
 def test_equal_tiles_of_one_picture_stay_pinned_until_the_last_ends() -> None:
@@ -107,7 +107,7 @@ def test_equal_tiles_of_one_picture_stay_pinned_until_the_last_ends() -> None:
     driver.add(Request("s", [0] * 6, params, beside(0, ["bb"])))
     driver.finish()
     driver.verify()
-    assert engine.scheduler.encoder.encoded == 2
+    assert engine.scheduler.totals.images_encoded == 2
 
 
 def test_rows_that_a_token_needs_together() -> None:

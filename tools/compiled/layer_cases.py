@@ -13,7 +13,7 @@ from trencadis.backends.cpu.reference import PlainWeight
 from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.attn import SingleAttn
 from trencadis.backends.cuda.kernels.layers import attend, skinny
-from trencadis.backends.cuda.kernels.peers import sums
+from trencadis.backends.cuda.kernels.peers import shards, sums
 from trencadis.core.backend import LayerKV, Rotary
 
 Case = tuple[str, Callable[[], None]]
@@ -78,18 +78,20 @@ def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def sums_of_ranks(arch: int) -> Iterator[Case]:
-    """Small sums over 2, 4 and 8 ranks, with a residual and without."""
+    """Sums over 2, 4 and 8 ranks, with a residual and without; in two steps over 4 and 8."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for world in (2, 4, 8):
+        for world, way in ((2, sums), (4, sums), (8, sums), (4, shards), (8, shards)):
             tables = [torch.empty(world, dtype=torch.int64) for _ in range(2)]
-            room = sums.PeerRoom(1, world, *tables, torch.empty(256, dtype=torch.int32), sums.MOST)
+            room = sums.PeerRoom(1, world, *tables, torch.empty(256, dtype=torch.int32), way.MOST)
             x = torch.empty(ROWS, 8192, dtype=dtype)
             for residual in (None, x):
 
-                def run(x: Tensor = x, room: sums.PeerRoom = room, residual: Tensor | None = residual) -> None:
-                    sums.all_reduce(x, room, residual)
+                def run(
+                    x: Tensor = x, room: sums.PeerRoom = room, residual: Tensor | None = residual, way: Any = way
+                ) -> None:
+                    way.all_reduce(x, room, residual)
 
-                name = f"{str(dtype).removeprefix('torch.')}, {world} ranks"
+                name = f"{str(dtype).removeprefix('torch.')}, {world} ranks" + ", two steps" * (way is shards)
                 yield name if residual is None else f"{name} and residual", run
 
 

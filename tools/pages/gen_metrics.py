@@ -24,6 +24,7 @@ from trencadis.server.metrics.processes import ROLES, ProcessesCollector  # noqa
 from trencadis.server.metrics.registry import Metrics  # noqa: E402
 from trencadis.server.metrics.sleep import SleepCollector  # noqa: E402
 from trencadis.server.metrics.tenants import TenantCollector  # noqa: E402
+from trencadis.server.metrics.traces import TraceCollector  # noqa: E402
 from trencadis.server.tenants.registry import Tenants  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -46,7 +47,7 @@ GROUPS = {
     "Caches and memory": r"vllm:(kv_|prefix_|mm_|encoder_|cache_|images_enc)",
     "Shapes and graphs": r"vllm:(graph_|padding|recompiles|lazy_|warmup|device_info)",
     "Admission and tenants": r"vllm:(admission|tenant|media_err)",
-    "The server": r"vllm:(engine_|sleep_|server_)",
+    "The server": r"vllm:(engine_|sleep_|server_|traces_)",
     "HTTP": r"http_",
 }
 HIDDEN = "Names that vLLM has given up, with `--show-hidden-metrics`"
@@ -108,6 +109,7 @@ def server_registry() -> CollectorRegistry:
     account = SimpleNamespace(used=_Zeros(), own=0, rejected={"concurrency": 0})
     made.registry.register(TenantCollector(cast(Tenants, SimpleNamespace(accounts={"ann": account}))))
     SleepCollector(made.registry, cast(EngineClient, engine))
+    made.registry.register(TraceCollector(SimpleNamespace(sent=0, dropped=0, cpu_seconds=0.0)))
     return made.registry
 
 

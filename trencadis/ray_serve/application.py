@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,6 +17,13 @@ from trencadis.server.config import argv
 from trencadis.server.config.settings import resolve
 
 DEPLOYMENT = "deployment"
+
+CHOICE = (
+    "Ray Serve chooses a replica before it has read a request: the shorter queue of two at random, whatever prefixes "
+    "and pictures replicas hold; --data-parallel-backend ray is one server whose router knows them"
+)
+
+log = logging.getLogger("trencadis.server")
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -42,6 +50,8 @@ def build(args: Mapping[str, Any]) -> Any:
     options.setdefault("ray_actor_options", actor_options(engine))
     options.setdefault("max_ongoing_requests", 2 * (engine.max_num_seqs or 128))
     options.setdefault("graceful_shutdown_timeout_s", 600.0)
+    if options.get("num_replicas", 1) != 1 or options.get("autoscaling_config"):
+        log.info("%s", CHOICE)
     return serve.deployment(**options)(ServedReplica).bind(line)
 
 
@@ -83,7 +93,7 @@ def check(line: list[str]) -> EngineConfig:
 
 def actor_options(engine: EngineConfig) -> dict[str, Any]:
     """What a replica takes of its node: a card for each rank; on a CPU its threads."""
-    ranks = engine.tensor_parallel_size
+    ranks = engine.ranks
     device = likely(engine.device)
     if device == "cuda":
         return {"num_cpus": 1, "num_gpus": ranks}

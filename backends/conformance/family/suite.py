@@ -119,6 +119,8 @@ class CheckedModel:
     @cached_property
     def pictures(self) -> list[tuple[pictures.Pictured, Tensor, Tensor, Tensor]]:
         """Pictures, and what both sides make of them."""
+        if self.config.text.cross:
+            raise Skipped("layers attend to pictures, whose keys and values lie in the arena in place of rows")
         return pictures.compared(self.config, self.checkpoint, self.seed, self.theirs)
 
     def subject(self, policy: str) -> Subject:
@@ -180,7 +182,7 @@ class Noted(Collected):
         """What the checkpoint calls a weight."""
         return self._stored_as.get(name, name)
 
-    def stored(self) -> set[str]:
+    def stored_names(self) -> set[str]:
         """Stored names that have a canonical one."""
         return set(self._stored_as.values())
 
@@ -202,7 +204,7 @@ def weights(model: CheckedModel) -> str:
     stored = [name for name, _ in weights_of(model.checkpoint)]
     over = () if config.pooling is None or config.pooling.classes else HEADS
     unused = {source.stored_as(name) for name in set(source.tensors) - asked if not name.startswith(over or "\0")}
-    unnamed = set(stored) - source.stored()
+    unnamed = set(stored) - source.stored_names()
     left = sorted(name for name in unused | unnamed if name in theirs)
     if left:
         raise CheckFailed(f"{len(left)} stored weights that transformers uses are not: {', '.join(left[:4])}")

@@ -1,1 +1,1 @@
-"""The CPU's own kernels: products of weights of 8 and 4 bits, in C."""
+"""The CPU's own kernels, in C, and the sizes that oneDNN's are asked for."""

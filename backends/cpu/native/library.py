@@ -19,7 +19,7 @@ log = logging.getLogger("trencadis.engine")
 
 VARIABLE = "TRENCADIS_CPU_KERNELS"
 
-VERSION = 4
+VERSION = 6
 """``PANELS_VERSION`` of panels.h."""
 
 TORCH = "torch"

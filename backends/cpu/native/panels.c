@@ -3,6 +3,12 @@
    The functions of OpenMP are given by address, those that torch itself calls, so that there is one pool of threads.
    The library therefore links no OpenMP runtime, and serves any torch. */
 
+#ifdef __linux__
+#define _GNU_SOURCE
+#include <sched.h>
+#endif
+
+#include "dense.h"
 #include "panels.h"
 
 #include <stdlib.h>
@@ -35,6 +41,27 @@ EXPORT void trencadis_panels_threads(void *p, void *num, void *count, void *wait
     barrier = (void (*)(void))wait;
 }
 
+#ifdef __linux__
+static void pin_work(void *data) {
+    const int *cpus = data;
+    const int me = thread_num();
+    cpu_set_t one;
+    if (!me) return; /* the first is the caller's, whose later threads would all be kept to its CPU */
+    CPU_ZERO(&one);
+    CPU_SET(cpus[me], &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
+#endif
+
+/* Keeps each thread of products but the first to its CPU. */
+EXPORT void trencadis_pin(int *cpus, int count) {
+#ifdef __linux__
+    if (parallel && count > 1) parallel(pin_work, cpus, (unsigned)count, 0);
+#else
+    (void)cpus, (void)count;
+#endif
+}
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
 
@@ -58,6 +85,15 @@ EXPORT int trencadis_panels_kinds(void) {
     const unsigned wide = (b >> 16 & 1) & (b >> 17 & 1) & (b >> 30 & 1) & (b >> 31 & 1) & (c >> 11 & 1);
     if (wide && (xgetbv() & 0xe6) == 0xe6) kinds |= 1 << AVX512_VNNI;
     return (int)kinds;
+}
+
+/* The types of dense weights that kernels multiply, a bit each; not 16 bits where the CPU has tiles for them. */
+EXPORT int trencadis_dense_types(void) {
+    unsigned a, b, c, d, a1, b1, c1, d1;
+    if (!(trencadis_panels_kinds() >> AVX512_VNNI & 1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    const int tiles = d >> 22 & 1;
+    const int pairs = a >= 1 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 >> 5 & 1);
+    return 1 << FLOAT32 | (pairs && !tiles) << BFLOAT16;
 }
 
 static const Kernels *kernels_of(int kind) {
@@ -204,7 +240,73 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     return failed;
 }
 
+#define TEAM 64 /* most threads of a product whose best outputs are wanted */
+
+typedef struct {
+    const Dense *dense;
+    int64_t items;
+    int64_t (*best)[DENSE_ROWS];
+} DenseCall;
+
+static void dense_work(void *data) {
+    const DenseCall *call = data;
+    const int64_t me = thread_num();
+    int64_t first, last;
+    share(call->items, me, num_threads(), &first, &last);
+    dense_items(call->dense, first, last, call->best ? call->best[me] : NULL);
+}
+
+/* One product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written. */
+EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
+                            int64_t outputs, float scale, int threads) {
+    Dense p = *weight;
+    p.x = x, p.out = out, p.n = n, p.stride = stride, p.outputs = outputs, p.scale = scale, p.parts = 1;
+    const int64_t panels = (outputs + DENSE_PANEL - 1) / DENSE_PANEL;
+    int64_t most = n * panels * DENSE_PANEL * p.inputs / GRAIN / 32 + 1;
+    if (most > threads) most = threads;
+    if (!out && most > TEAM) most = TEAM;
+    if (!parallel) most = 1;
+    while (out && panels * p.parts < 2 * most && n / (2 * p.parts) >= 4) p.parts *= 2;
+    int64_t found[TEAM][DENSE_ROWS];
+    for (int64_t one = 0; !out && one < most; one++)
+        for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* there may be fewer threads than asked for */
+    DenseCall call = {&p, panels * p.parts, out ? NULL : found};
+    if (most > 1)
+        parallel(dense_work, &call, (unsigned)most, 0);
+    else
+        dense_items(&p, 0, call.items, found[0]);
+    if (out) return;
+    for (int64_t r = 0; r < n; r++) {
+        best[r] = found[0][r];
+        for (int64_t one = 1; one < most; one++)
+            if (found[one][r] > best[r]) best[r] = found[one][r];
+    }
+}
+
+typedef struct {
+    const Pack *pack;
+    int64_t panels;
+} PackCall;
+
+static void pack_work(void *data) {
+    const PackCall *call = data;
+    int64_t first, last;
+    share(call->panels, thread_num(), num_threads(), &first, &last);
+    dense_pack(call->pack, first, last);
+}
+
+/* Panels lie with the threads that multiply them: both are shared out alike. */
+EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int threads) {
+    PackCall call = {p, panels};
+    if (parallel && threads > 1 && panels > 1)
+        parallel(pack_work, &call, (unsigned)threads, 0);
+    else
+        dense_pack(p, 0, panels);
+}
+
 #else
+
+EXPORT int trencadis_dense_types(void) { return 0; }
 
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     (void)asked, (void)kind, (void)threads;

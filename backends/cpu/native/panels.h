@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 4
+#define PANELS_VERSION 6
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */

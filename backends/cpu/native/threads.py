@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ class Calls(NamedTuple):
     linear: Callable[..., int]
     rows: Callable[..., None]
     attend: Callable[..., int]
+    dense: Callable[..., None]
+    pack: Callable[..., None]
+    pin: Callable[..., None]
 
 
 @cache
@@ -48,7 +52,21 @@ def calls() -> Calls:
     rows.restype = None
     attend = library.trencadis_panels_attend
     attend.argtypes, attend.restype = (pointer, number, number), number
-    return Calls(linear, rows, attend)
+    dense = library.trencadis_dense
+    dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number)
+    dense.restype = None
+    pack = library.trencadis_dense_pack
+    pack.argtypes, pack.restype = (pointer, size, number), None
+    pin = library.trencadis_pin
+    pin.argtypes, pin.restype = (pointer, number), None
+    return Calls(linear, rows, attend, dense, pack, pin)
+
+
+def keep_to(cpus: Sequence[int]) -> None:
+    """Keeps torch's threads to one of ``cpus`` each, the caller and threads that it starts later to all of them."""
+    os.sched_setaffinity(0, cpus)
+    if found().library is not None:
+        calls().pin((ctypes.c_int * len(cpus))(*cpus), len(cpus))
 
 
 def openmp() -> list[Any] | None:

@@ -52,3 +52,7 @@ class CudaSegments(NamedTuple):
     stop: Tensor  # int32 [windows]
     whole: Tensor  # int32 [windows]
     order: Tensor  # int32 [windows]
+    ghost: Tensor | None = None  # int32 [windows] as in ``core.backend.Segments``
+    solid: Tensor | None = None  # int32 [windows] ``real``, and 0 where there are ghosts, with what follows from it
+    solid_whole: Tensor | None = None
+    solid_order: Tensor | None = None

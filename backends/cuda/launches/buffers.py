@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,12 +49,18 @@ class StageBuffer:
             area = self._staging[self._turn] = self.runtime.pinned((count,), torch.uint8)
         return self.runtime.write(area)
 
-    def send(self, used: int) -> None:
-        """Queues the copy of the first ``used`` bytes of what ``host`` gave, behind the launch that still reads."""
+    def send(self, used: int, beside: Callable[[], None] | None = None) -> None:
+        """Queues the copy of the first ``used`` bytes of what ``host`` gave, behind the launch that still reads.
+
+        Args:
+            beside: queues more copies on UPLOADS.
+        """
         area = self._staging[self._turn]
         assert area is not None
         self.runtime.wait(Stream.UPLOADS, self.seen)
         self.runtime.upload(self.flat[:used], area[:used])
+        if beside is not None:
+            beside()
         self.runtime.record(self._sent[self._turn], Stream.UPLOADS)
         self.runtime.record(self.written, Stream.UPLOADS)
 
@@ -84,7 +92,12 @@ class Buffers:
     Args:
         room: shared with other buckets, at least ``needed(bucket, sizes)`` bytes: then they hold another bucket's
             values until they are filled. None: memory of their own, which holds padding from the start.
+
+    Attributes:
+        beside: takes the host's arrays by name, and queues copies of its own on UPLOADS, beside that of the inputs.
     """
+
+    beside: Callable[[Mapping[str, Array]], None] | None = None
 
     def __init__(self, bucket: Bucket, sizes: Sizes, runtime: Runtime, room: StageBuffer | None = None) -> None:
         self.bucket, self.sizes, self.plans = bucket, sizes, ItemPlans()
@@ -110,7 +123,7 @@ class Buffers:
             start = self._at[name]
             assert start + array.nbytes <= self.bytes, f"{name} {array.shape} does not fit {self.bucket}"
             host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        self.room.send(used)
+        self.room.send(used, None if self.beside is None else partial(self.beside, leaves))
 
     def _view(self, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
         part = self.room.flat[start : start + math.prod(shape) * dtype.itemsize]

@@ -12,7 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import cells, head, mixed, nothing, pad, pool, reset, slot_map, upto_of, windows
+from trencadis.backends.cpu.padding import (
+    cells,
+    ghosts,
+    head,
+    mixed,
+    nothing,
+    pad,
+    pool,
+    reset,
+    sight,
+    slot_map,
+    upto_of,
+    windows,
+)
 from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
 from trencadis.backends.cuda.launches.items import ItemPlans
 from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_room
@@ -20,6 +33,7 @@ from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
+from trencadis.core.shapes.seen import planned_units
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -105,6 +119,7 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
         image_row=pad(x.image_row, (count,), np.int32),
         out_row=pad(x.out_row, (count,), np.int64),
         attn=_attn(bucket, x, sizes, plans),
+        seen=sight(x, count, planned_units(bucket.variant)),
     )
 
 
@@ -146,10 +161,21 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
         pixels=_any(x.pixels)[0],
         position=pad(x.position, (slots, 2), np.int32),
         rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
-        segments=_any(CudaSegments(*_any(*segments(*windows(x, slots)))))[0],
+        segments=_any(CudaSegments(*_any(*_segments(x, slots, slot))))[0],
         near=_any(near)[0],
         share=_any(share)[0],
     )
+
+
+def _segments(x: VisionInputs, slots: int, slot: SlotForm) -> tuple[Array, ...]:
+    """The arrays of ``CudaSegments``."""
+    segment, real = windows(x, slots)
+    made, ghost = segments(segment, real), ghosts(x, slots, slot.ghosts)
+    if ghost is None:
+        return made
+    solid = np.where(ghost > 0, 0, real)
+    _, solid, _, _, whole, order = segments(segment, solid)
+    return (*made, ghost, solid, whole, order)
 
 
 def segments(segment: Array, real: Array) -> tuple[Array, ...]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trencadis.backends.cuda.kernels.blocks import SPAN, lanes_of
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.seen import planned_units
 
 ALIGNMENT = 256
 """Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
@@ -78,10 +79,13 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             yield from (*(4 * room.items,) * 5, *(4 * room.joins,) * 2, 4 * (room.joins + 1))
             if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
                 yield 4 * count
+            if units := planned_units(bucket.variant):
+                yield from (4 * units, *(4 * count * units,) * 2, 4 * count)
         case Stage.VISION:
             windows = count // 64
             yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
             yield from (4 * sizes.slot.near * count,) * 2
+            yield from (4 * windows,) * (4 if sizes.slot.ghosts else 0)
         case Stage.SAMPLE:
             yield from (*(8 * count,) * 4, *(4 * count,) * 8)
             yield bits * (1 if bucket.variant == "greedy" else count + 1)

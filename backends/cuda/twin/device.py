@@ -229,6 +229,13 @@ class TwinRuntime:
         self._call("download", Stream.DOWNLOADS.value, reads=(source,), writes=(target,))
         target.copy_(source)
 
+    def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
+        """Whatever a launch reads of ``writes`` is recorded from now on."""
+        self._call("upload", Stream.UPLOADS.value, writes=writes)
+        for t in writes:
+            self._watched[t.data_ptr()] = max(self._watched.get(t.data_ptr(), t), t, key=Tensor.numel)
+        call()
+
     def bring(self, target: Tensor, source: Tensor) -> None:
         """Whatever a launch reads of ``target`` is recorded from now on."""
         self._call("weights", Stream.WEIGHTS.value, reads=(source,), writes=(target,))

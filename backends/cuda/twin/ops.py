@@ -78,7 +78,8 @@ class TwinOps(HostLayerOps, ReferenceOps):
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots of a real window give zeros; a padding window is an image of its own."""
-        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, scale)
+        ghost = seg.ghost
+        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, ghost, scale)
         return out
 
 
@@ -107,8 +108,10 @@ def _attend_windows(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tens
     return BY_LENGTH.attend_windows(q, k, v, Segments(segment, real), scale)
 
 
-def _attend_images(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, scale: float) -> Tensor:
-    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real), scale)
+def _attend_images(
+    q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, ghost: Tensor | None, scale: float
+) -> Tensor:
+    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real, ghost), scale)
 
 
 _DECODED = WeakTensorKeyDictionary()
@@ -141,7 +144,7 @@ _offer(
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
 _offer("attend_windows" + _SEGMENTS, _attend_windows)
-_offer("attend_images" + _SEGMENTS, _attend_images)
+_offer("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
 _offer(
     "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
     "int columns, int group, bool rounds, int inputs) -> Tensor",

@@ -77,3 +77,4 @@ class MaskedSegments(NamedTuple):
     seen: Tensor  # bool [W, 1, 1, 64]: the window's real slots
     image: Tensor  # int32 [W x 64] image of each slot
     key: Tensor  # int32 [W x 64] the same, but -1 where the slot is not real
+    solid: Tensor | None = None  # bool [W x 64] slots that are no ghosts; None: there are none

@@ -20,7 +20,10 @@ def prepare_segments(seg: Segments) -> MaskedSegments:
     seen = place < seg.real[:, None]  # [W, 64]
     image = seg.segment[:, None].expand(-1, WINDOW_SLOTS)
     key = image.masked_fill(~seen, -1)
-    return MaskedSegments(seg.segment, seg.real, seen[:, None, None], image.reshape(-1), key.reshape(-1))
+    solid = None
+    if seg.ghost is not None:
+        solid = (seg.ghost == 0)[:, None].expand(-1, WINDOW_SLOTS).reshape(-1)
+    return MaskedSegments(seg.segment, seg.real, seen[:, None, None], image.reshape(-1), key.reshape(-1), solid)
 
 
 def attend_windows(
@@ -49,6 +52,8 @@ def attend_images(
             cut()
         some = queries[:, :, start : start + size]
         seen = (seg.image[start : start + size, None] == seg.key)[None, None]
+        if seg.solid is not None:
+            seen = seen & (seg.solid[start : start + size, None] | seg.solid)[None, None]
         if kernels.sdpa is None:
             out.append(plain(some, keys, values, seen, scale, fp32, kernels))
         else:

@@ -11,13 +11,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trencadis.backends.cpu.padding import cells, head, mixed, nothing, pad, pool, reset, upto_of, windows
+from trencadis.backends.cpu.padding import (
+    cells,
+    ghosts,
+    head,
+    mixed,
+    nothing,
+    pad,
+    pool,
+    reset,
+    sight,
+    upto_of,
+    windows,
+)
 from trencadis.backends.hpu.attention.tensors import BlockDecodeAttn, ContextAttn, FreshAttn
 from trencadis.backends.hpu.sharing import padded_start
 from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.layout import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
+from trencadis.core.shapes.seen import planned_units
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -74,6 +87,7 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
         image_row=put(x.image_row),
         out_row=put(x.out_row, count, np.int64),
         attn=_any(_attn(bucket, x, count, place, form)),
+        seen=sight(x, count, planned_units(bucket.variant), place),
     )
 
 
@@ -143,7 +157,7 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
         pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
         position=pad(x.position, (slots, 2), np.int32),
         rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
-        segments=Segments(_any(segment), _any(real)),
+        segments=Segments(_any(segment), _any(real), _any(ghosts(x, slots, slot.ghosts))),
         near=_any(near),
         share=_any(share),
     )

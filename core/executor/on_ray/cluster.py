@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +18,8 @@ from trencadis.core.errors import StartupError
 START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
 NODE = "ray.io/node-id"
 """A label that every node has."""
+
+OWN_NODE = "TRENCADIS_RAY_NODE"
 
 PROBE = 3.0
 """Seconds in which the cluster's port must answer."""
@@ -95,8 +97,11 @@ def _check_door(gcs: str, environ: Mapping[str, str] | None = None) -> None:
 
 
 def nodes_of(ray: Any, resource: str) -> list[ClusterNode]:
-    """The nodes that are alive; this one first."""
-    mine = ray.get_runtime_context().get_node_id()
+    """The nodes that are alive; this one first.
+
+    An engine that was put on a node is told which one that is: where a machine has several, Ray would say another.
+    """
+    mine = envs.get(OWN_NODE, os.environ) or ray.get_runtime_context().get_node_id()
     free = import_module("ray._private.state").available_resources_per_node()
     found = []
     for node in ray.nodes():
@@ -146,6 +151,29 @@ def deal(nodes: Sequence[ClusterNode], groups: int, size: int, resource: str, sp
     return found
 
 
+def lead(nodes: Sequence[ClusterNode], groups: int, size: int, resource: str, spread: bool) -> ClusterNode:
+    """The node on which an engine can have its first rank (``deal``): this one, or else the first that will do.
+
+    Raises:
+        StartupError: none will; the line has both counts.
+    """
+    refused: StartupError | None = None
+    for node in (n for n in nodes if n.free):
+        others = (replace(other, here=False) for other in nodes if other.id != node.id)
+        try:
+            deal([replace(node, here=True), *others], groups, size, resource, spread)
+        except StartupError as error:
+            refused = refused or error
+        else:
+            return node
+    if refused is not None:
+        raise refused
+    has = ", ".join(f"{n.address} {n.free} free of {n.total}" for n in nodes)
+    raise StartupError(
+        f"{groups * size} ranks need {groups * size} {resource}, and the Ray cluster has none free ({has})"
+    )
+
+
 def share(nodes: Sequence[ClusterNode], engines: int, ranks: int, resource: str) -> list[ClusterNode]:
     """A node for each of ``engines``, all of whose ``ranks`` are there; nodes are filled one after the other.
 
@@ -190,6 +218,13 @@ def taking(ray: Any, actor: type, group: Any, bundle: int, resource: str, count:
         resource, {"resources": {resource: count}, "num_cpus": 0}
     )
     return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, **takes).remote()
+
+
+def beside(ray: Any, actor: type, node: str) -> Any:
+    """A new actor on a node, of which it takes nothing."""
+    strategies = import_module("ray.util.scheduling_strategies")
+    strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return ray.remote(actor).options(scheduling_strategy=strategy, max_restarts=0, num_cpus=0).remote()
 
 
 def reserve(ray: Any, nodes: Sequence[ClusterNode], resource: str) -> Any:

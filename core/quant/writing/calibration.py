@@ -17,10 +17,11 @@ from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, rese
 from trencadis.core.checkpoint.pooling import Pooling
 from trencadis.core.kv.arena import rows_of_run
 from trencadis.core.launches import persistent
+from trencadis.core.launches.tensors import first_rows
 from trencadis.core.layers.source import Source, StackedPart, stack
 from trencadis.core.layout import RESERVED_BLOCKS
 from trencadis.core.models.collected import Collected
-from trencadis.core.models.decoder import Decoder, Layer, first_rows
+from trencadis.core.models.decoder import Decoder, Layer
 from trencadis.core.models.registry import family_of, make
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.request import Request

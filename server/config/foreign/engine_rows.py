@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from trencadis.server.config.foreign.meanings import at_most, eager_at, frames, overlap, switch, without_media
+from trencadis.server.config.foreign.meanings import (
+    at_most,
+    attention,
+    eager_at,
+    frames,
+    overlap,
+    switch,
+    without_media,
+)
 from trencadis.server.config.foreign.row import FlagRow, free, means, refused
 
 _KERNELS = "the device chooses its kernels; answers are the same"
@@ -134,8 +142,9 @@ COMPUTING: tuple[FlagRow, ...] = (
     free("max_cudagraph_capture_size", "int", _GRAPHS),
     free("max_seq_len_to_capture", "int", _GRAPHS),
     free("max_model_len_to_capture", "int", _GRAPHS),
-    free("attention_backend", "str", _KERNELS, "auto"),
-    free("attention_config", "json", _KERNELS),
+    FlagRow("attention_config", "no effect", "json", _KERNELS, keys=(
+        means("backend", "str", "`--attention-backend`", attention, "auto"),
+    )),
     free("linear_backend", "str", _KERNELS, "auto"),
     free("kernel_config", "json", _KERNELS),
     free("ir_op_priority", "json", _KERNELS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trencadis.core.config import ATTENTION, ATTENTION_LIBRARIES, OLDER_ATTENTION
 from trencadis.core.errors import StartupError
 
 Values = Mapping[str, Any]
@@ -51,6 +52,21 @@ def without_media(given: Any, now: Values) -> Values:
 def eager_at(*least: Any) -> Callable[[Any, Values], Values]:
     """Values that ask for no graphs; others tune how graphs are made."""
     return lambda given, now: {"enforce_eager": True} if str(given).upper() in map(str, least) else {}
+
+
+def attention(given: Any, now: Values) -> Values:
+    """``--attention-config.backend``.
+
+    Raises:
+        StartupError: no name of an attention.
+    """
+    word = str(given).upper().removesuffix(OLDER_ATTENTION)
+    if word in ATTENTION:
+        return {"attention_backend": ""}
+    if word not in ATTENTION_LIBRARIES:
+        known = " and ".join(ATTENTION_LIBRARIES)
+        raise StartupError(f"--attention-config.backend: {str(given)[:60]!r} is no attention; libraries are {known}")
+    return {"attention_backend": word}
 
 
 def frames(given: Any, now: Values) -> Values:

@@ -1,12 +1,13 @@
-"""The actor that holds an engine's cards: it runs the process and passes its bytes, of which Ray sees none."""
+"""The actor that holds an engine's cards, or none: it runs the process and passes its bytes, of which Ray sees none."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from trencadis.core.devices import CARD_VARIABLES
 from trencadis.core.errors import StartupError
 from trencadis.core.executor import frames
 from trencadis.core.executor.dial import dialled
@@ -17,18 +18,19 @@ from trencadis.server.engine.spawn import EngineHandle, spawn
 
 
 class EngineActor:
-    """One bundle of the placement group."""
+    """One bundle of the placement group, or a place on the node of an engine that asks Ray for cards itself."""
 
     def __init__(self) -> None:
         self._handle: EngineHandle | None = None
         self._relay: Relay | None = None
 
-    def start(self, dial: bytes, start: bytes, ours: Sequence[str]) -> str:
+    def start(self, dial: bytes, start: bytes, ours: Sequence[str], environ: Mapping[str, str]) -> str:
         """Starts the engine's process and reaches the server; why that cannot be, else empty.
 
         Args:
             dial: a frame of ``core.executor.frames``; ``start``: one of ``core.process.wire``.
             ours: the server's ``Facts``, in their order.
+            environ: variables of the process.
         """
         told, asked = frames.decode_down(dial), wire.decode_down(start)
         assert isinstance(told, frames.Dial)
@@ -40,7 +42,11 @@ class EngineActor:
             differ = differences(theirs, mine)
             if differ:
                 return f"the engine on {platform.node()} cannot join: {differ}; every node needs the same"
+            os.environ.update(environ)
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs of an actor, which are none beside cards
+            for name in CARD_VARIABLES:  # Ray hides cards from an actor that takes none; the engine is given one later
+                if os.environ.get(name) == "":
+                    del os.environ[name]
             self._handle = spawn(asked.config)
         except StartupError as error:
             return f"{platform.node()}: {error}"

@@ -8,67 +8,25 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tests.oracles.layers.rank_turns import RankTurns
+from tests.kernels.peers.mistakes import near_tell, no_wait, standing, weak_tell
+from tests.oracles.layers.peer_runs import LAUNCHES, PeerRun
 from trencadis.backends.cuda.comm import CudaComm
 from trencadis.backends.cuda.kernels.peers import memory, sums
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-LAUNCHES = 4
-
-
-class PeerRun:
-    """Some launches of the same size on each rank, checked; a message of each launch has values of its own."""
-
-    def __init__(
-        self, world: int, count: int, seed: int, added: bool = False, dtype: torch.dtype = torch.float32
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        size = 2 * sums.MOST + 4 * world * sums.programs(sums.MOST // 2)
-        self.buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(world)]
-        self.rooms = [memory.room_of(self.buffers, rank, torch.device("cpu")) for rank in range(world)]
-        self.x = torch.randn(LAUNCHES, world, count, generator=generator).to(dtype)
-        self.residual = torch.randn(count, generator=generator).to(dtype) if added else None
-        self.out: list[list[Tensor]] = [[] for _ in range(world)]
-        self.turns = RankTurns(seed, self.buffers)
-
-    def run(self) -> set[str]:
-        def body(rank: int) -> Any:
-            def launches() -> None:
-                for i in range(LAUNCHES):
-                    self.out[rank].append(
-                        sums.all_reduce(self.x[i, rank].contiguous(), self.rooms[rank], self.residual)
-                    )
-
-            return launches
-
-        self.turns.run([body(rank) for rank in range(len(self.rooms))])
-        return self.turns.races
-
-    def right(self) -> bool:
-        want = self.x.double().sum(1) + (0 if self.residual is None else self.residual.double())
-        tolerance = 1e-5 if self.x.dtype == torch.float32 else 2e-2
-        close = all(
-            torch.allclose(out.double(), want[i], rtol=tolerance, atol=tolerance)
-            for outs in self.out
-            for i, out in enumerate(outs)
-        )
-        return close and all(torch.equal(outs[i], self.out[0][i]) for outs in self.out for i in range(LAUNCHES))
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few values have several programs."""
     monkeypatch.setattr(sums, "BLOCK", 8)
-    monkeypatch.setattr(memory, "BLOCK", 8)
-    for module in (sums, memory):
-        monkeypatch.setattr(module, "MOST", 256)
+    monkeypatch.setattr(sums, "MOST", 256)
 
 
 @pytest.mark.parametrize(("world", "added"), [(2, False), (3, True)])
 def test_every_rank_has_the_sum_and_the_same_bits(world: int, added: bool) -> None:
-    run = PeerRun(world, 12, world, added)
+    run = PeerRun(world, [12] * LAUNCHES, world, added)
     assert run.run() == set() and run.right()
     for room in run.rooms:
         assert room.launches[:2].tolist() == [LAUNCHES] * 2
@@ -79,7 +37,7 @@ def test_every_rank_has_the_sum_and_the_same_bits(world: int, added: bool) -> No
 def test_many_schedules(dtype: torch.dtype) -> None:
     count = 0
     for seed in range(60):
-        run = PeerRun(2 + seed % 3, 20, seed, seed % 2 == 0, dtype)
+        run = PeerRun(2 + seed % 3, [20] * LAUNCHES, seed, seed % 2 == 0, dtype)
         found = run.run() if dtype == torch.float32 else (run.run(), set())[1]  # words of two values prove no race
         assert found == set() and run.right(), seed
         count += LAUNCHES
@@ -89,11 +47,6 @@ def test_many_schedules(dtype: torch.dtype) -> None:
 def swapped(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     for name, function in functions.items():
         monkeypatch.setattr(sums, name, function)
-
-
-@triton.jit
-def no_wait(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS: tl.constexpr):
-    return launch * 0
 
 
 @triton.jit
@@ -109,27 +62,6 @@ def one_half(launch, HALF: tl.constexpr):
     return launch * 0
 
 
-@triton.jit
-def near_tell(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
-    rank = tl.arange(0, LANES)
-    theirs = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
-    word = tl.zeros([LANES], tl.int32) + launch
-    tl.atomic_xchg(theirs + part * WORLD + RANK, word, mask=rank < WORLD, sem="release", scope="gpu")
-
-
-@triton.jit
-def weak_tell(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
-    rank = tl.arange(0, LANES)
-    theirs = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
-    word = tl.zeros([LANES], tl.int32) + launch
-    tl.atomic_xchg(theirs + part * WORLD + RANK, word, mask=rank < WORLD, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def standing(launches, part, launch):
-    """A counter that never moves."""
-
-
 MISTAKES = {
     "nobody waits": {"wait_for_all": no_wait},
     "one rank is waited for": {"wait_for_all": one_wait},
@@ -143,13 +75,13 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swapped(monkeypatch, **MISTAKES[name])
-    assert any(PeerRun(2, 8, seed).run() for seed in range(6))
+    assert any(PeerRun(2, [8] * LAUNCHES, seed).run() for seed in range(6))
 
 
 def test_a_rank_that_never_comes_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "SPINS", 3)
-    run = PeerRun(2, 8, 0)
-    run.turns.run([lambda: run.out[0].append(sums.all_reduce(run.x[0, 0].contiguous(), run.rooms[0]))])
+    run = PeerRun(2, [8] * LAUNCHES, 0)
+    run.turns.run([lambda: run.out[0].append(sums.all_reduce(run.x[0][0].contiguous(), run.rooms[0]))])
     assert run.out[0][0].isnan().all()
 
 
@@ -164,7 +96,7 @@ def test_why_peers_cannot_be_reached() -> None:
 
 
 def test_long_messages_go_over_the_library() -> None:
-    run = PeerRun(2, 8, 0)
+    run = PeerRun(2, [8] * LAUNCHES, 0)
     room = run.rooms[0]
     assert sums.takes(torch.zeros(64), room) and not sums.takes(torch.zeros(65), room)
     assert not sums.takes(torch.zeros(4, 4).t(), room) and not sums.takes(torch.zeros(0), room)

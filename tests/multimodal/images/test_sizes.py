@@ -40,11 +40,19 @@ def test_golden_token_counts(size, tokens):
     assert tokens_of(grid_of(*smart_resize(height, width))) == tokens
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
-@given(side, side, st.sampled_from([28, 32, 112]), limits)
-@example(42, 70, 28, (3136, 12845056))
-@example(14, 14, 28, (1, 784))
-def test_equals_the_reference(height, width, factor, bounds):
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.long)])
+def test_equals_the_reference(count):
+    @settings(max_examples=count, deadline=None, derandomize=True)
+    @given(side, side, st.sampled_from([28, 32, 112]), limits)
+    @example(42, 70, 28, (3136, 12845056))
+    @example(14, 14, 28, (1, 784))
+    def run(height, width, factor, bounds):
+        same_as_the_reference(height, width, factor, bounds)
+
+    run()
+
+
+def same_as_the_reference(height, width, factor, bounds):
     assume(max(height, width) <= 200 * min(height, width))
     ours = smart_resize(height, width, factor, *bounds)
     assert ours == reference(height, width, factor, *bounds)

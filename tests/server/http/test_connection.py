@@ -24,6 +24,7 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.http import connection, listen, web
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -36,6 +37,7 @@ class Site:
     """A server of ours over the scripted engine; its loop's complaints are collected."""
 
     def __init__(self, rig: Any, **fields: Any) -> None:
+        self.levels = {name: logging.getLogger(name).level for name in UVICORN}
         server = ServerConfig(host="127.0.0.1", port=0, uvicorn_log_level="error", **fields)
         self.sock = listen.listen(server)
         self.port = self.sock.getsockname()[1]
@@ -60,6 +62,8 @@ class Site:
         self.web.should_exit = True
         self.thread.join(5)
         assert not self.thread.is_alive()
+        for name, level in self.levels.items():
+            logging.getLogger(name).setLevel(level)  # uvicorn sets those of its configuration
 
 
 @pytest.fixture
@@ -134,6 +138,46 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
         assert b" 400 " in answer(sockets[-1])
     assert max(begun) == connection.AT_A_TIME and len([n for n in begun if n]) >= 29 // connection.AT_A_TIME - 1
     assert not shared.late
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_request_that_comes_as_its_connection_is_given_up_is_answered(site: Any, fresh: bool) -> None:
+    """The loop is held until the request is there, and the timer runs before the loop has read it."""
+    made = site(timeout_keep_alive=60)
+    with made.connect() as s:
+        if not fresh:
+            s.sendall(HEALTH)
+            assert b"200 OK" in answer(s)
+        while not made.web.server_state.connections:
+            time.sleep(0.001)
+        (one,) = made.web.server_state.connections
+        sent, held = threading.Event(), threading.Event()
+
+        def give_up() -> None:
+            held.set()
+            sent.wait(30)
+            (one._late if fresh else one.timeout_keep_alive_handler)()
+
+        one.loop.call_soon_threadsafe(give_up)
+        assert held.wait(30)
+        s.sendall(HEALTH)
+        sent.set()
+        assert b"200 OK" in answer(s)
+        # With nothing to read it is closed.
+        one.loop.call_soon_threadsafe(one.timeout_keep_alive_handler)
+        assert ended(s) == b""
+
+
+def test_an_idle_connection_outlives_a_client_with_the_same_limit(site: Any) -> None:
+    made = site(timeout_keep_alive=5)
+    with made.connect() as s:
+        s.sendall(HEALTH)
+        assert b"200 OK" in answer(s)
+        (one,) = made.web.server_state.connections
+        assert one.timeout_keep_alive_task.when() - one.loop.time() > 5.5
+    with site(timeout_keep_alive=0).connect() as s:
+        s.sendall(HEALTH)
+        assert ended(s).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_heads_have_a_time_limit(site: Any) -> None:

@@ -157,7 +157,14 @@ class Processor:
 
         held = json.loads((path / "config.json").read_text())
         self.side = held["img_processor"]["image_size"]
-        self.crops = json.loads((path / "preprocessor_config.json").read_text())["num_crops"]
+        newer = path / "processor_config.json"
+        made = json.loads(newer.read_text()).get("image_processor") if newer.is_file() else None
+        made = json.loads((path / "preprocessor_config.json").read_text()) if made is None else made
+        self.crops, self.rescale = made.get("num_crops", 1), made.get("rescale_factor", 1 / 255)
+        self.mean, self.std = (
+            torch.tensor(value if isinstance(value, list | tuple) else [value] * 3, dtype=torch.float32)[:, None, None]
+            for value in (made.get("image_mean", MEAN), made.get("image_std", STD))
+        )
         self.encoder, self.tokenizer = PreTrainedTokenizerFast.from_pretrained(path), self
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> str:
@@ -205,8 +212,8 @@ class Processor:
     def values(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
         """float32 [1 + tiles, 3, side, side], the whole picture first; (height, width) of what was cut."""
         made = np.array(self.padded(image))
-        pixels = torch.from_numpy(made).permute(2, 0, 1).float().div(255)
-        pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+        pixels = torch.from_numpy(made).permute(2, 0, 1).float().mul(self.rescale)
+        pixels = (pixels - self.mean) / self.std
         whole = functional.interpolate(pixels[None], size=(self.side, self.side), mode="bicubic")
         rows, columns = made.shape[0] // self.side, made.shape[1] // self.side
         cut = pixels.view(3, rows, self.side, columns, self.side).permute(1, 3, 0, 2, 4)
@@ -277,5 +284,7 @@ def same_values(ours: Any, theirs: Processor, image: Image.Image) -> None:
     for tile, pixels in zip(tiles, shown, strict=True):
         assert (tile == 1024 * cut(pixels).astype(np.int64)).all(), image.size
     channel = np.repeat(np.arange(3), unit * unit)
-    values = (whole / 1024 / 255 - np.array(MEAN)[channel]) / np.array(STD)[channel]
-    assert np.abs(values - cut(want[0])).max() < 5e-6, image.size
+    mean, std = (value.flatten().double().numpy()[channel] for value in (theirs.mean, theirs.std))
+    values = (whole / 1024 * theirs.rescale - mean) / std
+    wide = max(1.0, float(((theirs.rescale * 255 + np.abs(mean)) / std).max()) / 6)
+    assert np.abs(values - cut(want[0])).max() < 5e-6 * wide, image.size

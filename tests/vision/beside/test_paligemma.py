@@ -174,7 +174,7 @@ def answers(path: Path, oracle: Any, seeds: range, variant: str, most: int) -> N
         assert [o.prompt_token_ids for o in got] == [ids for ids, _ in wanted]
         assert_same([(o.outputs[0].token_ids, answer) for o, (_, answer) in zip(got, wanted, strict=True)])
         llm.engine.scheduler.check()
-        assert (llm.engine.scheduler.preemptions > 0) == few
+        assert (llm.engine.scheduler.totals.preemptions > 0) == few
 
 
 @pytest.mark.parametrize("variant", WHOLE)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.nn import functional
 
 from tests.hostile.altered import altered
-from tests.oracles.transformers_model import assert_same, picture
+from tests.oracles.transformers_model import QUESTIONS, assert_same, picture
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from tests.vision.beside.phi3_v import BOS, Composed, Processor, phi3_v
 from tests.vision.tiled import COMPARED, asked_of
@@ -148,6 +148,31 @@ def test_a_file_that_says_less_or_other_things_is_refused(
     with pytest.raises(StartupError) as refused:
         load_config(altered(folder, tmp_path / "altered", "config.json", key, value))
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_a_hundred_pairs_of_embeddings(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, texts, and both, all at once and in chunks."""
+    monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
+    model, theirs, rng, worst = Composed.read(folder), Processor(folder), np.random.default_rng(10), 1.0
+    asked: list[Any] = []
+    for _ in range(200):
+        images = [picture(rng, high=250)] * int(rng.integers(2))
+        text = f"Represent the given input: {QUESTIONS[int(rng.integers(len(QUESTIONS)))]}"
+        asked.append(raw(f"<|image_1|> {text}", *images) if images else {"prompt": text})
+    flags = {"device": device, "warmup": "skip", "block_size": 64} if device == "hpu" else {}
+    with LLM(str(folder), runner="pooling", **{**BASE, "max_num_batched_tokens": 64, **flags}) as llm:
+        made = llm.embed(asked, use_tqdm=False)
+    for one, output in zip(asked, made, strict=True):
+        images = one.get("multi_modal_data", {}).get("image")
+        given: Any = (
+            theirs(images, one["prompt"], "pt") if images else theirs.encoder(one["prompt"], return_tensors="pt")
+        )
+        assert output.prompt_token_ids == given["input_ids"][0].tolist()
+        worst = min(worst, cosine(output.outputs.embedding, model.last_row(dict(given))))
+    print(f"\nVLM2Vec-Full, {device}: least cosine of 200 embeddings {worst:.9f}")
+    assert worst > LEAST_COSINE
 
 
 def test_the_template_of_vlm2vec_full_puts_pictures_among_the_texts(folder: Path) -> None:

@@ -8,7 +8,7 @@ that rank gave behind its last read of the half. Every rank adds in the same ord
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,12 +51,18 @@ def all_reduce(x: Tensor, room: PeerRoom, residual: Tensor | None = None) -> Ten
 
     Every rank launches the same messages in the same order.
     """
-    assert takes(x, room) and (residual is None or (residual.shape == x.shape and residual.is_contiguous()))
+    assert takes(x, room)
+    return launched(peer_sum_kernel, programs(x.numel()), x, room, residual, BLOCK=BLOCK, SPINS=SPINS)
+
+
+def launched(kernel: Any, count: int, x: Tensor, room: PeerRoom, residual: Tensor | None, **sizes: int) -> Tensor:
+    """What ``kernel`` writes, like x; its ``count`` programs sum messages like x in ``room``."""
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     out = torch.empty_like(x)
-    peer_sum_kernel[(programs(x.numel()),)](
+    kernel[(count,)](
         out, x, x if residual is None else residual, room.messages, room.flags, room.launches, x.numel(),
         RANK=room.rank, WORLD=room.world, LANES=triton.next_power_of_2(room.world), HALF=room.half // x.itemsize,
-        ADD=residual is not None, BLOCK=BLOCK, SPINS=SPINS, num_warps=WARPS,
+        ADD=residual is not None, **sizes, num_warps=WARPS,
     )  # fmt: skip
     return out
 

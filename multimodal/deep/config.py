@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL as the engine's plans see it: sizes, weights, costs. Torch-free."""
+"""A tower with a table of places and rows of parts as the engine's plans see it: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
+from trencadis.multimodal.near import NEAR
 from trencadis.multimodal.vit import ViTConfig
 
-PATCH, MERGE, TEMPORAL, CHANNELS = 16, 2, 2, 3
-"""Pixels along a patch, patches along a merge cell, frames of a patch, colours."""
-
-NEAR = 4
-"""Rows of the table of positions that a patch's position lies between."""
+CHANNELS, FRAMES = 3, 2
+"""Colours and frames of a patch."""
 
 
 @dataclass(frozen=True)
-class Qwen3Tower(ViTConfig):
-    """Layer norms, plain MLPs, whole images in every layer; a square table of ``side`` x ``side`` positions.
+class DeepTower(ViTConfig):
+    """Layer norms, plain MLPs, whole images in every layer; a cell's row has parts.
 
-    A cell's row has a part for the last layer's output, and one for that of each of ``deep_layers``.
+    Args:
+        side: the square table has ``side`` x ``side`` positions.
+        deep_layers: layers whose output is a part of each row, behind that of the last layer's.
+        activation: of the layers' MLPs.
+        rope_theta: of the rotary frequencies.
+        patch: pixels along a side of a patch.
+        merge: patches along a side of a cell.
     """
 
     side: int
     deep_layers: tuple[int, ...]
-    activation: str = "gelu_tanh"
-    rope_theta: float = 10000.0
-    merge: int = MERGE
+    activation: str
+    rope_theta: float
+    patch: int
+    merge: int
     filled: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("mlp.up_proj",)
 
     @property
     def slot(self) -> SlotForm:
-        return SlotForm(CHANNELS * TEMPORAL * PATCH**2, MERGE**2, NEAR)
+        return SlotForm(CHANNELS * FRAMES * self.patch**2, self.merge**2, NEAR)
 
     @property
     def whole(self) -> int:
@@ -46,7 +51,7 @@ class Qwen3Tower(ViTConfig):
     @property
     def merged(self) -> int:
         """Values of the hidden rows of a cell."""
-        return self.hidden * MERGE**2
+        return self.hidden * self.merge**2
 
     @property
     def mergers(self) -> tuple[str, ...]:
@@ -70,6 +75,6 @@ class Qwen3Tower(ViTConfig):
         """The mergers' collectives."""
         if ranks == 1:
             return 0
-        cells = slots // MERGE**2
+        cells = slots // self.merge**2
         operands = slots * self.hidden + cells * -(-self.merged // ranks) if cached else 0
         return (1 + self.deep) * (operands + cells * self.out_hidden) * itemsize

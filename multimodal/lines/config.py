@@ -1,23 +1,17 @@
-"""Pixtral's tower and projector as the engine's plans see them: sizes, weights, costs. Torch-free."""
+"""The tower and its projector as the engine's plans see them: sizes, weights, costs. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from trencadis.core.checkpoint.decoder_fields import activation_of
-from trencadis.core.checkpoint.fields import Fields
 from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
 from trencadis.multimodal.tiles.config import CHANNELS
-from trencadis.multimodal.tiles.fields import Usual, tile_fields
 from trencadis.multimodal.vit import ViTConfig
 
 EPS = 1e-5
 """Of the tower's norms; no checkpoint states another."""
-
-USUAL = Usual(1024, 16, 24, 4096, 1024, 16, EPS, "gelu")
-MERGES = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -81,26 +75,3 @@ class LineTower(ViTConfig):
             return 0
         inner = self.hidden + 2 * -(-self.out_hidden // ranks) if cached else 0
         return slots // self.merge**2 * (inner + self.out_hidden) * itemsize
-
-
-def tower_fields(root: Fields, c: Fields, width: int, usual: Usual, biased: bool) -> dict[str, Any]:
-    """The fields of a ``LineTower``; ``width``: of the decoder, ``biased``: whether the projector usually is."""
-    found = tile_fields(c, ("pixtral",), usual, width)
-    heads = found["hidden"] // found["heads"]
-    if heads % 4 or c.integer("head_dim", default=heads) != heads:
-        c.refuse("head_dim", f"implemented: hidden_size / num_attention_heads, a multiple of 4, which is {heads}")
-    rope = c.within("rope_parameters", {})
-    rope.only("rope_type", ("axial", "default"), "axial")
-    theta = rope.number("rope_theta", 1, 1e12, c.number("rope_theta", 1, 1e12, 1e4))
-    layers = found["depth"]
-    asked = root.integer("vision_feature_layer", -layers - 1, layers, -1)
-    if (depth := asked if asked >= 0 else layers + 1 + asked) < 1:
-        root.refuse("vision_feature_layer", f"implemented: the output of one of the {layers} layers")
-    kept = {key: found[key] for key in ("hidden", "heads", "intermediate", "out_hidden", "patch", "activation")}
-    return {
-        **kept,
-        "depth": depth,
-        "theta": theta,
-        "projector": activation_of(root, "projector_hidden_act", "gelu"),
-        "projector_bias": root.boolean("multimodal_projector_bias", biased),
-    }

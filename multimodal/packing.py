@@ -1,4 +1,4 @@
-"""Lays images out one cell of 2 x 2 patches after the other, each image a segment of attention. Pure numpy."""
+"""Pictures of any size in a launch: cell by cell, each item a segment of attention. Pure numpy."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import numpy as np
 from trencadis.core.layout import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, Int32, VisionInputs
 from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import CELL, MERGE
 
 
 @lru_cache(maxsize=256)
-def positions(h: int, w: int) -> Int32:
-    """int32 [h x w, 2]: row and column of each patch of a grid (both even), in the processor's order."""
-    cell, part = np.divmod(np.arange(h * w, dtype=np.int32), CELL)
-    row, column = np.divmod(cell, w // MERGE)
-    return np.stack([row * MERGE + part // MERGE, column * MERGE + part % MERGE], axis=1).astype(np.int32)
+def places(h: int, w: int, merge: int) -> Int32:
+    """int32 [h x w, 2]: row and column of each patch of a grid, cell by cell; a cell has ``merge`` x ``merge``."""
+    cell, part = np.divmod(np.arange(h * w, dtype=np.int32), merge * merge)
+    row, column = np.divmod(cell, w // merge)
+    return np.stack([row * merge + part // merge, column * merge + part % merge], axis=1).astype(np.int32)
 
 
-def pack_whole(images: Sequence[Encode], slots: int) -> VisionInputs:
+def pack_whole(images: Sequence[Encode], slots: int, values: int, merge: int) -> VisionInputs:
     """Packs images one after the other into ``slots`` slots; each temporal patch, and each window of padding, is
     one segment of attention.
 
     Args:
-        images: their ``pixels`` are uint8 [patches, patch values], their ``rows`` int32 [tokens].
+        images: their ``pixels`` are uint8 [patches, values], their ``rows`` int32 [cells].
         slots: a multiple of 64 that holds them all.
+        values: of a slot.
+        merge: patches along a side of a cell.
     """
+    cell = merge * merge
     packed = VisionInputs(
-        pixels=np.zeros((slots, images[0].pixels.shape[1] if images else 0), np.uint8),
+        pixels=np.zeros((slots, values), np.uint8),
         position=np.zeros((slots, 2), np.int32),
         segment=np.zeros(slots // WINDOW_SLOTS, np.int32),
         count=np.full(slots // WINDOW_SLOTS, WINDOW_SLOTS, np.int32),
-        rows=np.full(slots // CELL, SINK_ROW, np.int32),
+        rows=np.full(slots // cell, SINK_ROW, np.int32),
     )
     slot = segment = 0
     for image in images:
@@ -43,12 +45,12 @@ def pack_whole(images: Sequence[Encode], slots: int) -> VisionInputs:
         for frame in range(t):
             here = slice(slot, slot + real)
             packed.pixels[here] = image.pixels[frame * real : (frame + 1) * real]
-            packed.position[here] = positions(h, w)
+            packed.position[here] = places(h, w, merge)
             windows = slice(slot // WINDOW_SLOTS, (slot + size) // WINDOW_SLOTS)
             packed.segment[windows] = segment
             packed.count[windows.stop - 1] = real - (size - WINDOW_SLOTS)
-            first = slot // CELL
-            packed.rows[first : first + real // CELL] = image.rows[frame * real // CELL : (frame + 1) * real // CELL]
+            first = slot // cell
+            packed.rows[first : first + real // cell] = image.rows[frame * real // cell : (frame + 1) * real // cell]
             slot, segment = slot + size, segment + 1
     spare = len(packed.segment) - slot // WINDOW_SLOTS
     packed.segment[slot // WINDOW_SLOTS :] = segment + np.arange(spare, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL on packed slots: interpolated positions, and a part of each row from some of its layers."""
+"""The tower on packed slots: interpolated positions, and a part of each row from some of its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trencadis.core.layers.rope import vision_frequencies
 from trencadis.core.layers.source import Source
 from trencadis.core.layout import aligned
 from trencadis.multimodal.colours import Colours
-from trencadis.multimodal.qwen3_vl.config import CHANNELS, PATCH, TEMPORAL, Qwen3Tower
+from trencadis.multimodal.deep.config import CHANNELS, FRAMES, DeepTower
 from trencadis.multimodal.vit_block import ViTBlock, spread
 
 EPS = 1e-6
@@ -46,7 +46,7 @@ class MixedEntry:
 class Merger:
     """One part of the rows, of the output of one layer: a norm of each patch, or of each cell, and two linears."""
 
-    def __init__(self, backend: Backend, c: Qwen3Tower, whole: bool) -> None:
+    def __init__(self, backend: Backend, c: DeepTower, whole: bool) -> None:
         ops, comm = backend.ops, backend.comm
         self.ops, self.whole = ops, whole
         self.norm = LayerNorm(ops, c.merged if whole else c.hidden, EPS)
@@ -74,7 +74,7 @@ class Merger:
 class MixedTower:
     """The whole tower: uint8 patches to rows of cells in slot order. ``unit``: as in ``ViTBlock``."""
 
-    def __init__(self, backend: Backend, c: Qwen3Tower, seen: Colours, unit: int = 1) -> None:
+    def __init__(self, backend: Backend, c: DeepTower, seen: Colours, unit: int = 1) -> None:
         ops, comm = backend.ops, backend.comm
         self.config, self.ops, self.dtype = c, ops, backend.dtype
         self.patch = Linear(ops, comm)
@@ -88,7 +88,7 @@ class MixedTower:
 
     def load(self, source: Source, name: str) -> None:
         c = self.config
-        stored = (c.hidden, CHANNELS, TEMPORAL, PATCH, PATCH)
+        stored = (c.hidden, CHANNELS, FRAMES, c.patch, c.patch)
         patch = source.take(f"{name}.patch_embed.proj.weight", stored).reshape(c.hidden, -1)
         bias = source.take(f"{name}.patch_embed.proj.bias", (c.hidden,))
         self.patch.pack(functional.pad(patch, (0, self.missing)) if self.missing else patch, bias)

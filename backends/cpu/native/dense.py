@@ -1,0 +1,138 @@
+"""Products of few rows with a dense weight that oneDNN packed, and the best output of each row without the outputs.
+
+The library reads oneDNN's panels where they lie, so that prompts keep oneDNN's products and no weight is held twice.
+Whether a weight lies as the library expects is read from the weight itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import library, threads
+from trencadis.core.layout import aligned
+
+ROWS = 128
+"""Most rows of a call: ``DENSE_ROWS`` of dense.h. oneDNN is as fast from there on."""
+
+PANEL = 64
+"""Outputs of a panel."""
+
+UNITS = {torch.float32: 16, torch.bfloat16: 32}
+"""What oneDNN fills the inputs to a multiple of."""
+
+CODES = {torch.float32: 0, torch.bfloat16: 1}
+"""Types by their numbers in panels.h."""
+
+LAST = 0x7FFFFFFF
+"""A code's low 32 bits are this less the place."""
+
+NONE = -(1 << 63) | LAST
+"""The code of no output."""
+
+
+class DenseLayout(ctypes.Structure):
+    """The start of ``Dense`` in dense.h: what a call does not change."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "depth", "outputs", "type")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("n", "stride", "parts")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(slots=True)
+class Panels:
+    """Where a packed weight and its bias lie, which it keeps alive."""
+
+    at: int
+    dtype: torch.dtype
+    outputs: int
+    held: tuple[DenseLayout, Tensor, Tensor | None] = field(repr=False)
+
+
+@cache
+def types() -> frozenset[torch.dtype]:
+    """Types of weights that the library multiplies on this CPU; none where other kernels are asked for."""
+    if library.serving() != "avx512_vnni" or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return frozenset()
+    bits: int = library.found().library.trencadis_dense_types()
+    return frozenset(dtype for dtype, code in CODES.items() if bits >> code & 1)
+
+
+def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Panels | None:
+    """The panels of a weight [out, in] that oneDNN packed; None where it lies otherwise, or nothing here serves it."""
+    outputs, inputs = weight.shape
+    if weight.dtype not in types() or inputs % 2 or not outputs:
+        return None
+    depth, size = aligned(inputs, UNITS[weight.dtype]), weight.element_size()
+    if torch.ops.mkldnn._nbytes(packed) != aligned(outputs, PANEL) * depth * size:
+        return None
+    if not _lies(torch.ops.mkldnn.data_ptr(packed), weight, depth):
+        return None
+    return panels_at(packed, weight.dtype, bias)
+
+
+def panels_at(packed: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Panels | None:
+    """The panels of a weight that lies in them; None where its bias has another type."""
+    if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
+        return None
+    (outputs, inputs), at = packed.shape, torch.ops.mkldnn.data_ptr(packed)
+    depth = aligned(inputs, UNITS[dtype])
+    own = None if bias is None else bias.data_ptr()
+    layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # the rest is the call's
+    return Panels(ctypes.addressof(layout), dtype, outputs, (layout, packed, bias))
+
+
+def _lies(at: int, weight: Tensor, depth: int) -> bool:
+    """Whether the first and the last inputs of the first and of the last panel are where they should be."""
+    (outputs, inputs), size = weight.shape, weight.element_size()
+    pair, some = (2 if weight.dtype == torch.bfloat16 else 1), min(inputs, 16)
+    # By their bits: weights may hold what is no number.
+    bits = torch.int32 if pair == 1 else torch.int16
+    for first, start in itertools.product({0, (outputs - 1) // PANEL * PANEL}, {0, (inputs - some) // pair * pair}):
+        raw: Any = (ctypes.c_uint8 * (PANEL * some * size)).from_address(at + (first * depth + start * PANEL) * size)
+        held = torch.frombuffer(raw, dtype=weight.dtype).view(some // pair, PANEL, pair).transpose(0, 1)
+        wanted = weight[first : first + PANEL, start : start + some].contiguous()
+        if not torch.equal(held.reshape(PANEL, some)[: len(wanted)].view(bits), wanted.view(bits)):
+            return False
+    return True
+
+
+def serves(x: Tensor, p: Panels) -> bool:
+    """Whether ``product`` takes these rows."""
+    return 0 < len(x) <= ROWS and x.dtype == p.dtype and x.stride(1) == 1
+
+
+def product(x: Tensor, p: Panels) -> Tensor:
+    """[n, in] -> [n, out] of at most ``ROWS`` rows. No row's bits depend on the others."""
+    out = x.new_empty((len(x), p.outputs))
+    threads.calls().dense(
+        p.at, x.data_ptr(), out.data_ptr(), None, len(x), x.stride(0), p.outputs, 1.0, torch.get_num_threads()
+    )
+    return out
+
+
+def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
+    """int64 [n]: a code of the best of the first ``outputs`` outputs of each row, all multiplied by ``scale``.
+
+    The larger code is the better output: by value, no number above all, and then by the lower place.
+    """
+    x = x.contiguous()
+    found = torch.full((len(x),), NONE, dtype=torch.int64)
+    if not outputs:
+        return found
+    call, team, row = threads.calls().dense, torch.get_num_threads(), x.shape[1] * x.element_size()
+    for start in range(0, len(x), ROWS):
+        rows = min(ROWS, len(x) - start)
+        source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8
+        call(p.at, source, None, target, rows, x.shape[1], outputs, scale, team)
+    return found

@@ -1,0 +1,186 @@
+"""Weights that the library packs for oneDNN and for its own products, in one pass from where they are stored.
+
+oneDNN's own packing takes one more copy of what was joined and converted, on pages of 4 KB, whose first touch costs
+more than the copy. Here panels lie in memory of huge pages, and a tensor of oneDNN's layout is made around them. What
+that layout is called is learnt from oneDNN once and tried: where another shape is called otherwise, oneDNN packs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.core import envs
+from trencadis.core.layout import aligned
+
+VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+CHUNK = 64 << 20
+"""Bytes of address space that are taken at a time; pages come as they are written."""
+
+MKLDNN = 3
+"""``c10::Layout::Mkldnn``."""
+
+SHAPES = ((200, 130), (448, 1000), (65, 34))
+"""Shapes that the name of a layout is learnt from and tried with."""
+
+SIZES, FILLED, STRIDE = 8, 112, 320
+"""Places of a layout's two sizes, of those with padding, and of the step between panels, as serialised."""
+
+
+class PackCall(ctypes.Structure):
+    """``Pack`` of dense.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "out")),
+        *((name, ctypes.c_int64) for name in ("inputs", "depth", "source", "target")),
+    ]
+
+
+class Pages:
+    """Memory of huge pages, given out piece by piece and never taken back before all of a chunk is unused."""
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._at = 0
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size] at a multiple of 64 bytes; zeros that no page holds yet."""
+        if self._chunk is None or self._at + size > len(self._chunk):
+            self._chunk, self._at = mmap.mmap(-1, max(CHUNK, aligned(size, HUGE)), flags=mmap.MAP_PRIVATE), 0
+            if hasattr(mmap, "MADV_HUGEPAGE") and envs.get_bool(VARIABLE):
+                with suppress(OSError):  # a kernel without them
+                    self._chunk.madvise(mmap.MADV_HUGEPAGE)
+        found = torch.frombuffer(self._chunk, dtype=torch.uint8, count=size, offset=self._at)
+        self._at += aligned(size, 64)
+        return found
+
+
+pages = Pages()
+
+
+def packed(parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype) -> Tensor | None:
+    """A tensor of oneDNN's layout: rows of ``parts`` [rows, up to ``inputs``], below each other.
+
+    Args:
+        widths: rows of each part, with zeros below.
+        inputs: values of a row, with zeros behind.
+
+    Returns:
+        float32 or bfloat16 [sum of widths, inputs]; None where oneDNN has to pack.
+    """
+    outputs, first = sum(widths), parts[0]
+    if dtype not in dense.types() or outputs < dense.PANEL or inputs % 2 or first.dtype not in TYPES:
+        return None
+    if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
+        return None
+    named = name_of(dtype, outputs, inputs)
+    if named is None:
+        return None
+    depth = aligned(inputs, dense.UNITS[dtype])
+    panels = aligned(outputs, dense.PANEL) // dense.PANEL
+    rows, at = np.zeros(panels * dense.PANEL, np.int64), 0
+    for tensor, width in zip(parts, widths, strict=True):
+        step = tensor.stride(0) * tensor.element_size()
+        rows[at : at + len(tensor)] = tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * step
+        at += width
+    room = pages.take(panels * dense.PANEL * depth * dtype.itemsize)
+    call = PackCall(rows.ctypes.data, room.data_ptr(), first.shape[1], depth, TYPES[first.dtype], TYPES[dtype])
+    threads.calls().pack(ctypes.addressof(call), panels, torch.get_num_threads())
+    return around(room, outputs, inputs, dtype, named)
+
+
+@cache
+def name_of(dtype: torch.dtype, outputs: int, inputs: int) -> bytes | None:
+    """How oneDNN describes panels of a shape; None where that cannot be told."""
+    names = _names(dtype)
+    return None if names is None else _named(names, dtype, outputs, inputs)
+
+
+@cache
+def _names(dtype: torch.dtype) -> bytes | None:
+    """The description of the first of ``SHAPES``, if it becomes those of the others, and tensors can be made of it."""
+    if _maker() is None:
+        return None
+    try:
+        known = [_description(torch.ops.mkldnn._reorder_linear_weight(torch.zeros(s, dtype=dtype))) for s in SHAPES]
+        if any(_named(known[0], dtype, *shape) != name for shape, name in zip(SHAPES, known, strict=True)):
+            return None
+        weight = torch.arange(SHAPES[2][0] * SHAPES[2][1], dtype=torch.float32).view(SHAPES[2]).to(dtype)
+        theirs = torch.ops.mkldnn._reorder_linear_weight(weight)
+        size = torch.ops.mkldnn._nbytes(theirs)
+        raw: Any = (ctypes.c_uint8 * size).from_address(torch.ops.mkldnn.data_ptr(theirs))
+        room = torch.frombuffer(raw, dtype=torch.uint8).clone()
+        ours = around(room, *SHAPES[2], dtype, known[2])
+        x = torch.ones((3, SHAPES[2][1]), dtype=dtype)
+        same = [torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "") for w in (theirs, ours)]
+        return known[0] if torch.equal(*same) else None
+    except (AttributeError, RuntimeError, TypeError, IndexError):
+        return None
+
+
+def _description(packed: Tensor) -> bytes:
+    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+
+
+def _named(known: bytes, dtype: torch.dtype, outputs: int, inputs: int) -> bytes:
+    """``known`` for another shape."""
+    held, depth = bytearray(known), aligned(inputs, dense.UNITS[dtype])
+    for at, values in (
+        (SIZES, (outputs, inputs)),
+        (FILLED, (aligned(outputs, dense.PANEL), depth)),
+        (STRIDE, (dense.PANEL * depth,)),
+    ):
+        for i, value in enumerate(values):
+            held[at + 8 * i : at + 8 * i + 8] = value.to_bytes(8, "little")
+    return bytes(held)
+
+
+@cache
+def _maker() -> Any:
+    """torch's function that makes a tensor around memory; None where this torch has none."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        make = library.aoti_torch_create_tensor_from_blob_v2
+        _ = library.aoti_torch_dtype_float32, torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
+    except (OSError, AttributeError):
+        return None
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    make.argtypes = (pointer, size, pointer, pointer, size, number, number, number, pointer, number, pointer, size)
+    make.restype = number
+    return library
+
+
+def around(room: Tensor, outputs: int, inputs: int, dtype: torch.dtype, name: bytes) -> Tensor:
+    """A tensor of oneDNN's layout over ``room``, which it keeps alive.
+
+    Raises:
+        RuntimeError: torch makes none.
+    """
+    library, found = _maker(), ctypes.c_void_p()
+    sizes, strides = (ctypes.c_int64 * 2)(outputs, inputs), (ctypes.c_int64 * 2)(inputs, 1)
+    code = getattr(library, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        room.data_ptr(), 2, sizes, strides, 0, code, 0, -1, ctypes.byref(found), MKLDNN, name, len(name)
+    )
+    if failed:
+        raise RuntimeError("torch makes no tensor around packed weights")
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(found, None, None))
+    made.room = room  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,27 @@
+"""Memory that rows of pictures take where ranks gather them (core/launches/encoding.py); bytes, by formula. Pure."""
+
+from __future__ import annotations
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+
+NUMBER = 4
+"""Bytes of the number of a row."""
+
+
+def row_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Bytes of a row of the arena, with all its parts."""
+    return model.row_parts * model.text.width * itemsize
+
+
+def held(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
+    """Bytes that a launch of ``slots`` slots holds while it gathers: a rank's own rows, and those of all."""
+    if model.vision is None or not model.own_towers:
+        return 0
+    return slots // model.vision.slot.cell * (1 + ranks) * (row_bytes(model, itemsize) + NUMBER)
+
+
+def kept(model: ModelConfig, slots: int, itemsize: int) -> int:
+    """Bytes that a graph keeps of it: a rank's own rows and their numbers, which cross the cut before collectives."""
+    if model.vision is None or not model.own_towers:
+        return 0
+    return slots // model.vision.slot.cell * (row_bytes(model, itemsize) + NUMBER)

@@ -1,0 +1,23 @@
+"""What attention to pictures holds in a text launch, beside attention to tokens. Pure; in bytes."""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Bucket, padded_tokens
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.shapes.seen import planned_units
+
+SCORES = 1 << 25
+"""Scores that are held at a time (``backends.cpu.reference``)."""
+
+
+def seen_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, heads: int, kv_heads: int) -> int:
+    """Keys and values gathered, turned once for the products, and the scores of a tile of queries.
+
+    ``heads``, ``kv_heads``: of one device.
+    """
+    units = planned_units(bucket.variant)
+    if not units or model.vision is None:
+        return 0
+    keys, d = units * model.vision.unit, model.text.head_dim
+    scores = min(max(SCORES, heads * keys), padded_tokens(bucket) * heads * keys)
+    return 4 * keys * kv_heads * d * itemsize + scores * (12 + itemsize) + 8 * keys

@@ -1,0 +1,212 @@
+"""``--attention-backend``: the library serves a whole engine on the twin, or one line says why not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.attention import flash, flashinfer
+from tests.fakes.command_line import from_command_line
+from trencadis import LLM, SamplingParams
+from trencadis.assets import demo_path
+from trencadis.backends.cuda import make_backend
+from trencadis.backends.cuda.launches.buffers import Buffers
+from trencadis.backends.cuda.libraries import choice, sizes
+from trencadis.backends.cuda.libraries.infer import InferLaunch, InferRooms
+from trencadis.backends.cuda.policy import SERVING
+from trencadis.backends.cuda.twin.device import TwinRuntime
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.input_bytes import attending
+
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "policy": "twin", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 3,
+    "max_num_batched_tokens": 32, "num_gpu_blocks_override": 40, "limit_mm_per_prompt": {"image": 0, "video": 0},
+}  # fmt: skip
+PROMPTS = ["one two three four five six seven " * 3, "Write a word", "a b c d e f g h i j"]
+KINDS = {"flash2": ("FLASH_ATTN", 256), "flash3": ("FLASH_ATTN", 16), "flashinfer": ("FLASHINFER", 16)}
+
+
+def installed(kind: str, patch: pytest.MonkeyPatch) -> str:
+    """The flag of a library that is there now."""
+    if kind == "flashinfer":
+        flashinfer.install(patch)
+    else:
+        flash.install(patch, int(kind[-1]))
+        patch.setattr(choice, "HOPPER", 90 if kind == "flash3" else 0)
+    return KINDS[kind][0]
+
+
+def answers(
+    block: int, monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Tokens of prompts that run together, and what was said at the start."""
+    monkeypatch.setenv("TRENCADIS_CACHE", str(folder))
+    with_graphs = LLM(str(demo_path()), block_size=block, **{**SETTINGS, **more})
+    outs = with_graphs.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    notes = with_graphs.engine.executor._rank.backend.notes  # type: ignore[attr-defined]
+    with_graphs.close()
+    return [o.outputs[0].token_ids for o in outs], notes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_answers_as_without_the_library(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Chunks, mixed launches and decoding by graphs; stand-ins compute as the twin does, so that answers are equal."""
+    block = KINDS[kind][1]
+    want, plain = answers(block, monkeypatch, tmp_path)
+    found, notes = answers(block, monkeypatch, tmp_path, attention_backend=installed(kind, monkeypatch))
+    assert found == want
+    said = [n for n in notes if n.startswith("attention of text: ")]
+    assert len(said) == 1 and KINDS[kind][0] in said[0] and not [n for n in plain if "attention" in n]
+    assert kind != "flashinfer" or (flashinfer.Wrapper.plans > 10 and flashinfer.Wrapper.blocking == 0)
+
+
+def config(name: str, **more: Any) -> BackendConfig:
+    given: dict[str, Any] = {
+        "dtype": torch.bfloat16, "heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 256,
+        "options": {"policy": "twin", "attention": name}, **more,
+    }  # fmt: skip
+    return BackendConfig(**given)
+
+
+def refusal(name: str, **more: Any) -> str:
+    with pytest.raises(StartupError) as caught:
+        make_backend(config(name, **more))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
+def test_a_library_that_is_not_there_ends_the_start(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for third in choice.FLASH_3:
+        monkeypatch.setitem(sys.modules, third, None)
+    said = refusal(name)
+    assert said == (
+        f"--attention-backend {name}: {module} is not installed; {choice.REMEDIES[name]}, or leave the flag out for "
+        "this engine's own kernels"
+    )
+
+
+def test_a_library_that_does_not_serve_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old: Any = ModuleType("flashinfer")
+    old.__version__, old.BatchPrefillWithPagedKVCacheWrapper = "0.1", type("Old", (), {"plan": lambda self: None})
+    monkeypatch.setitem(sys.modules, "flashinfer", old)
+    assert (
+        "flashinfer 0.1 is too old: BatchPrefillWithPagedKVCacheWrapper lacks disable_split_kv; pip install"
+        in refusal("FLASHINFER")
+    )
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nmore')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    said = refusal("FLASH_ATTN")
+    assert "flash_attn cannot be imported (undefined symbol: _ZN3c10); reinstall it, or" in said and "\n" not in said
+    monkeypatch.setattr(choice, "HOPPER", 0)
+    flash.install(monkeypatch, 2)
+    assert refusal("FLASH_ATTN", block_size=16) == (
+        "--attention-backend FLASH_ATTN: flash-attn 2.8.4 takes KV blocks of 256 slots, not 16; add --block-size 256, "
+        "or leave the flag out for this engine's own kernels"
+    )
+    assert 256 in SERVING.block_sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("FLASH_ATTN", {"dtype": torch.float32}, "it computes in bfloat16 and float16, not in float32"),
+        ("FLASHINFER", {"head_dim": 80}, "it takes heads of 64, 128, 256 values, not of 80"),
+        ("FLASHINFER", {"windows": (512,)}, "every layer of this model sees a window of keys"),
+    ],
+)
+def test_a_model_that_the_library_does_not_take_has_our_kernels(
+    name: str, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashinfer.install(monkeypatch)
+    flash.install(monkeypatch, 2)
+    backend: Any = make_backend(config(name, **more))
+    assert backend.library is None and type(backend.ops).__name__ == "TwinOps"
+    notes = [n for n in backend.notes if "attention" in n]
+    assert len(notes) == 1 and notes[0].endswith(why) and "this engine's own kernels do" in notes[0]
+    assert choice.unserved(choice.chosen("FLASH_ATTN", 80), config(name, batch_invariant=True)).startswith(
+        "--batch-inv"
+    )
+
+
+def test_layers_that_the_library_does_not_take_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A window, codes, spans: our attention, one line each."""
+    flashinfer.install(monkeypatch)
+    ops: Any = make_backend(config("FLASHINFER", windows=(0, 512))).ops  # type: ignore[attr-defined]
+    ours: list[Any] = []
+    parent = type(ops).__mro__[2]
+    monkeypatch.setattr(parent, "attend", lambda *args: ours.append(args))
+
+    class Launch:
+        def attend(self, *args: Any) -> str:
+            return "theirs"
+
+    from trencadis.core.backend import Attn, LayerKV
+
+    ops.launch, x = Launch(), torch.zeros(1)
+    attn = Attn(x, x, x, x)
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        for _ in range(2):
+            assert ops.attend(x, x, x, LayerKV(x, x), attn, 1.0) == "theirs"
+            ops.attend(x, x, x, LayerKV(x, x), attn, 1.0, 512)
+            ops.attend(x, x, x, LayerKV(x, x, x, x), attn, 1.0)
+            ops.attend(x, x, x, LayerKV(x, x), attn._replace(upto=x), 1.0)
+    assert len(ours) == 6
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        f"flashinfer 0.6.18 does not attend to {what}"
+        for what in ("layers with a window of keys", "an 8-bit KV cache", "tokens that see behind their own place")
+    ]
+
+
+@pytest.mark.parametrize(("group", "kv_heads", "d"), [(7, 4, 128), (2, 2, 64), (8, 8, 128)])
+def test_the_ledger_counts_what_a_plan_works_in(
+    group: int, kv_heads: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches of a stage share one room, as large as its largest bucket needs; prices have it on paper."""
+    flashinfer.install(monkeypatch)
+    found = choice.chosen("FLASHINFER", 90)
+    from trencadis.backends.cuda.launches.inputs import Sizes
+
+    runtime, launches = TwinRuntime(size=64 << 30), list[InferLaunch]()
+    cuda = Sizes(16, 40, 50, kv_heads, group=group, processors=132)
+    planned = InputSizes(50, 16, 40, kv_heads, group=group, head_dim=d)
+    counted = attending(SERVING, "FLASHINFER")
+    for bucket in (Bucket(Stage.DECODE, (256,)), Bucket(Stage.DECODE, (1,)), Bucket(Stage.PREFILL, (2048, 64))):
+        buffers = Buffers(bucket, cuda, runtime)
+        before = runtime.books.taken
+        launches.append(InferLaunch(found.calls, buffers, runtime, InferRooms(runtime), d, torch.bfloat16))
+        taken = runtime.books.taken - before
+        beside = counted(bucket, planned) - attending(SERVING, "")(bucket, planned)
+        assert beside == sizes.infer_bytes(bucket, planned) and 0 <= beside - taken < 4096, bucket
+    assert sizes.infer_bytes(Bucket(Stage.SAMPLE, (8,)), planned) == 0
+
+
+def test_other_devices_have_their_own_attention(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = from_command_line([], {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}).engine
+    assert given.attention_backend == "FLASHINFER"
+    for word, want in (
+        ("flash_attn", "FLASH_ATTN"), ("FLASH_ATTN_VLLM_V1", "FLASH_ATTN"), ("xformers", ""), ("auto", ""),
+        ("TRITON", ""),
+    ):  # fmt: skip
+        assert from_command_line(["--attention-backend", word], {}).engine.attention_backend == want
+        assert from_command_line(["--attention-config.backend", word], {}).engine.attention_backend == want
+    with pytest.raises(StartupError, match=r"^--attention-config\.backend: 'x' is no attention"):
+        from_command_line(["--attention-config.backend", "x"], {})
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        LLM(str(demo_path()), device="cpu", max_model_len=64, attention_backend="FLASHINFER").close()
+    said = [r.getMessage() for r in caplog.records if "attention" in r.getMessage()]
+    assert said == ["--attention-backend FLASHINFER has no effect: cpu has its own attention"]

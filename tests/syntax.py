@@ -1,0 +1,21 @@
+"""Statements of Python source; no expression holds an import or a definition, and expressions are most of a tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+
+def within(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements directly inside ``node``, handlers of exceptions and cases of a match among them."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inside = getattr(node, field, ())
+        if isinstance(inside, list):  # a lambda and a conditional expression have one expression there
+            yield from inside
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every statement of a module, in functions and classes too."""
+    for node in within(tree):
+        yield node
+        yield from statements(node)

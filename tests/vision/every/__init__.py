@@ -1,0 +1,1 @@
+"""Tests that hold for every family that sees, in the same words."""
