@@ -122,9 +122,9 @@ def test_some_pairs_do_not_mix(family: str, folders: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", WRITERS)
 def test_ten_thousand_pairs_do_not_mix(family: str, folders: Any) -> None:
-    found = pairs(image_processor(load_config(folders(family)), {}), 10_000, 2)
-    print(f"\n{family}: 10,000 pairs, names found again: {found}, 0 mix-ups")
-    assert min(found) > 5000
+    items, blocks = pairs(image_processor(load_config(folders(family)), {}), 10_000, 2)
+    print(f"\n{family}: 10,000 pairs, names found again: {items} of items, {blocks} of blocks, 0 mix-ups")
+    assert items > 10_000 and blocks > 2_500  # a small picture fills few blocks
 
 
 def test_a_digest_without_all_pixels_would_be_found(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
