@@ -85,8 +85,9 @@ class EngineConfig:
         "encodes pictures of its own", choices=("weights", "data"),
     )  # fmt: skip
     distributed_executor_backend: str = opt(
-        "", "what starts the ranks: mp (processes here and on --nnodes; the default), uni (one rank), "
-        "external_launcher (torchrun), ray (actors of a cluster)",
+        "", "what starts the ranks: mp (processes here and on --nnodes), uni (one rank), external_launcher (torchrun), "
+        "ray (actors of a cluster); default: mp, but ray where this machine has too few cards and Ray is installed or "
+        "RAY_ADDRESS set",
         choices=("", "mp", "uni", "external_launcher", "ray"), means={"auto": ""},
     )  # fmt: skip
     nnodes: int = opt(1, "machines that the ranks are on, as many on each", aliases=("n",), bound=Bound(1, 1024))

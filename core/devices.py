@@ -75,7 +75,7 @@ PREFERRED = ("cuda",)
 """Devices that ``auto`` tries, best first, before the CPU."""
 
 LISTED = ("cuda", "hpu")
-"""Devices whose packages have ``listing()`` and ``usable()``."""
+"""Devices whose packages have ``listing()``, ``usable()`` and ``cards(policy, environ)``."""
 
 
 def parse(asked: str) -> tuple[str, int]:
@@ -106,6 +106,22 @@ def likely(asked: str) -> str:
     if asked != "auto":
         return parse(asked)[0]
     return next((name for name in PREFERRED if import_module(TABLE[name]).present()), "cpu")
+
+
+def cards(asked: str, policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """How many cards a process here may use for ``--device ASKED``, and that in words; loads no device library.
+
+    None where it does not matter or is not known: on the CPU, for one card that is named, where a card is imitated, for
+    devices of other packages.
+
+    Raises:
+        StartupError: a variable that names cards cannot be read.
+    """
+    name = likely(asked)
+    if ":" in asked or name not in LISTED:
+        return None
+    found: tuple[int, str] | None = import_module(TABLE[name]).cards(policy, environ)
+    return found
 
 
 def listing() -> list[str]:

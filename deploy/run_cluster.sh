@@ -3,7 +3,7 @@
 #
 # Starts this machine's node of a Ray cluster in a container, with the checkpoints below HF_HOME, and ends with it
 # (Ctrl-C). On the head, once every node is up:
-#   docker exec -it trencadis-node trencadis serve MODEL -tp 8 --distributed-executor-backend ray
+#   docker exec -it trencadis-node trencadis serve MODEL -tp 8 -pp 2
 #
 # Whoever reaches a cluster's ports runs code on its nodes. With RAY_AUTH_TOKEN_PATH=FILE, the same file on each machine
 # (`ray get-auth-token --generate` makes one), nodes and servers must show its token.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from trencadis.beams import EngineParams, GenerationParams, engine_params
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.links import elsewhere
 from trencadis.core.links.topology import topology
 from trencadis.core.process import settling, torch_build
 from trencadis.core.progress import Progress
@@ -47,6 +48,9 @@ def _start(config: EngineConfig, progress: Progress | None) -> Engine:
 
     A process that torchrun started for another rank stays here until that engine ends, and exits with it.
     """
+    config, line = elsewhere.settled(config, os.environ)
+    if line:
+        log.warning("%s", line)
     lie = topology(config, os.environ)
     if not lie.leads:
         from trencadis.core.executor.following import follow

@@ -5,9 +5,10 @@ Torch-free to import, because the planner reads ``policy`` without a device; the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trencadis.backends.cuda.nodes import card_nodes
+from trencadis.backends.cuda.nodes import card_nodes, count_cards
 from trencadis.backends.cuda.policy import policy as pick_policy
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from trencadis.backends.cuda.protocol import Runtime
     from trencadis.core.backend import Backend, BackendConfig, Comm
 
-__all__ = ["listing", "make_backend", "pick_dtype", "pick_policy", "present", "runtime_of", "usable"]
+__all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "present", "runtime_of", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -28,7 +29,7 @@ def make_backend(cfg: BackendConfig) -> Backend:
     Raises:
         StartupError: no card, no Triton, or a card or model that the kernels do not take; the line says what works.
     """
-    if (cfg.options or {}).get("policy") == "twin" or envs.get_bool("TRENCADIS_CUDA_TWIN"):
+    if _imitated((cfg.options or {}).get("policy", "")):
         return _twin(cfg)
     from trencadis.backends.cuda import capability
 
@@ -48,6 +49,10 @@ def make_backend(cfg: BackendConfig) -> Backend:
     asked = AskedAttention.of(cfg, tiles.arch_of(device))
     ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
     return asked.joined(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
+
+
+def _imitated(policy: str, environ: Mapping[str, str] | None = None) -> bool:
+    return policy == "twin" or envs.get_bool("TRENCADIS_CUDA_TWIN", environ)
 
 
 def _twin(cfg: BackendConfig) -> Backend:
@@ -98,6 +103,22 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
 def present() -> bool:
     """Whether this machine has a card at all; asks no library."""
     return card_nodes()
+
+
+def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """How many cards a process may use, and that in words; None: unknown, or imitated. Asks no library.
+
+    Raises:
+        StartupError: ``CUDA_VISIBLE_DEVICES`` cannot be read.
+    """
+    from trencadis.backends.cuda.visible import VISIBLE, visible
+
+    count, entries = count_cards(), visible(environ)
+    if count is None or _imitated(policy, environ):
+        return None
+    if entries is not None and len(entries) < count:
+        return len(entries), f"{VISIBLE}={environ[VISIBLE]} shows {len(entries)}"
+    return count, f"there {'is' if count == 1 else 'are'} {count} here"
 
 
 def listing() -> list[str]:

@@ -6,7 +6,7 @@ Torch-free to import, because the planner reads ``policy`` without a device; the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from trencadis.backends.hpu.policy import policy as pick_policy
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trencadis.core.backend import Backend, BackendConfig
 
-__all__ = ["describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
+__all__ = ["cards", "describe", "listing", "make_backend", "pick_dtype", "pick_policy", "probes", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -58,6 +58,23 @@ def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
     free, total = bridge.mem_get_info()
     yield "card", lambda: f"{bridge.device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield from module.probes(bridge)
+
+
+def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """How many cards a process may use, and that in words; None: emulated, or some that cannot be opened. Asks files.
+
+    Raises:
+        StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
+    """
+    from trencadis.backends.hpu.start import environment, machine, stack
+
+    here = machine.find(environ)
+    try:
+        if environment.choose(environ, here, stack.find()) == environment.EMULATED:
+            return None
+    except StartupError:
+        return None if here.cards else (0, "there is none here")
+    return machine.usable(environ, here)
 
 
 def listing() -> list[str]:

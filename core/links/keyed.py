@@ -129,20 +129,23 @@ class KeyedLink:
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
-        left = memoryview(data)
+        left, missed = memoryview(data), 0
         while left:
             limit = MISSED * BEAT if self._steady else PATIENT
             try:
-                got = self.stream.receive_into(left, limit)
+                got = self.stream.receive_into(left, BEAT)
             except TimeoutError:
-                raise LinkClosed(f"no sign of life for {limit:g} s") from None
+                missed += 1  # counted one by one: while a machine is suspended its clock may go on
+                if missed * BEAT >= limit:
+                    raise LinkClosed(f"no sign of life for {limit:g} s") from None
+                continue
             except ConnectionResetError:
                 got = 0
             except OSError as error:
                 raise LinkClosed(error.strerror or "the connection broke") from None
             if not got:
                 raise LinkClosed("it closed its connection")
-            left = left[got:]
+            left, missed = left[got:], 0
         return data
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.links import elsewhere
 from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 from trencadis.server.engine.spawn import EngineHandle, spawn
 from trencadis.server.fleet.deal import deal, deal_to_nodes
+
+log = logging.getLogger("trencadis.server")
 
 RAY = "ray"
 
@@ -39,9 +44,13 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
+        config = elsewhere.on_this_machine(config)
         placed = ClusterEngines(config, size)
         configs = deal_to_nodes(config, size, placed.crowd)
     else:
+        config, line = elsewhere.settled(config, os.environ)
+        if line:
+            log.warning("%s", line)
         placed, configs = None, deal(config, size)
     for number, one in enumerate(configs):
         handles.append(_first(one, size) if placed is None else placed.engine(number, one))

@@ -120,7 +120,6 @@ class ReplicaLoad:
         """A request is sent here."""
         if not self._waiting:
             self._moved = now
-        self._changed()
         ticket.since = now
         self._waiting[ticket] = None
         self.queued += ticket.seconds

@@ -64,6 +64,7 @@ class Router:
     ) -> None:
         self._lines = array("d", bytes(8 * LINE * replicas))
         self.loads = [ReplicaLoad(costs(i), rows, room, self._lines, LINE * i) for i in range(replicas)]
+        self._costs = [load.costs for load in self.loads]
         self.prefixes = HolderIndex(bound // replicas)
         self.pictures = HolderIndex(bound // replicas // 4)
         self.rents = Rents()
@@ -106,45 +107,43 @@ class Router:
         """
         self.examined = 0
         candidates = {pinned: UNKNOWN} if pinned >= 0 else self._candidates(work, now, avoid)
-        best, held, least, idle, shortest = -1, 0, math.inf, -1, math.inf
+        self.examined += len(candidates)
+        lines, tokens, opened = self._lines, work.tokens, self._is_open
+        best, held, least, first = -1, 0, math.inf, 0.0
+        idle, there, shortest = -1, UNKNOWN, math.inf
         for replica, known in candidates.items():
-            if not self._is_open[replica] or replica in avoid:
+            if not opened[replica] or replica in avoid:
                 continue
-            wait = self._wait(replica, now, work.tokens)
+            wait = uncrowded(lines, LINE * replica, now)  # most of the time of a decision is in these three lines
+            if tokens > lines[LINE * replica + SPARE]:
+                wait += self.loads[replica].crowded(tokens)
+            if wait < least:  # else it cannot win, whatever it holds
+                if known < 0:
+                    known = self._held(replica, work)
+                score = wait + WORK * self._left(replica, work, known)
+                if score < least:
+                    best, held, least, first = replica, known, score, wait
             if wait < shortest:
-                idle, shortest = replica, wait
-            if wait >= least:
-                continue  # whatever it holds
-            if known < 0:
-                known = self._held(replica, work)
-            score = wait + WORK * self._left(replica, work, known)
-            if score < least:
-                best, held, least = replica, known, score
+                idle, there, shortest = replica, known, wait
         if best < 0:
             left = [] if pinned >= 0 else [r for r in self._open if r not in avoid]
             return self.send(left[int(self._random() * len(left))], work, now) if left else None
-        if idle != best and self._copied(work, best, held, idle, now):
-            best, held = idle, UNKNOWN
+        if idle != best:
+            if there < 0:
+                there = self._held(idle, work)
+            if self._copied(work, best, held, idle, there, first - shortest):
+                best, held = idle, there
         return self.send(best, work, now, held)
 
-    def _wait(self, replica: int, now: float, tokens: int) -> float:
-        """Predicted seconds in front of a request; most of the time of a decision is here."""
-        self.examined += 1
-        wait = uncrowded(self._lines, LINE * replica, now)
-        if tokens > self._lines[LINE * replica + SPARE]:
-            wait += self.loads[replica].crowded(tokens)
-        return wait
-
-    def _copied(self, work: Demand, best: int, held: int, idle: int, now: float) -> bool:
-        """Whether ``idle``, which holds less than ``best`` and waits less, is to compute the rest once more."""
-        seconds = self.loads[best].wait(now, work.tokens) - self.loads[idle].wait(now, work.tokens)
+    def _copied(self, work: Demand, best: int, held: int, idle: int, there: int, seconds: float) -> bool:
+        """Whether ``idle``, which holds less than ``best`` and waits ``seconds`` less, is to compute the rest again."""
         if held:
             key = next(p.key for p in reversed(work.prefixes) if p.tokens == held)
         else:
             key = next((p.key for p in work.pictures if self.pictures.holds(best, p.key)), -1)
             if key < 0:
                 return False  # it is only faster
-        price = self._left(idle, work, self._held(idle, work)) - self._left(best, work, held)
+        price = self._left(idle, work, there) - self._left(best, work, held)
         return self.rents.paid(key, seconds, COPY * price)
 
     def send(self, replica: int, work: Demand, now: float, held: int = UNKNOWN) -> Assignment:
@@ -190,10 +189,17 @@ class Router:
         for picture in work.pictures[:PICTURES]:
             if picture.end > longest:
                 self._sample(self.pictures.holders(picture.key), PICTURE_HOLDERS, found, UNKNOWN)
+        self.examined += DRAWN
         drawn, shortest = -1, math.inf
+        opened, lines, tokens = self._open, self._lines, work.tokens
         for _ in range(DRAWN):
-            replica = self._open[int(draw() * count)]
-            if replica not in avoid and (wait := self._wait(replica, now, work.tokens)) < shortest:
+            replica = opened[int(draw() * count)]
+            if replica in avoid:
+                continue
+            wait = uncrowded(lines, LINE * replica, now)
+            if tokens > lines[LINE * replica + SPARE]:
+                wait += self.loads[replica].crowded(tokens)
+            if wait < shortest:
                 drawn, shortest = replica, wait
         if drawn >= 0:
             found.setdefault(drawn, UNKNOWN)
@@ -213,7 +219,7 @@ class Router:
 
     def _left(self, replica: int, work: Demand, held: int) -> float:
         """Seconds that ``replica`` needs for a request by itself: pictures, and tokens beyond the ``held`` ones."""
-        costs = self.loads[replica].costs
+        costs = self._costs[replica]
         seconds = costs.token * (work.tokens - held)
         for picture in work.pictures:
             if picture.end > held and not self.pictures.holds(replica, picture.key):

@@ -6,7 +6,10 @@ import resource
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from benchmarks.fleet.policies import POLICIES
 from benchmarks.fleet.simulate import Outcome, simulate, simulate_exactly
 from benchmarks.harness.common import quantile
 from benchmarks.traces.sessions import sessions
+from trencadis.server.routing.router import Router
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 8.0
@@ -64,6 +68,39 @@ def test_a_trace_comes_in_the_order_of_arrival_and_is_the_same_again():
 @pytest.mark.parametrize(("replicas", "requests"), [(8, 16_000), (64, 60_000), (1000, 200_000)])
 def test_the_router_holds_its_bars_at_every_size(replicas, requests, seed):
     hold_the_bars(replicas, requests, seed)
+
+
+def lines_of_decisions(replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lines of Python that each fifth decision of the second half of a trace runs, ascending."""
+    found: list[int] = []
+    calls, real = count(), Router.choose
+
+    def choose(self: Router, *args: Any, **options: Any) -> Any:
+        if (number := next(calls)) < 1500 or number % 5:
+            return real(self, *args, **options)
+        found.append(0)
+        sys.settrace(trace)
+        try:
+            return real(self, *args, **options)
+        finally:
+            sys.settrace(None)
+
+    def trace(frame: FrameType, event: str, given: object) -> Any:
+        found[-1] += event == "line"
+        return trace
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "choose", choose)
+        run("router", replicas, 3000, 9)
+    return sorted(found)
+
+
+def test_a_decision_does_as_much_at_a_thousand_replicas_as_at_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a clock: what memory adds to it, the long test measures."""
+    few, many = (lines_of_decisions(n, monkeypatch) for n in (8, 1000))
+    assert len(few) == len(many) == 300
+    assert quantile(many, 0.5) < 1.25 * quantile(few, 0.5)
+    assert many[-1] < 2.5 * quantile(few, 0.5)
 
 
 @pytest.mark.long

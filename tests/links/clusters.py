@@ -24,9 +24,9 @@ ray: Any = pytest.importorskip("ray", reason="pip install 'trencadis[ray]'")
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
-def node(cpus: int) -> dict[str, Any]:
+def node(cpus: int, **more: Any) -> dict[str, Any]:
     """Arguments of a node with that many CPUs and 80 MB of shared memory."""
-    return {"num_cpus": cpus, "object_store_memory": 80 << 20, **{name: free_port() for name in PORTS}}
+    return {"num_cpus": cpus, "object_store_memory": 80 << 20, **{name: free_port() for name in PORTS}, **more}
 
 
 def tried(work: Callable[[], Any], times: int = 5) -> Any:
@@ -40,9 +40,9 @@ def tried(work: Callable[[], Any], times: int = 5) -> Any:
                 raise
 
 
-def add(to: Any, cpus: int) -> Any:
+def add(to: Any, cpus: int, **more: Any) -> Any:
     """A new node of a cluster."""
-    made = tried(lambda: to.add_node(**node(cpus)))
+    made = tried(lambda: to.add_node(**node(cpus, **more)))
     to.wait_for_nodes(300)
     return made
 

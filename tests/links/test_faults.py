@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.links.proxy import FAULTS, Relay
 from trencadis.core.executor.trouble import RankFailed
 from trencadis.core.links import keyed
 from trencadis.core.links.door import Door
+from trencadis.core.links.keyed import KeyedLink
+from trencadis.core.links.link import LinkClosed
 from trencadis.core.links.secret import GroupKey
 
 SOON = 6.0
@@ -59,6 +62,42 @@ def test_a_frame_that_is_not_as_it_was_sent_ends_the_group(fault: str, monkeypat
     if fault == "drop":
         monkeypatch.setattr(keyed, "BEAT", 0.05)
     run(fault, 0, monkeypatch)
+
+
+class Slept:
+    """A stream whose reader waits ``times`` times in vain, however long that took, before the last ``size`` bytes."""
+
+    send_now: Callable[[bytes, int], int] | None = None
+
+    def __init__(self, data: bytes, size: int, times: int) -> None:
+        self._data, self._size, self._times = data, size, times
+        self.waited: list[float] = []
+
+    def receive_into(self, buffer: memoryview, limit: float) -> int:
+        if len(self._data) == self._size and len(self.waited) < self._times:
+            self.waited.append(limit)
+            raise TimeoutError
+        buffer[:] = self._data[: len(buffer)]
+        self._data = self._data[len(buffer) :]
+        return len(buffer)
+
+    def send_all(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_machine_that_was_suspended_misses_a_beat_and_no_minute() -> None:
+    """Both ends were silent, and neither could beat."""
+    tags = keyed.tagger(b"k" * 32)
+    sender = KeyedLink(Slept(b"", 0, 0), tags, tags)
+    beat, message = (b"".join(sender._seal(kind, body)) for kind, body in ((keyed.BEAT_STEADY, b""), (0, b"hello")))
+    stream = Slept(beat + message, len(message), keyed.MISSED - 1)
+    assert KeyedLink(stream, tags, tags).receive() == b"hello"
+    assert max(stream.waited) <= keyed.BEAT, "each wait is for one beat"
+    stream = Slept(beat + message, len(message), keyed.MISSED)
+    with pytest.raises(LinkClosed, match="no sign of life for 5 s"):
+        KeyedLink(stream, tags, tags).receive()
+    assert sum(stream.waited) == keyed.MISSED * keyed.BEAT
 
 
 @pytest.mark.long

@@ -19,9 +19,10 @@ from tests.fakes.ranks import full_step
 from tests.links import clusters
 from tests.links.clusters import ray
 from tests.links.peers import FACTORY
-from tests.parallel.test_same_tokens import BASE, answered, same_of_many
+from tests.parallel.test_same_tokens import BASE, answered, same, same_of_many
 from trencadis import LLM
 from trencadis.assets import demo_path
+from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.launchers import launcher_of
@@ -38,10 +39,10 @@ BUSY = 24.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head with one CPU; tests add a node."""
+    """A head with one CPU and what counts as a card; tests add a node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.getcwd())
-        made = clusters.cluster(1)
+        made = clusters.cluster(1, num_gpus=1)
         patch.setenv("RAY_ADDRESS", made.address)
         try:
             yield made
@@ -52,7 +53,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def node(cluster: Any) -> Iterator[Any]:
-    made = clusters.add(cluster, 1)
+    made = clusters.add(cluster, 1, num_gpus=1)
     yield made
     if made in cluster.list_all_nodes():
         cluster.remove_node(made)
@@ -157,6 +158,22 @@ def test_two_hundred_prompts_on_two_nodes(shape: str, node: Any) -> None:
     llm = LLM(str(demo_path()), **flags, **BASE)
     try:
         print(f"\nRay, {shape} 2: {same_of_many(llm, cache(lambda seeds: answered(alone, seeds)))}")
+    finally:
+        llm.close()
+        alone.close()
+    nothing_left()
+
+
+def test_cards_that_are_not_here_are_asked_of_the_cluster(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend is named; each node has one card, whose twin computes."""
+    monkeypatch.setattr(devices, "cards", lambda *asked: (1, "there is 1 here"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray says it of the rank that is here
+    alone = LLM(str(demo_path()), **BASE)
+    flags: dict[str, Any] = {"device": "cuda", "policy": "twin", "warmup": "skip", "allow_tp_over_nodes": True}
+    llm = LLM(str(demo_path()), tensor_parallel_size=2, **flags, **BASE)
+    try:
+        assert isinstance(llm.engine.executor, Multiproc) and llm.engine.executor.children[0].remote
+        same(llm, range(4), lambda seeds: answered(alone, seeds))
     finally:
         llm.close()
         alone.close()

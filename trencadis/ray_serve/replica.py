@@ -32,6 +32,7 @@ class ServedReplica:
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        from trencadis.core.links.elsewhere import on_this_machine
         from trencadis.server.cli import logs, run
         from trencadis.server.config import argv
         from trencadis.server.config.settings import resolve
@@ -43,7 +44,7 @@ class ServedReplica:
         self._patience = settings.server.shutdown_timeout
         server = settings.server
         self._handles: list[EngineHandle] = []
-        engines = start(settings.engine, server.data_parallel_size, "mp", self._handles.append)
+        engines = start(on_this_machine(settings.engine), server.data_parallel_size, "mp", self._handles.append)
         self.supervisor = run.supervise(server, engines.configs, engines.handles, server.sleep_after)
         self.supervisor.on_fatal = self._fatal
         self.app: Any = run.find_app(settings.server.app)(settings, self.supervisor)

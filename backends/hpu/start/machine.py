@@ -91,11 +91,17 @@ def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | N
     return ids
 
 
+def usable(environ: Mapping[str, str], machine: Machine) -> tuple[int, str]:
+    """How many cards may be used, and that in words."""
+    named = visible(environ, machine)
+    if named is not None:
+        return len(named), f"{VISIBLE}={environ[VISIBLE]} names {len(named)}"
+    return machine.nodes, f"there {'is' if machine.nodes == 1 else 'are'} {machine.nodes}"
+
+
 def check_index(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:
     """Raises StartupError where fewer cards may be used than ``--device`` or ``--tensor-parallel-size`` asks for."""
-    named = visible(environ, machine)
-    count = len(named) if named is not None else machine.nodes
-    why = f"{VISIBLE}={environ[VISIBLE]} names {count}" if named is not None else f"there are {count}"
+    count, why = usable(environ, machine)
     if world > count:
         raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and {why}.")
     if index >= count:
