@@ -22,18 +22,22 @@ from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.models.interface import SeeingOps
 
 
+def arena_rows(units: Tensor, length: int) -> Tensor:
+    """int64 [u x length]: the arena's rows of ``units``, int32 [u], of ``length`` rows each."""
+    place = torch.arange(length, device=units.device, dtype=torch.int32)
+    return (units[:, None] * length + (place + RESERVED_ROWS)).flatten().long()
+
+
 class CrossAttention:
     """Queries of tokens over keys and values of pictures; both are normed head by head.
 
-    Args:
-        number: of this layer among those of its kind, which says where its columns of an arena row begin.
-        length: rows of a picture.
+    ``number``: of this layer among those of its kind, which says where its columns of an arena row begin.
     """
 
-    def __init__(self, backend: Backend, c: TextConfig, number: int, length: int) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, number: int) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
-        self.ops, self.head_dim, self.scale, self.length = backend.ops, d, c.score_scale, length
+        self.ops, self.head_dim, self.scale = backend.ops, d, c.score_scale
         self.q = Columns(self.ops, comm, c.hidden, (ColumnPart("q_proj", c.heads * d, d),))
         parts = tuple(ColumnPart(name, c.kv_heads * d, d) for name in ("k_proj", "v_proj"))
         self.kv = Columns(self.ops, comm, c.hidden, parts)
@@ -55,17 +59,15 @@ class CrossAttention:
         k = self.norms[1].heads(k.reshape(len(k), -1, self.head_dim)).view(len(k), -1)
         return torch.cat([k, v], dim=1)
 
-    def __call__(self, x: Tensor, seen: SeenTensors, arena: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
-        return self.out(self._attended(x, seen, arena))
+    def __call__(self, x: Tensor, seen: SeenTensors, rows: Tensor, arena: Tensor) -> Tensor:
+        """[n, hidden] -> [n, hidden]; ``rows``: those of the arena that hold the pictures of ``seen``."""
+        return self.out(self._attended(x, seen, rows, arena))
 
-    def _attended(self, x: Tensor, seen: SeenTensors, arena: Tensor) -> Tensor:
-        n, d = len(x), self.head_dim
+    def _attended(self, x: Tensor, seen: SeenTensors, rows: Tensor, arena: Tensor) -> Tensor:
+        n, d, units = len(x), self.head_dim, len(seen.units)
         q = self.norms[0].heads(self.q(x).view(n, -1, d))
-        place = torch.arange(self.length, device=x.device, dtype=torch.int32)
-        rows = (seen.units[:, None] * self.length + (place + RESERVED_ROWS)).flatten().long()
         k, v = (
-            part.index_select(0, rows).view(len(seen.units), self.length, -1, d)
+            part.index_select(0, rows).view(units, len(rows) // units, -1, d)
             for part in torch.split(arena[:, self.first : self.first + 2 * self.width], self.width, dim=1)
         )
         return cast(SeeingOps, self.ops).attend_rows(q, k, v, seen, self.scale).reshape(n, -1)
@@ -79,12 +81,10 @@ class CrossLayer:
 
     gates: Tensor  # [2]: of attention and of the MLP
 
-    def __init__(
-        self, backend: Backend, c: TextConfig, number: int, length: int, group: int = 1, aligned: int = 1
-    ) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, number: int, group: int = 1, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = CrossAttention(backend, c, number, length)
+        self.attention = CrossAttention(backend, c, number)
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp = GatedMLP(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
 
@@ -97,12 +97,12 @@ class CrossLayer:
         self.gates = torch.cat([gate.tanh() for gate in stored])
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, seen: SeenTensors, arena: Tensor
+        self, x: Tensor, residual: Tensor | None, seen: SeenTensors, rows: Tensor, arena: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """As a layer of the decoder: (what the MLP adds, the stream without it), [n, hidden] each."""
         sees, speaks = ((seen.gate > least).to(x.dtype)[:, None] for least in (0, 1))
         normed, residual = self.input_norm(x, residual)
-        added = self.attention(normed, seen, arena) * (self.gates[0] * sees)
+        added = self.attention(normed, seen, rows, arena) * (self.gates[0] * sees)
         normed, residual = self.post_norm(added, residual)
         return self.mlp(normed) * (self.gates[1] * speaks), residual
 

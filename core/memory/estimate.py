@@ -19,7 +19,7 @@ from trencadis.core.memory import gathering
 from trencadis.core.memory.graph_budget import Price
 from trencadis.core.memory.input_bytes import any_inputs
 from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.seeing import seen_bytes
+from trencadis.core.memory.seeing import seen_bytes, seen_keeps, seen_layers, seen_rows
 from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess, opened
 from trencadis.core.models.family import Held
 from trencadis.core.models.registry import family_of
@@ -211,11 +211,11 @@ class Sized:
         found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
         return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
-    def layers(self, stage: Stage) -> int:
-        """Layers that a stage's graph holds."""
-        if stage is Stage.VISION:
+    def layers(self, bucket: Bucket) -> int:
+        """Layers that a graph holds."""
+        if bucket.stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
-        return 0 if stage in HEADS else len(self.model.share.layers)
+        return 0 if bucket.stage in HEADS else len(self.model.share.layers) - seen_layers(self.model, bucket, False)
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
         """What launches that copy KV blocks keep: buffers of the largest, inputs of each, and a graph each way."""
@@ -230,7 +230,7 @@ class Sized:
 
     def code(self, bucket: Bucket) -> int:
         """Bytes of one graph that shares its workspace, beside that."""
-        operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket.stage)
+        operations = HEAD_OPERATIONS + OPERATIONS.get(bucket.stage, 0) * self.layers(bucket)
         if bucket.stage is Stage.VISION and self.model.vision is not None:
             operations += 9 * self.model.vision.whole * -(-bucket.dims[0] // TILE)
         return CODE * operations
@@ -281,18 +281,18 @@ class Sized:
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
-        stage, dims = bucket.stage, bucket.dims
+        stage, dims, seen = bucket.stage, bucket.dims, seen_rows(self.model, bucket)
         if stage is Stage.VISION:
             return 9 * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
-            return 0
+            return seen
         size, blocks = dims
         width = blocks * self.block_size
         if stage is Stage.CONTEXT:
             sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
-            return size * (width + size) if joined(size, width) else sliced
+            return seen + (size * (width + size) if joined(size, width) else sliced)
         heads = self._share(self.text.heads) * self.kv_heads * self.itemsize
-        return blocks * 16 + 4 * width + 4 * size * blocks + heads
+        return blocks * 16 + 4 * width + 4 * size * blocks + heads + seen
 
     def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
         """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
@@ -311,7 +311,7 @@ class Sized:
 
     def seconds(self, bucket: Bucket) -> float:
         """Seconds of compiling and capturing one bucket."""
-        return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket.stage)
+        return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket)
 
     def price(self, bucket: Bucket, rule: str = "sum") -> Price:
         """A graph's predicted cost beside its inputs: its outputs, and workspace.
@@ -343,7 +343,8 @@ class Sized:
         crossing = CROSSING + (1 if t.place == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
         kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 16)
-        return kept + (experts * self.itemsize if self.ranks > 1 and self.graphs.cached else 0)
+        gated = seen_keeps(self.model, bucket, self.itemsize)
+        return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
     def _layers_keep(
         self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, indices: int
@@ -355,7 +356,7 @@ class Sized:
             crossing: widths of the stream that cross the cuts before a layer's two collectives.
             indices: bytes of a token's indices in the type of the body.
         """
-        layers, size = self.layers(bucket.stage), padded_tokens(bucket)
+        layers, size = self.layers(bucket), padded_tokens(bucket)
         if not self.graphs.cached:
             return 0 if ranks == 1 else size * layers * 2 * width * self.itemsize
         cuts, each = self.graphs.cuts(layers), 2 * width

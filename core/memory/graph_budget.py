@@ -147,7 +147,8 @@ def predict(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[
 
     The neighbour is the smallest measured bucket that is no smaller than this one. Its cost is scaled by the formula's
     ratio, and never up: buckets are captured in any order, so that the only neighbour may be far larger. Above all
-    measured buckets, the cost of the largest is scaled by tokens.
+    measured buckets, the cost of the largest is scaled by tokens. A neighbour of another variant may hold fewer layers:
+    where none is of this one, the formula's ratio counts up, too.
     """
     if bucket in measured:
         return measured[bucket]
@@ -155,11 +156,12 @@ def predict(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[
     known = sorted((padded_tokens(b), cost, b) for b, cost in measured.items() if b.stage is bucket.stage)
     if not known:
         return formula(bucket)
-    for tokens, cost, neighbour in known:
-        if tokens >= size:
-            return min(cost, -(-cost * formula(bucket) // max(formula(neighbour), 1)))
-    tokens, cost, _ = known[-1]
-    return -(-cost * size // tokens)
+    alike = [one for one in known if one[2].variant == bucket.variant]
+    tokens, cost, neighbour = next((one for one in alike or known if one[0] >= size), (alike or known)[-1])
+    scaled = -(-cost * formula(bucket) // max(formula(neighbour), 1))
+    if not alike:
+        return scaled
+    return min(cost, scaled) if tokens >= size else -(-cost * size // tokens)
 
 
 def prices_by(

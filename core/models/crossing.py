@@ -11,7 +11,7 @@ from torch import Tensor
 from trencadis.core.backend import Backend, TextTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.launches.tensors import first_rows
-from trencadis.core.layers.crossing import CrossLayer
+from trencadis.core.layers.crossing import CrossLayer, arena_rows
 from trencadis.core.layers.embedding import Embedding
 from trencadis.core.models.decoder import Decoder, Entry
 from trencadis.core.models.interface import Persistent
@@ -22,10 +22,10 @@ class CrossDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, backend: Backend, length: int) -> None:
         super().__init__(config, backend)
-        c = config.text
+        c, self.length = config.text, length
         group = config.quant.widest_group() if config.quant is not None else 1
         aligned = config.aligned(backend.policy.aligned)
-        self.crossing = [CrossLayer(backend, c, i, length, group, aligned) for i in range(len(c.cross))]
+        self.crossing = [CrossLayer(backend, c, i, group, aligned) for i in range(len(c.cross))]
         layers: list[Any] = [*self.layers]
         for place, layer in zip(c.cross, self.crossing, strict=True):
             layers[place] = layer
@@ -48,13 +48,17 @@ class CrossDecoder(Decoder):
         p, ops = self.persistent, self.ops
         x, residual, rotary, *_ = first_rows(self._start(inputs), len(inputs.out_row))
         attn = ops.prepare_attn(inputs.attn, self.first.heads, self.first.kv)
+        rows = None if inputs.seen is None else ops.region(self._rows, inputs.seen.units)
         for place, layer in enumerate(self.layers):
             if place not in self.config.text.cross:
                 x, residual = ops.layer(layer, x, residual, rotary, attn)
             elif inputs.seen is not None:
-                x, residual = ops.layer(layer, x, residual, inputs.seen, p.arena)
+                x, residual = ops.layer(layer, x, residual, inputs.seen, rows, p.arena)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _rows(self, units: Tensor) -> Tensor:
+        return arena_rows(units, self.length)
 
     def _start(self, inputs: TextTensors) -> Any:
         tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)

@@ -129,8 +129,9 @@ class TwoStackTower(TileTower):
         return slots * itemsize * len(self.taken) * self.hidden + max(layers, slots * itemsize * leaving)
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-        """The outputs that are taken between."""
-        return slots * itemsize * len(self.taken) * self.hidden if cached else 0
+        """The outputs that are taken between, and what gates multiply behind sums of ranks."""
+        widths = len(self.taken) + (self.gated if ranks > 1 else 0)
+        return slots * itemsize * widths * self.hidden if cached else 0
 
 
 def tower_of(c: Fields, kind: str, width: int, seers: int, kv_heads: int, key_dim: int) -> TwoStackTower:

@@ -246,6 +246,19 @@ def test_predictions_come_from_neighbours() -> None:
     assert predict(Bucket(Stage.VISION, (64,)), by_tokens, measured) == 320
 
 
+def test_a_prediction_from_another_variant_is_scaled_up_too() -> None:
+    """A graph of more layers than its only neighbour of the same size has is not taken for as small."""
+    plain, seeing = (Bucket(Stage.CONTEXT, (128, 8), variant) for variant in ("", "pictures4"))
+
+    def formula(bucket: Bucket) -> int:
+        return padded_tokens(bucket) * (5 if bucket.variant else 4)
+
+    assert predict(seeing, formula, {plain: 400}) == 500 and predict(plain, formula, {seeing: 500}) == 400
+    larger = Bucket(Stage.CONTEXT, (256, 8), "pictures4")
+    assert predict(larger, formula, {plain: 400}) == 1000
+    assert predict(larger, formula, {plain: 400, seeing: 600}) == 1200
+
+
 def test_the_reserve_that_holds_the_plan_does_hold_it() -> None:
     prices = [price(Stage.FRESH, (1, 64 * n), n << 20, 1 << 20) for n in range(1, 30)]
     prices += [price(Stage.VISION, (64 * n,), n << 22) for n in range(1, 20)]
