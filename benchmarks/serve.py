@@ -90,7 +90,8 @@ def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Runs every requested server, one after another."""
     model = [args.model] if args.model else []
     kv = [] if any("kv" in f for f in args.flags) else ["--kv-cache-memory-bytes", args.kv]
-    flags = [*model, *kv, *args.flags]
+    alike = ["--no-enable-prefix-caching"] if args.vllm else []  # as vLLM's: a cache of prefixes fills all its memory
+    flags = [*model, *kv, *alike, *args.flags]
     found = {"ours": run("ours", flags, args)}
     if args.enforce_eager:
         found["eager"] = run("eager", [*flags, "--enforce-eager"], args)

@@ -262,8 +262,8 @@ class StepInputs:
     slot: Int32  # [r]
     adapter: Int32  # [r] 0: none
     table: Int32 | None = None
-    """[more than r, width]: rows that begin with ``blocks``, then rows of ZERO blocks. It changes with the next Step:
-    only a backend whose launches have run by then may keep it; the others copy ``blocks``."""
+    """[more than r, width]: ``blocks``, then ZERO blocks. The next Step changes it: launches that run later copy."""
+    last: Int32 | None = None  # [r] the block of each row's token, where each row has one; None: as ``blocks`` says
     upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
     seen: SeenInputs | None = None  # None: no token sees a picture
 

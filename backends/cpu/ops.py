@@ -81,6 +81,10 @@ class CpuOps(ReferenceOps):
         bias = bias if bias is None else bias.contiguous()
         return PackedWeight(packed, bias, packed.shape[0], rows.inputs, dense.panels_at(packed, rows.dtype, bias))
 
+    def table_of(self, weight: Weight) -> Tensor | None:
+        """``core.layers.source.SharingOps``: the panels of a weight that own kernels multiply."""
+        return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
+
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """Integers for own kernels, or for torch's, where they serve; else a weight of the engine's type."""
         return panel_weight(q, bias) or integer_weight(q, bias) or super().pack_quantised(q, bias)
@@ -235,7 +239,7 @@ class CpuOps(ReferenceOps):
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
         ids = torch.where(from_slot > 0, last[from_slot], tokens)
-        x = functional.embedding(ids, table)
+        x = functional.embedding(ids, table) if table.dim() == 2 else dense.rows_of(table, ids)
         images = image_row.nonzero()[:, 0]
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 

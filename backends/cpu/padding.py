@@ -53,6 +53,9 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
     """int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
     real = len(x.tokens)
     slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
+    if x.last is not None:  # a look into each row's table would miss every cache
+        slots[:real] = x.last.astype(np.int64) * block_size + x.context % block_size
+        return slots
     if real == len(x.context):  # one token a row
         row, place = np.arange(real), x.context
     else:

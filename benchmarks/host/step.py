@@ -3,7 +3,8 @@
 python -m benchmarks.host.step [--rows 1,32,256] [--contexts 1024,32768] [--waiting 0,10000] [--greedy] [--depth 1]
 
 The scheduler, the runner and the CPU backend's inputs are the real ones; the model's bodies return at once. Times are
-CPU seconds of the thread, so that other processes disturb them little: the median and the least of all timed steps.
+CPU seconds of the thread: the mean over steps in which each row passes the ends of eight blocks and of a batch of
+random numbers, as rows that began together come there together; of such means the median, and of steps the least.
 ``inputs`` is what the runner does beside ``fill``, which pads a launch's arrays and makes tensors of them.
 """
 
@@ -34,6 +35,7 @@ from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.scheduling.uniform import AHEAD
 
 VOCAB, BLOCK, CHUNK = 151936, 16, 8192
 PARTS = ("schedule", "inputs", "fill", "update")
@@ -130,18 +132,28 @@ class HostSteps:
         return dict(zip(PARTS, (scheduled - start, inputs, self.filled, end - launched), strict=True))
 
 
-def measure(load: Load, steps: int) -> dict[str, float]:
-    """Milliseconds: the median of each part and of the whole, and the least of the whole."""
-    host = HostSteps(load)
-    for _ in range(40):  # each row passes a block and a batch of random numbers
-        host.step()
+def measure(loads: list[Load], repeats: int) -> list[dict[str, float]]:
+    """Milliseconds under each of ``loads``, which take turns: medians of means, of each part and all, and the least."""
+    hosts = [HostSteps(load) for load in loads]
+    for _ in range(40):
+        for host in hosts:
+            host.step()
     gc.collect()
     gc.freeze()
-    done = [host.step() for _ in range(steps)]
+    done: list[list[list[dict[str, float]]]] = [[] for _ in hosts]
+    for _ in range(repeats):
+        for host, rounds in zip(hosts, done, strict=True):
+            host.step()
+            rounds.append([host.step() for _ in range(AHEAD)])
     gc.unfreeze()
-    whole = [sum(parts.values()) for parts in done]
-    found = {part: 1000 * statistics.median(d[part] for d in done) for part in PARTS}
-    return found | {"all": 1000 * statistics.median(whole), "least": 1000 * min(whole)}
+    return [_figures(rounds) for rounds in done]
+
+
+def _figures(rounds: list[list[dict[str, float]]]) -> dict[str, float]:
+    means = [{part: statistics.mean(step[part] for step in steps) for part in PARTS} for steps in rounds]
+    found = {part: 1000 * statistics.median(mean[part] for mean in means) for part in PARTS}
+    whole = statistics.median(sum(mean.values()) for mean in means)
+    return found | {"all": 1000 * whole, "least": 1000 * min(sum(step.values()) for steps in rounds for step in steps)}
 
 
 def numbers(text: str) -> list[int]:
@@ -155,12 +167,14 @@ def main() -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 32, 256])
     parser.add_argument("--contexts", type=numbers, default=[1024, 32768])
     parser.add_argument("--waiting", type=numbers, default=[0, 10_000])
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--greedy", action="store_true")
     args = parser.parse_args()
-    loads = [Load(r, c, w, args.greedy, args.depth) for r in args.rows for c in args.contexts for w in args.waiting]
-    found = [(load, measure(load, args.steps)) for load in loads]
+    found = list[tuple[Load, dict[str, float]]]()
+    for count in args.rows:  # what is compared takes turns
+        loads = [Load(count, c, w, args.greedy, args.depth) for c in args.contexts for w in args.waiting]
+        found += zip(loads, measure(loads, args.repeats), strict=True)
     rows = [(load.rows, load.context, load.waiting, *(round(ms, 3) for ms in f.values())) for load, f in found]
     cases = {f"{load.rows}/{load.context}/{load.waiting}": f for load, f in found}
     report("host_step", {"settings": vars(args), "cases": cases}, table(HEADER, rows))

@@ -31,8 +31,8 @@ from trencadis.core.step import (
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
 UNIFORM = FLOATS.index("uniform")
-NUMBERS = ("slot", "context", "delta", "adapter", "held", "top_k", "full", "best", "told")
-SLOT, CONTEXT, DELTA, ADAPTER, HELD, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "told")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
 
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -101,6 +101,7 @@ class RankBatch:
         held = self._numbers[HELD]
         self._table[seats, held[seats]] = blocks
         held[seats] += 1
+        self._numbers[LAST, seats] = blocks
 
     def advance(self, rows: Sequence[Row], joins: Sequence[Joining]) -> None:
         """Behind a Step's launches: every row goes one token further, and ``joins`` get their seats."""
@@ -129,8 +130,8 @@ class RankBatch:
         seat, draw = self.count, row.samples[0]
         self._reserve(seat + 1, len(row.blocks))
         sample, context = draw.sample, row.context + len(row.tokens)
-        numbers = (row.slot, context, delta, row.adapter, len(row.blocks), sample.top_k, sample.full, sample.best)
-        self._numbers[:, seat] = (*numbers, sample.logprobs >= 0)
+        numbers = (row.slot, context, delta, row.adapter, len(row.blocks), row.blocks[-1])
+        self._numbers[:, seat] = (*numbers, sample.top_k, sample.full, sample.best, sample.logprobs >= 0)
         self._floats[:, seat] = [getattr(sample, name) for name in FLOATS]
         self._table[seat, : len(row.blocks)] = row.blocks
         self._keys.append(row.key)
@@ -176,6 +177,7 @@ class RankBatch:
             slot=numbers[SLOT],
             adapter=numbers[ADAPTER],
             table=self._table,
+            last=numbers[LAST],  # no seat holds a block that it does not need yet
         )
 
     def with_guests(self, guests: StepInputs) -> StepInputs:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
 from trencadis.core.layers.linear import Linear, pad_rows, scaled, span
-from trencadis.core.layers.source import Source, StackedPart
+from trencadis.core.layers.source import SharingOps, Source, StackedPart
 
 if TYPE_CHECKING:
     from trencadis.core.models.interface import BestOps
@@ -18,14 +18,24 @@ LAST = 0x7FFFFFFF
 
 
 class Embedding:
-    """Table [vocabulary, hidden], whole on every rank."""
+    """Table [vocabulary, hidden], whole on every rank; where ops read rows of a tied head's weight, that."""
 
     def __init__(self, ops: Ops, vocab: int, hidden: int) -> None:
         self.ops, self.vocab, self.hidden = ops, vocab, hidden
         self.table: Tensor
 
-    def load(self, source: Source, name: str) -> None:
-        self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
+    def load(self, source: Source, name: str, head: Head | None = None) -> None:
+        """Loads the table; as the weight of ``head``, if one is given, where rows can be read from that."""
+        able = isinstance(self.ops, SharingOps)
+        if not (able and head and head.vocab == self.vocab and head.pack_share(source, name) and self.share(head)):
+            self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
+
+    def share(self, head: Head) -> bool:
+        """Reads rows of the weight of a tied ``head`` from now on, where ops can."""
+        table = self.ops.table_of(head.weights[0]) if isinstance(self.ops, SharingOps) else None
+        if table is not None:
+            self.table = table
+        return table is not None
 
     def __call__(self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor) -> Tensor:
         """[n, hidden] of the backend's dtype: the embedding of the id or of the id last sampled in a slot, or the
@@ -39,7 +49,7 @@ class Embedding:
         return self.ops.embed(tokens, from_slot, last, image_row, arena, self.table)
 
     def nbytes(self) -> int:
-        return self.table.nbytes
+        return self.vocab * self.hidden * self.table.element_size()
 
 
 class Head(Linear):
@@ -60,12 +70,14 @@ class Head(Linear):
         found = source.quantised(name, (self.vocab, self.hidden), 0, start, stop, own="lm_head")
         if found is not None:
             self.pack(found.padded(width, self.hidden), None)
-            return
-        part = StackedPart(f"{name}.weight", self.vocab, start, stop, width)
-        if self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None):
-            return
-        weight = source.shard(part.name, (self.vocab, self.hidden), 0, start, stop)
-        self.pack(pad_rows(weight, width), None)
+        elif not self.pack_share(source, name):
+            weight = source.shard(f"{name}.weight", (self.vocab, self.hidden), 0, start, stop)
+            self.pack(pad_rows(weight, width), None)
+
+    def pack_share(self, source: Source, name: str) -> bool:
+        """Packs this rank's share from where it is stored; False where source or ops have no way to."""
+        part = StackedPart(f"{name}.weight", self.vocab, *span(self.vocab, self.comm.rank, self.comm.world, self.unit))
+        return self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,15 @@ class StoringOps(Protocol):
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """``Ops.pack_weight`` of the joined rows; None where it has to be that."""
+        ...
+
+
+@runtime_checkable
+class SharingOps(Protocol):
+    """What ``Ops`` may have besides: a packed weight is read row by row, so that a tied table is held once."""
+
+    def table_of(self, weight: Weight) -> Tensor | None:
+        """``weight`` [out, in] as a table that ``Ops.embed`` reads, in the same memory; None where it cannot be."""
         ...
 
 

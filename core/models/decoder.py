@@ -272,7 +272,8 @@ class Decoder:
         """Loads and packs every layer from canonical names."""
         share = self.share
         if share.starts:
-            self.embedding.load(source, "embed_tokens")
+            alone = self.config.pooling is None and self._one_table() and not source.has("lm_head.weight")
+            self.embedding.load(source, "embed_tokens", self.lm_head if alone else None)
             self.enter.load(source)
         for i, layer in zip(share.layers, self.layers, strict=True):
             with self._place_of(layer, i):
@@ -280,10 +281,10 @@ class Decoder:
         if not share.ends:
             return
         self.leave.load(source, self.config.text)
-        if self.config.pooling is None:
-            self._load_head(source)
-        elif self.config.pooling.classes:
+        if self.config.pooling is not None and self.config.pooling.classes:
             self._load_classes(source, self.config.pooling)
+        elif self.config.pooling is None and not self.lm_head.bytes:  # else it came with the table
+            self._load_head(source)
 
     def _place_of(self, layer: Layer, place: int) -> AbstractContextManager[None]:
         """Where a layer's weights are kept: host memory has those of some layers (``--cpu-offload-gb``)."""
@@ -293,15 +294,17 @@ class Decoder:
 
     def _load_head(self, source: Source) -> None:
         tied = self.config.text.tied and not self._own_head(source)
-        if tied and self.share.starts and self.backend.comm.world == 1 and not self._online():
+        if tied and self._one_table():
             self.lm_head.pack(self.embedding.table, None)
+            self.embedding.share(self.lm_head)
         else:
             self.lm_head.load(source, "embed_tokens" if tied else "lm_head")
 
-    def _online(self) -> bool:
-        """Whether the head is quantised as it loads, so that a tied table serves the embedding alone."""
-        quant = self.config.quant
-        return quant is not None and quant.method == "online" and quant.scheme("lm_head") is not None
+    def _one_table(self) -> bool:
+        """Whether a tied table can serve both; a head that is quantised as it loads is another one."""
+        quant, whole = self.config.quant, self.share.stages == 1 and self.backend.comm.world == 1
+        online = quant is not None and quant.method == "online" and quant.scheme("lm_head") is not None
+        return self.config.text.tied and whole and not online
 
     def _load_classes(self, source: Source, pooling: Pooling) -> None:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""

@@ -191,6 +191,7 @@ class RunningBatch:
         seat = seq.seat = len(self.sequences)
         self.sequences.append(seq)
         self._room[seat] = len(seq.blocks) * self._size - seq.computed
+        assert self._room[seat] < self._size, "a seat begins with a block more than it needs"
         self._draws[seat] = seq.limit - seq.outputs
         self._random[seat] = not seq.request.params.greedy
         if self._random[seat]:

@@ -92,6 +92,23 @@ def panels_at(packed: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Panels
     return Panels(ctypes.addressof(layout), dtype, outputs, (layout, packed, bias))
 
 
+def table_of(p: Panels) -> Tensor:
+    """The weight where it lies, without what fills its rows up: [panels, in / pair, PANEL, pair]."""
+    layout, packed, _ = p.held
+    pair = 2 if p.dtype == torch.bfloat16 else 1
+    count = aligned(p.outputs, PANEL) * layout.depth
+    raw: Any = (ctypes.c_uint8 * (count * p.dtype.itemsize)).from_address(layout.weight)
+    whole = torch.frombuffer(raw, dtype=p.dtype).view(-1, layout.depth // pair, PANEL, pair)
+    table = whole[:, : layout.inputs // pair]
+    table.held = packed  # type: ignore[attr-defined]
+    return table
+
+
+def rows_of(table: Tensor, ids: Tensor) -> Tensor:
+    """[n, in]: rows of what ``table_of`` gave; a pair of values of 16 bits is read as one of 32."""
+    return table.view(torch.int32)[ids // PANEL, :, ids % PANEL, 0].view(table.dtype)
+
+
 def _lies(at: int, weight: Tensor, depth: int) -> bool:
     """Whether the first and the last inputs of the first and of the last panel are where they should be."""
     (outputs, inputs), size = weight.shape, weight.element_size()
