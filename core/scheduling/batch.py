@@ -118,8 +118,8 @@ class RunningBatch:
     def serve(self, builder: StepBuilder, unseated: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
         """Gives each sequence that has a seat its token of the budget, and a block where it needs one.
 
-        Only if all that run, with a seat or ``unseated``, can get the tokens and blocks that they could take. Then order
-        decides nothing between those that have a seat and the others, and True is returned.
+        Only if all that run, with a seat or ``unseated``, can get the tokens and blocks that they could take. Then
+        order decides nothing between those that have a seat and the others, and True is returned.
         """
         count, full = len(self.sequences), self.full()
         if count + len(unseated) > limits.max_tokens or (unseated and not limits.chunked):

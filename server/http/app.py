@@ -79,6 +79,8 @@ def create_app(
         StartupError: a flag names a parser that there is not, or a key file that cannot be used.
     """
     service.images = service.images or images
+    if engine.info is not None:  # it runs already
+        service.max_model_len = engine.info.max_model_len
     config, part = settings.config, settings.part
     admission = Admission(settings.bounds) if part is None else part.admission(settings.bounds)
 
