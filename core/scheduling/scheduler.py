@@ -254,7 +254,7 @@ class Scheduler:
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
         spans = seen_spans(seq, start, end, self.limits) if self.limits.whole or self.limits.joined else ()
-        sight = self.encoder.sight_of(seq, start, end) if seq.request.spans else BLIND
+        sight = self.encoder.sight_of(seq, start, end) if any(s.shown for s in seq.request.spans) else BLIND
         some = images, tuple(draws), targets, 0, pool, spans, sight
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
