@@ -75,10 +75,14 @@ class Engine:
         """Queues a request, after its grammar is compiled if it has one; errors come back as Deltas of ``step``."""
         self._quiet = False
         if request.rule is not None and request.rule.grammar:
-            request.arrival = request.arrival or self.scheduler.clock()
-            self._compiling.append(AwaitedGrammar(request, self.executor.prepare(request.rule.grammar)))
+            self._compile_first(request, request.rule.grammar)
         else:
             self.life.add(request)
+
+    def _compile_first(self, request: Request, grammar: str) -> None:
+        """Keeps a request until its grammar is compiled."""
+        request.arrival = request.arrival or self.scheduler.clock()
+        self._compiling.append(AwaitedGrammar(request, self.executor.prepare(grammar)))
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it; ignored if it is gone."""
@@ -205,13 +209,19 @@ class Engine:
             image_evictions=s.arena.evictions,
         )
         s.totals.step_tokens, s.totals.buckets = [], []
-        if s.pool.host is not None:
-            made.host_used, made.host_total = s.pool.host.used, s.pool.host.size
-        if s.pool.log is not None:
-            made.evicted_blocks, made.evicted_images = s.pool.log.take()
+        if s.pool.host is not None or s.pool.log is not None or self._watch is not None:
+            self._add_rare(made)
+        return made
+
+    def _add_rare(self, made: EngineStats) -> None:
+        """Adds what an engine counts that has a tier in host memory, a log of evictions or graphs."""
+        pool = self.scheduler.pool
+        if pool.host is not None:
+            made.host_used, made.host_total = pool.host.used, pool.host.size
+        if pool.log is not None:
+            made.evicted_blocks, made.evicted_images = pool.log.take()
         if self._watch is not None:
             made.graphs, made.plan = self._watch.counters(), self._changed_plan(self._watch)
-        return made
 
     def _changed_plan(self, watch: GraphWatch) -> GraphPlan | None:
         """The plan, if a program's state changed since the last call."""

@@ -57,7 +57,7 @@ class Admission:
         self._inside = [0, 0, 0]
         self.rejected = dict.fromkeys(NAMES, 0)
         self._clock = clock
-        self._left: deque[tuple[float, Amounts]] = deque()
+        self._left: deque[tuple[float, Amounts]] = deque(maxlen=4096)
 
     @property
     def inside(self) -> list[int]:
@@ -127,7 +127,6 @@ class Admission:
         """Releases what a ticket held."""
         self.take(Amounts(*(-n for n in held)))
         self._left.append((self._clock(), held))
-        self._trim()
 
     def wait(self, which: int, excess: int) -> int:
         """Seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` leaves at the last minute's rate.
@@ -143,7 +142,7 @@ class Admission:
 
     def _trim(self) -> None:
         start = self._clock() - WINDOW
-        while self._left and (self._left[0][0] < start or len(self._left) > 4096):
+        while self._left and self._left[0][0] < start:
             self._left.popleft()
 
 

@@ -149,7 +149,7 @@ class AsyncLLM(NotBuiltMethods):
             generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
             (raw,) = await pooled([generation], pooling, pooling_params)
             output = PoolingOutput(finished(raw, pooling, pooling_params))
-            yield PoolingRequestOutput(request_id, output, made.tokens, generation.cached_tokens)
+            yield PoolingRequestOutput(request_id, output, made.tokens, generation.timing.cached)
 
     @contextlib.asynccontextmanager
     async def _entered(self, request_id: str) -> AsyncGenerator[None]:

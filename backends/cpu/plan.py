@@ -104,15 +104,21 @@ def plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, nat
     made = AttendPlan(
         surplus=bool(counts[-1]), singles=_singles(attn, starts, context, counts, window) if native else None
     )
-    single: list[int] = []
-    for row in np.nonzero(counts[:-1] > native)[0].tolist():
-        if grouped and counts[row] == 1:
-            single.append(row)
-            continue
+    for row in np.flatnonzero(counts[:-1] > (native or grouped)).tolist():
         made.spans.append(_span(row, attn, starts, context, blocks, block_size, window))
-    for rows in _alike(single, np.minimum(context + 1, window) if window else context + 1) if single else ():
-        made.groups.append(_group(rows, starts, context, blocks, block_size, window))
+    if grouped and not native:
+        single = np.flatnonzero(counts[:-1] == 1).tolist()
+        made.groups.extend(_groups(single, starts, context, blocks, block_size, window))
     return made
+
+
+def _groups(
+    single: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32],
+    block_size: int, window: int,
+) -> Iterator[Group]:  # fmt: skip
+    """Rows of one token each, in groups."""
+    for rows in _alike(single, np.minimum(context + 1, window) if window else context + 1) if single else ():
+        yield _group(rows, starts, context, blocks, block_size, window)
 
 
 def _alike(single: list[int], seen: NDArray[np.int32]) -> Iterator[list[int]]:

@@ -302,15 +302,18 @@ def activated(x: Tensor, kind: str) -> Tensor:
 
     GELU and its two approximations are those of arXiv 1606.08415, section 2.
     """
-    if kind == "silu":
-        return functional.silu(x)
-    if kind == "relu":
-        return functional.relu(x)
-    if kind == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    if kind in ("gelu", "gelu_tanh"):
-        return functional.gelu(x, approximate="none" if kind == "gelu" else "tanh")
-    raise ValueError(f"no activation is called {kind}")
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"no activation is called {kind}")
+    return ACTIVATIONS[kind](x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 
 
 def lowest() -> float:

@@ -66,6 +66,11 @@ class Arena:
         if entry is not None:
             entry.pins.discard(owner)
 
+    def unpin_all(self, owner: int) -> None:
+        """Ends all pins of a sequence."""
+        for entry in self._entries.values():
+            entry.pins.discard(owner)
+
     def fits(self, rows: int, kept: Set[str] = frozenset()) -> bool:
         """Whether ``put`` of that many rows would succeed."""
         return rows <= len(self._free) or self._would_fit(rows, kept)

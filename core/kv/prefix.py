@@ -30,10 +30,7 @@ class Chain:
 
     def __init__(self, request: Request, block_size: int, adapter: int = 0, long: bool = False) -> None:
         self._size = block_size
-        self._spans = request.spans
-        self._positions = request.positions
-        self._length = len(request.tokens)
-        self._delta = request.delta
+        self._request = request
         root = ROOT + b"-long" if long else ROOT
         self._last = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
@@ -50,7 +47,7 @@ class Chain:
             start = len(self.keys) * self._size
             block = array("i", tokens[start : start + self._size]).tobytes()
             digest = sha256(self._last + block)
-            if self._spans:
+            if self._request.spans:
                 digest.update(self._media(start))
             self._last = digest.digest()
             self.keys.append(self._last)
@@ -58,7 +55,7 @@ class Chain:
     def _media(self, start: int) -> bytes:
         """What a block's KV depends on beside its tokens; empty for plain text."""
         end = start + self._size
-        parts = [_span_key(s, start, end) for s in self._spans if s.offset < end and s.end > start]
+        parts = [_span_key(s, start, end) for s in self._request.spans if s.offset < end and s.end > start]
         positions = self._block_positions(start)
         return b"".join(parts) + b"|" + positions if parts or positions else b""
 
@@ -68,11 +65,12 @@ class Chain:
         Positions come from the prompt, beyond it they are index + delta. Only their values count, so that a block of an
         answer is found again when the answer has become part of a prompt.
         """
-        if self._positions is None:
+        positions, delta, length = self._request.positions, self._request.delta, len(self._request.tokens)
+        if positions is None:
             return b""
-        end, stop, width = start + self._size, min(start + self._size, self._length), 4 * self._length
-        tail = array("i", range(max(start, self._length) + self._delta, end + self._delta)).tobytes()
-        rows = [self._positions[a * width + 4 * start : a * width + 4 * max(start, stop)] + tail for a in range(3)]
+        end, stop, width = start + self._size, min(start + self._size, length), 4 * length
+        tail = array("i", range(max(start, length) + delta, end + delta)).tobytes()
+        rows = [positions[a * width + 4 * start : a * width + 4 * max(start, stop)] + tail for a in range(3)]
         return b"" if rows == [array("i", range(start, end)).tobytes()] * 3 else b"".join(rows)
 
 

@@ -44,20 +44,15 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
     row_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=row_start[1:])
     first = np.asarray(first_out, np.int32) if len(first_out) else row_start[:-1] + 1
-    within = np.arange(n, dtype=np.int32) - np.repeat(row_start[:-1], lengths)
-    image_row = np.zeros(n, np.int32)
     blocks = np.zeros((len(rows), max(len(r.blocks) for r in rows)), np.int32)
     for i, row in enumerate(rows):
         blocks[i, : len(row.blocks)] = row.blocks
-        for image in row.images:
-            start = int(row_start[i]) + image.start
-            image_row[start : start + len(image.rows)] = image.rows
     return StepInputs(
         tokens=tokens,
         from_slot=from_slot,
         positions=np.concatenate([r.positions for r in rows], axis=1, dtype=np.int32),
-        image_row=image_row,
-        out_row=(np.repeat(first, lengths) + within).astype(np.int32),
+        image_row=_image_rows(rows, row_start) if any(r.images for r in rows) else np.zeros(n, np.int32),
+        out_row=(np.repeat(first - row_start[:-1], lengths) + np.arange(n)).astype(np.int32),
         row_start=row_start,
         context=np.fromiter((r.context for r in rows), np.int32, len(rows)),
         blocks=blocks,
@@ -66,6 +61,15 @@ def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInput
         upto=_upto(rows, row_start) if any(r.spans for r in rows) else None,
         seen=seen_inputs([r.sight for r in rows], lengths) if any(r.sight.pictures for r in rows) else None,
     )
+
+
+def _image_rows(rows: Sequence[Row], row_start: Int32) -> Int32:
+    """int32 [n]: the arena row of each token that stands for an image, 0 for the others."""
+    found = np.zeros(int(row_start[-1]), np.int32)
+    for first, row in zip(row_start.tolist(), rows, strict=False):
+        for image in row.images:
+            found[first + image.start : first + image.start + len(image.rows)] = image.rows
+    return found
 
 
 def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
@@ -102,9 +106,7 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
     samples = [r.sample for r in rows]
     masks, mask_row = np.full((1, -(-vocab // 8)), 255, np.uint8), np.zeros(len(rows), np.int32)
     if any(s.banned or s.handle for s in samples):
-        masks, mask_row = _masks(samples, vocab)
-    if fill is not None:
-        masks, mask_row = _late_masks(samples, masks, mask_row, fill)
+        masks, mask_row = _masks(samples, vocab, fill)
     return HeadInputs(
         hidden_row=np.fromiter((r.hidden_row for r in rows), np.int32, len(rows)),
         slot=np.fromiter((r.slot for r in rows), np.int32, len(rows)),
@@ -116,10 +118,8 @@ def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = N
     )
 
 
-def joined(first: HeadInputs | None, then: HeadInputs) -> HeadInputs:
+def joined(first: HeadInputs, then: HeadInputs) -> HeadInputs:
     """The rows of ``first``, then those of ``then``, whose masks are kept: rows of ``first`` must have none."""
-    if first is None:
-        return then
     names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
     return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
 
@@ -132,9 +132,12 @@ def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int
 
 
 def _masks(
-    samples: Sequence[Sample], vocab: int
+    samples: Sequence[Sample], vocab: int, fill: FillMask | None
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32."""
+    """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32.
+
+    ``fill`` makes one more mask for each sample that has a handle.
+    """
     rows: dict[tuple[int, ...], int] = {(): 0}
     early = (() if s.handle else s.banned for s in samples)
     index = np.fromiter((rows.setdefault(banned, len(rows)) for banned in early), np.int32, len(samples))
@@ -142,7 +145,7 @@ def _masks(
     for banned, row in rows.items():
         for token in banned:
             masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
-    return masks, index
+    return (masks, index) if fill is None else _late_masks(samples, masks, index, fill)
 
 
 def _late_masks(
@@ -151,7 +154,7 @@ def _late_masks(
     mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
     fill: FillMask,
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
-    """The result of ``_masks`` with one more mask for each sample that has a handle."""
+    """``masks`` and one more for each sample that has a handle."""
     late = [i for i, s in enumerate(samples) if s.handle]
     more = np.empty((len(late), masks.shape[1]), np.uint8)
     for row, i in enumerate(late):

@@ -35,5 +35,6 @@ def launch_followed(
     first = 0 if seated is None else len(seated.slot)
     handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
     desk.catch_up()
-    draws = desk.follow(launch(joined(seated, head_inputs(rows, vocab, desk.fill))), handles)
+    inputs = head_inputs(rows, vocab, desk.fill)
+    draws = desk.follow(launch(inputs if seated is None else joined(seated, inputs)), handles)
     return LaunchedHead(draws, draws)

@@ -35,7 +35,6 @@ from trencadis.core.step import (
     HeadOutput,
     Pooled,
     PoolOutput,
-    Reset,
     Row,
     Step,
     StepInputs,
@@ -139,7 +138,7 @@ class Runner:
         if step.moves:
             assert self.host_kv is not None
             self.host_kv.run(step.moves)
-        if self.share.ends:
+        if self.share.ends and (step.closings or step.openings):
             self.desk.turn(step.closings, step.openings)
         self.batch = self.batches[step.lane]
         self.batch.turn(step.batch)
@@ -202,26 +201,25 @@ class Runner:
         return self.desk.grammars.prepare(grammar)
 
     def _launch(self, step: Step, launch: Launch, pending: StepPending) -> None:
-        if launch.bucket.stage is Stage.RESET:
-            self._launch_reset([step.resets[i] for i in launch.items], launch.bucket, pending)
-        elif launch.bucket.stage is Stage.VISION:
-            self._launch_vision([step.images[i] for i in launch.items], launch.bucket, pending)
+        if launch.bucket.stage in (Stage.RESET, Stage.VISION):
+            self._launch_before_text(step, launch, pending)
         elif self.passage is not None:
             self._run_between(self.passage, launch.bucket, self._text_inputs(step, launch), pending)
         else:
             inputs = self._text_inputs(step, launch)
             self._run(launch.bucket, inputs, len(inputs.tokens), pending)
 
-    def _launch_reset(self, resets: list[Reset], bucket: Bucket, pending: StepPending) -> None:
-        """A RESET launch."""
-        self._run(bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
-
-    def _launch_vision(self, images: list[Encode], bucket: Bucket, pending: StepPending) -> None:
-        """A VISION launch."""
+    def _launch_before_text(self, step: Step, launch: Launch, pending: StepPending) -> None:
+        """A launch of RESET or VISION."""
+        if launch.bucket.stage is Stage.RESET:
+            resets = [step.resets[i] for i in launch.items]
+            self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
+            return
+        images = [step.images[i] for i in launch.items]
         if self.gathered is not None:
             self._encode_own(self.gathered, images, pending)
         else:
-            self._encode(images, bucket, pending)
+            self._encode(images, launch.bucket, pending)
 
     def _vision(self, inputs: VisionTensors) -> None:
         """The body of VISION; a planned launch ends with the rows of all ranks."""
@@ -305,7 +303,8 @@ class Runner:
         if any(r.sample.handle for r in rows):
             pending.head, pending.followed = launch_followed(rows, self.vocab, self.desk, launch, own)
         elif rows:
-            pending.head = launch(host.joined(own, host.head_inputs(rows, self.vocab)))
+            inputs = host.head_inputs(rows, self.vocab)
+            pending.head = launch(inputs if own is None else host.joined(own, inputs))
         elif own is not None:
             pending.head = launch(own)
         if any(r.sample.scored for r in rows):

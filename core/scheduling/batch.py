@@ -37,6 +37,12 @@ def settles(seq: Sequence, draws: list[Draw]) -> bool:
     return not (sample.banned or sample.handle or sample.scored)
 
 
+def _blocks_for(seq: Sequence, limits: SchedulerLimits) -> int:
+    """Blocks that a step may take for ``seq``."""
+    end = seq.computed + min(seq.due, limits.max_tokens)
+    return max(-(-end // limits.block_size) - len(seq.blocks), 0)
+
+
 class RunningBatch:
     """The seats of one engine.
 
@@ -96,10 +102,11 @@ class RunningBatch:
         for seq in sequences:
             self.leave(seq)
 
-    def spent(self) -> list[Sequence]:
-        """Sequences that have drawn their last output."""
-        count = len(self.sequences)
-        return [self.sequences[i] for i in np.flatnonzero(self._draws[:count] <= 0)] if count else []
+    def leave_spent(self) -> None:
+        """Takes the seats of sequences that have drawn their last output."""
+        spent = np.flatnonzero(self._draws[: len(self.sequences)] <= 0)
+        if len(spent):
+            self.leave_all([self.sequences[i] for i in spent])
 
     def full(self) -> list[Sequence]:
         """Sequences whose next token needs another block."""
@@ -108,28 +115,23 @@ class RunningBatch:
 
     # One step
 
-    def suffices(self, unseated: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
-        """Whether all that run, with a seat or ``unseated``, can get the tokens and blocks that they could take.
+    def serve(self, builder: StepBuilder, unseated: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
+        """Gives each sequence that has a seat its token of the budget, and a block where it needs one.
 
-        Then order decides nothing between those that have a seat and the others.
+        Only if all that run, with a seat or ``unseated``, can get the tokens and blocks that they could take. Then
+        order decides nothing between those that have a seat and the others, and True is returned.
         """
-        if len(self.sequences) + len(unseated) > limits.max_tokens or (unseated and not limits.chunked):
+        count, full = len(self.sequences), self.full()
+        if count + len(unseated) > limits.max_tokens or (unseated and not limits.chunked):
             return False
-        need = len(self.full())
-        for seq in unseated:
-            end = seq.computed + min(seq.due, limits.max_tokens)
-            need += max(-(-end // limits.block_size) - len(seq.blocks), 0)
-        return need <= pool.free
-
-    def serve(self, builder: StepBuilder, pool: BlockPool) -> None:
-        """Gives each sequence that has a seat its token of the budget, and a block where it needs one."""
-        builder.tokens -= len(self.sequences)
-        builder.decoding -= len(self.sequences)
-        builder.grown = self.full()
-        blocks = pool.take(len(builder.grown))
-        assert blocks is not None
-        for seq, block in zip(builder.grown, blocks, strict=True):
+        if len(full) + sum(_blocks_for(seq, limits) for seq in unseated) > pool.free:
+            return False
+        builder.tokens -= count
+        builder.decoding -= count
+        builder.grown = full
+        for seq, block in zip(full, pool.take(len(full)) or (), strict=True):
             seq.blocks.append(block)
+        return True
 
     def serve_one(self, seq: Sequence, builder: StepBuilder) -> None:
         """As ``serve`` for one of them, which has its block already."""

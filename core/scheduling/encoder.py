@@ -18,7 +18,7 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.packer import Packer
 from trencadis.core.scheduling.pixels import PixelQueue
 from trencadis.core.scheduling.sequence import MediaStart, Sequence
-from trencadis.core.shapes.seen import BLIND, Sight
+from trencadis.core.shapes.seen import Sight
 from trencadis.core.step import Encode, ImageRows, SeenSpan
 
 THIS_STEP = -1
@@ -161,15 +161,12 @@ class Encoder:
 
     def sight_of(self, seq: Sequence, start: int, end: int) -> Sight:
         """The pictures that the chunk's tokens attend to; its sequence pins them until it leaves."""
-        spans = seq.request.spans
-        if not spans or not spans[0].shown:
-            return BLIND
         first = []
-        for span in spans:
+        for span in seq.request.spans:
             rows = self.arena.pin(seq.key_of(span), seq.key)
             assert rows is not None
             first.append(int(rows[0]))
-        return sight(spans, first, start, end)
+        return sight(seq.request.spans, first, start, end)
 
     def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
         """Encodes the other chosen images, before the sequences that need them reach them; ends the pins of this step

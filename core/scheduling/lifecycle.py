@@ -116,7 +116,7 @@ class Lifecycle:
     def fail(self, request_id: str, status: int, message: str) -> None:
         """Ends all sequences of a request with an error."""
         for seq in self.requests.get(request_id, []):
-            self._finish(seq, "error", status=status, message=message)
+            self._fail(seq, status, message)
         self._settle()
 
     def abort(self, request_id: str, choice: int = -1) -> None:
@@ -198,7 +198,7 @@ class Lifecycle:
         count = seq.prompt if seq.request.pool == MEAN else 1
         values = None if seq.pooled is None else (seq.pooled / count).astype("<f4")
         if values is None or not np.isfinite(values).all():
-            self._finish(seq, "error", status=500, message="the model gave values that are no finite numbers")
+            self._fail(seq, 500, "the model gave values that are no finite numbers")
             return
         delta = self._delta(seq)
         delta.pooled, delta.cached_tokens = values.tobytes(), seq.stats.cached_tokens
@@ -231,7 +231,7 @@ class Lifecycle:
         if seq.ended:
             return  # by an earlier token or an abort, while this one was in flight
         if seq.key in output.failures:
-            self._finish(seq, "error", status=500, message=output.failures[seq.key])
+            self._fail(seq, 500, output.failures[seq.key])
             return
         delta = self._delta(seq)
         delta.tokens.append(token)
@@ -304,18 +304,21 @@ class Lifecycle:
             seq.delta = Delta(seq.request.id, seq.index)
             self._touched.append(seq)
             if seq.known() - seq.prompt <= 1:
-                seq.delta.cached_tokens = seq.stats.cached_tokens
-                if seq.prompt_scores is not None:
-                    seq.delta.prompt_logprobs = seq.prompt_scores
+                seq.delta.cached_tokens, seq.delta.prompt_logprobs = seq.stats.cached_tokens, seq.prompt_scores
         return seq.delta
 
-    def _finish(
-        self, seq: Sequence, reason: str, stop_token: int | None = None, status: int = 0, message: str = ""
-    ) -> None:
+    def _fail(self, seq: Sequence, status: int, message: str) -> None:
+        """Ends a sequence with an error."""
+        if not seq.ended:
+            delta = self._delta(seq)
+            delta.status, delta.message = status, message
+            self._finish(seq, "error")
+
+    def _finish(self, seq: Sequence, reason: str, stop_token: int | None = None) -> None:
         if seq.ended:
             return
         delta = self._delta(seq)
-        delta.finish, delta.stop_token, delta.status, delta.message = reason, stop_token, status, message
+        delta.finish, delta.stop_token = reason, stop_token
         delta.stats = seq.ended_at(self.scheduler.clock())
         seq.ended = True
         self._ended[seq.request.id] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trencadis.core.kv.pool import BlockPool
+from trencadis.core.report import EngineStats
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence
 
@@ -37,12 +38,26 @@ def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]
     return hits
 
 
-def claimed(seq: Sequence, hits: list[int], pool: BlockPool) -> list[int]:
-    """The blocks of ``hits`` with a reference each; what host memory holds gets a block, to which it is copied."""
+def spared(hits: list[int], pool: BlockPool) -> int:
+    """How many free blocks fewer a sequence takes that finds ``hits``."""
+    held = [block for block in hits if block != ON_HOST]
+    return len(held) - pool.idle(held)
+
+
+def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: EngineStats) -> None:
+    """Starts ``seq`` behind ``hits``, with a reference to each; ``size``: tokens of a block.
+
+    What host memory holds gets a block, to which it is copied.
+    """
     pool.share([block for block in hits if block != ON_HOST])
     absent = [seq.chain.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
     back = iter(pool.restore(absent) if absent else ())
-    return [block if block != ON_HOST else next(back) for block in hits]
+    seq.blocks = [block if block != ON_HOST else next(back) for block in hits]
+    seq.computed, seq.published = len(hits) * size, len(hits)
+    if not seq.outputs:
+        seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed)
+    totals.host_hits += len(absent) * size
+    totals.prefix_hits += seq.computed
 
 
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:

@@ -27,7 +27,7 @@ from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.prefix_hits import ON_HOST, cached_blocks, claimed, publish
+from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, spared
 from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.shapes.seen import BLIND
 from trencadis.core.shapes.step_times import StepTimes
@@ -86,7 +86,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
-        if self.with_media or self.admits:
+        if self.order.moves and (self.with_media or self.admits):
             self.order.sort(self.waiting)
         for lane in self.lanes.free(step.lane for step in self.in_flight):
             before, self.lanes.now = self.lanes.now, lane
@@ -100,20 +100,18 @@ class Scheduler:
         """The next Step of the lane."""
         if self.limits.stages > 1:
             self.lanes.deal(self.running)
-        self.lanes.batch.leave_all(self.lanes.batch.spent())
+        self.lanes.batch.leave_spent()
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
         if self.times is not None:
             builder.bounded(self.times)
-        if self.lanes.batch.suffices(unseated, self.limits, self.pool):
-            self.lanes.batch.serve(builder, self.pool)
-            self._serve(unseated, builder)
+        if self.lanes.batch.serve(builder, unseated, self.limits, self.pool):
+            if unseated:
+                self._serve(unseated, builder)
         else:
-            self.order.sort(self.running)
-            self._serve([seq for seq in self.running if seq.lane == self.lanes.now], builder)
-            self.lanes.batch.leave_all([s for s in self.lanes.batch if s.scheduled != builder.number])
+            self._serve_in_order(builder)
         grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
         for seq in complete:
             self.publish(seq)
@@ -149,6 +147,12 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 builder.decoding -= seq.due == 1
                 self._advance(seq, builder)
+
+    def _serve_in_order(self, builder: StepBuilder) -> None:
+        """Advances all that run in this lane, as far as tokens and blocks go; the others lose their seats."""
+        self.order.sort(self.running)
+        self._serve([seq for seq in self.running if seq.lane == self.lanes.now], builder)
+        self.lanes.batch.leave_all([s for s in self.lanes.batch if s.scheduled != builder.number])
 
     def _unseated(self) -> list[Sequence]:
         """Those that run without a seat, in order."""
@@ -250,7 +254,7 @@ class Scheduler:
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
         spans = seen_spans(seq, start, end, self.limits) if self.limits.whole or self.limits.joined else ()
-        sight = self.encoder.sight_of(seq, start, end) if seq.request.spans else BLIND
+        sight = self.encoder.sight_of(seq, start, end) if any(s.shown for s in seq.request.spans) else BLIND
         some = images, tuple(draws), targets, 0, pool, spans, sight
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
@@ -304,20 +308,17 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back = at = at + 1
                 continue
-            held = [block for block in hits if block != ON_HOST]
-            need = -(-len(seq.tokens) // size) - len(held) + self.pool.idle(held)
+            need = -(-len(seq.tokens) // size) - (spared(hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
                 return
             self.waiting.pop(at)
-            seq.blocks, seq.computed, seq.published = claimed(seq, hits, self.pool), start, len(hits)
-            self.totals.host_hits += (len(hits) - len(held)) * size
+            if hits:
+                claim(seq, hits, size, self.pool, self.totals)
             seq.slot = self.slots.pop()
             seq.fresh_state = True
-            seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed if not seq.outputs else 0)
             self.totals.prefix_queries += len(seq.tokens)
-            self.totals.prefix_hits += seq.computed
             self.start_running(seq, self.lanes.now)
             self._advance(seq, builder)
 
@@ -369,8 +370,8 @@ class Scheduler:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
         self.running.remove(seq)
         self.lanes.gone(seq)
-        for key in self.arena.pinned_by(seq.key):
-            self.arena.unpin(key, seq.key)
+        if seq.request.spans:
+            self.arena.unpin_all(seq.key)
         if seq.opened:
             self._closings.append(seq.key)
             seq.opened = False

@@ -78,7 +78,7 @@ def create_app(
     Raises:
         StartupError: a flag names a parser that there is not, or a key file that cannot be used.
     """
-    service.images = service.images or images
+    _complete(service, engine, images)
     config, part = settings.config, settings.part
     admission = Admission(settings.bounds) if part is None else part.admission(settings.bounds)
 
@@ -128,6 +128,13 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     return app
+
+
+def _complete(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:
+    """Gives ``service`` a source of images where it has none, and the limit of an engine that is up already."""
+    service.images = service.images or images
+    if engine.info is not None:
+        service.max_model_len = engine.info.max_model_len
 
 
 def _collect(metrics: Metrics, settings: HttpSettings, engine: EngineClient, tenants: Tenants | None) -> None:

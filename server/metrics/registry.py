@@ -194,14 +194,13 @@ class Metrics:
         """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
         streams, values = timing.streams, self._of(timing)
-        cached = max((s.cached_tokens for s in streams), default=0)
         for reason in timing.finish or ["abort"]:
             self._success.labels(*values, reason).inc()
         self._observe(values, "request_prompt_tokens", timing.prompt_tokens)
         self._observe(values, "request_generation_tokens", timing.generated)
         self._observe(values, "request_max_num_generation_tokens", max((s.count for s in streams), default=0))
         self._observe(values, "request_params_max_tokens", timing.max_tokens)
-        self._observe(values, "request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - cached))
+        self._observe(values, "request_prefill_kv_computed_tokens", max(0, timing.prompt_tokens - timing.cached))
         self._observe(values, "request_params_n", timing.n)
         self._observe(values, "e2e_request_latency_seconds", end - timing.start + timing.turn)
         self._images.labels(*values).inc(timing.image_tokens)

@@ -32,15 +32,21 @@ def stage_seconds(timing: Timing) -> dict[str, float]:
 
 
 def closing(timing: Timing) -> str:
-    """The end of a request's last log line: seconds by stage, cache hits, launches."""
+    """The end of a request's last log line: seconds by stage, cache hits, launches, buckets of the slowest choice."""
     parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(timing).items())]
     if timing.media:
         kept, encoded = timing.media - timing.prepared, sum(s.image_hits for s in timing.stats)
         parts.append(f"media {timing.media}, {kept} from the processor cache, {encoded} from the encoder cache")
-    if timing.stats:
+    slowest = timing.slowest
+    if slowest is not None:
         launches, misses = sum(s.launches for s in timing.stats), sum(s.misses for s in timing.stats)
         parts.append(f"launches {launches}, {launches - misses} in planned buckets")
+        parts.append(f"buckets {_and(slowest.first_buckets)}, {_and(slowest.last_buckets)}")
     return "; ".join(part for part in parts if part)
+
+
+def _and(names: list[str]) -> str:
+    return "+".join(names) or "-"
 
 
 class StageMetrics:

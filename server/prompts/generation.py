@@ -86,15 +86,12 @@ class Timing:
             return
         now = time.monotonic()
         self.generated += count
-        if self.first is None:
-            self.first = now
-        before = self.choices.get(choice)
-        if before is None:
-            self.choices[choice] = Arrivals(now, now, count)
-            return
-        self.gaps.extend([(now - before.last) / count] * count)
-        before.last = now
-        before.count += count
+        self.first = self.first or now
+        arrivals = self.choices.setdefault(choice, Arrivals(now, now, 0))
+        if arrivals.count:
+            self.gaps.extend([(now - arrivals.last) / count] * count)
+        arrivals.last = now
+        arrivals.count += count
 
     def media_of(self, prompt: Prompt) -> None:
         """Takes what the media of the prompt were, and how long their preparation took."""
@@ -111,6 +108,11 @@ class Timing:
     def slowest(self) -> RequestStats | None:
         """That of the choice which took longest."""
         return max(self.stats, key=lambda s: s.queue + s.prefill + s.decode, default=None)
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return max((stream.cached_tokens for stream in self.streams), default=0)
 
     def paces(self) -> list[float]:
         """Mean seconds per token after the first, of each choice that has more than one."""
@@ -157,20 +159,10 @@ class Generation:
         return self._request.params
 
     @property
-    def completion_tokens(self) -> int:
-        """Tokens of all choices so far."""
-        return sum(s.count for s in self.streams)
-
-    @property
     def reasoning_tokens(self) -> int | None:
         """Those of them within the reasoning; None if it is not told from content."""
         counts = [s.reasoning_tokens for s in self.streams if s.reasoning_tokens is not None]
         return sum(counts) if counts else None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
-        return max(s.cached_tokens for s in self.streams)
 
     def pieces(self) -> AsyncGenerator[ChoicePiece]:
         """Pieces of text as they come, or of as many tokens as the prompt's interval, until every choice has finished.
@@ -195,13 +187,12 @@ class Generation:
                     self.said[delta.choice].append(piece.text)
                 if piece.finish_reason is not None:
                     self.timing.finish.append(piece.finish_reason)
-                    if stream.stopped_early and delta.finish is None:
+                    if delta.finish is None and stream.stopped_early:
                         self._engine.abort(self._request.id, delta.choice)
                 yield ChoicePiece(delta.choice, piece)
                 if all(s.finish_reason is not None for s in self.streams):
                     return
-            if any(s.finish_reason is None for s in self.streams):
-                raise TrencadisError("The engine ended the request without finishing it.")
+            raise TrencadisError("The engine ended the request without finishing it.")
         except Exception:
             self.timing.finish.append("error")
             raise

@@ -60,10 +60,9 @@ class ChoiceStream:
     ) -> None:
         self._detokenizer = detokenizer
         self._reader = reader
-        self._stop: StopMatcher | None = None
+        watched = bool(params.stop) or reader is not None
+        self._stop = StopMatcher(params.stop, params.include_stop_str_in_output) if watched else None
         """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
-        if params.stop or reader is not None:
-            self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
@@ -94,13 +93,10 @@ class ChoiceStream:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         self.pooled = delta.pooled or self.pooled
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        piece = TextPiece("", delta.tokens, delta.logprobs or [], delta.finish, delta.stop_token)
-        if delta.finish == "repetition":
-            piece.stop_reason = "repetition_detected"
-        if self._params.detokenize:
-            piece.text = self._text(delta)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        text = self._text(delta) if self._params.detokenize else ""
+        reason = "repetition_detected" if delta.finish == "repetition" else delta.stop_token
+        piece = TextPiece(text, delta.tokens, delta.logprobs or [], delta.finish, reason)
         if self._stop is not None:
             self._end(piece, self._stop)
         self.finish_reason = piece.finish_reason

@@ -143,9 +143,9 @@ class TextService:
         Raises:
             BadRequest: a message, a medium or the length is wrong.
         """
-        if self.template is None or self._messages is None:
+        template, rules = self._template, self._messages
+        if template is None or rules is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
-        template, rules = self.template, self._messages
 
         def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str | None]:
             talk = parse(messages, rules)

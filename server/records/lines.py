@@ -69,22 +69,20 @@ def say_closing(record: RequestRecord, most: int | None) -> None:
     Args:
         most: characters of an answer's text.
     """
-    named, seconds, timing, first = record.answer or record.id, record.end - record.begun, record.timing, record.first
+    named, seconds, timing = record.answer or record.id, record.end - record.begun, record.timing
     ended = f"{record.outcome}, tenant {record.tenant}" if record.tenant else record.outcome
     extra = {"fields": partial(_closing_fields, record, most)}
     if timing is None:
         log.info(IDLE, named, seconds, ended, extra=extra)
         return
     parts = [ended, closing(timing)]
-    slowest = timing.slowest
-    if slowest is not None:
-        parts.append(f"buckets {_and(slowest.first_buckets)}, {_and(slowest.last_buckets)}")
     if record.said:
         parts.append(f"answers {json.dumps(_said(record, most))}")
     log.info(
         "request %s: %d prompt tokens (%d cached, %d image), %d generated, first token %s, total %.3f s, %s",
         named, timing.prompt_tokens, record.cached, timing.image_tokens, timing.generated,
-        "-" if first is None else f"{first - record.begun:.3f} s", seconds, "; ".join(filter(None, parts)), extra=extra,
+        "-" if timing.first is None else f"{timing.first - record.begun:.3f} s", seconds,
+        "; ".join(filter(None, parts)), extra=extra,
     )  # fmt: skip
 
 
@@ -94,14 +92,14 @@ def _closing_fields(record: RequestRecord, most: int | None) -> dict[str, Any]:
         "event": "closing", "id": record.id, "answer": record.answer, "tenant": record.tenant, "path": record.path,
         "status": record.status, "outcome": record.outcome, "seconds": round(record.end - record.begun, 6),
     }  # fmt: skip
-    timing, first, stats = record.timing, record.first, record.stats
+    timing, stats = record.timing, record.stats
     if timing is None:
         return fields
     slowest = timing.slowest
     fields |= {
         "prompt_tokens": timing.prompt_tokens, "cached_tokens": record.cached, "image_tokens": timing.image_tokens,
         "generated_tokens": timing.generated, "media": timing.media,
-        "first_token_seconds": None if first is None else round(first - record.begun, 6),
+        "first_token_seconds": None if timing.first is None else round(timing.first - record.begun, 6),
         "stages": {name: round(value, 6) for name, value in stage_seconds(timing).items()},
         "launches": sum(s.launches for s in stats), "unplanned": sum(s.misses for s in stats),
         "preemptions": sum(s.preemptions for s in stats),
@@ -117,7 +115,3 @@ def _closing_fields(record: RequestRecord, most: int | None) -> dict[str, Any]:
 def _said(record: RequestRecord, most: int | None) -> list[str]:
     """The texts of all choices, ``most`` characters of each."""
     return ["".join(pieces)[:most] for pieces in record.said]
-
-
-def _and(names: list[str]) -> str:
-    return "+".join(names) or "-"

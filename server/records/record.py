@@ -80,12 +80,7 @@ class RequestRecord:
     @property
     def cached(self) -> int:
         """Tokens of its prompts that came from the prefix cache."""
-        return sum(max((s.cached_tokens for s in t.streams), default=0) for t in self.timings)
-
-    @property
-    def first(self) -> float | None:
-        """When the first token came."""
-        return min((t.first for t in self.timings if t.first is not None), default=None)
+        return sum(timing.cached for timing in self.timings)
 
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)

@@ -57,12 +57,8 @@ async def read(request: Request) -> Any:
             break
     if not body:
         return None
-    texts: list[str] = []
-    if not within_limits(body):
-        scan = await _scanned(_behind(body, chunks))
-        body, texts = scan.outline, await decoded(scan.long) if scan.long else []
     try:
-        found = parsed(body, texts)
+        found = json.loads(body.decode("utf-8-sig")) if within_limits(body) else await _outlined(_behind(body, chunks))
     except (ValueError, RecursionError):
         raise BadRequest(NO_JSON) from None
     check_counts(found)
@@ -76,6 +72,12 @@ async def _behind(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
     yield start
     async for chunk in rest:
         yield chunk
+
+
+async def _outlined(chunks: AsyncIterator[bytes]) -> Any:
+    """The parsed body where it is long or nested."""
+    scan = await _scanned(chunks)
+    return parsed(scan.outline, await decoded(scan.long) if scan.long else [])
 
 
 async def _scanned(chunks: AsyncIterator[bytes]) -> BodyScan:

@@ -263,9 +263,9 @@ def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> Sa
     """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
     name, asked = body.limit
     if fits and asked is not None:
-        asked = min(asked, max(1, state.max_model_len - prompt))
+        asked = min(asked, max(1, state.service.max_model_len - prompt))
     try:
-        limit = output_limit(name, asked, state.service.defaults.limit(prompt), prompt, state.max_model_len)
+        limit = output_limit(name, asked, state.service.defaults.limit(prompt), prompt, state.service.max_model_len)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return sampling_params(body, state.service, limit, logprobs, body.prompt_logprobs)
     except BadRequest as error:

@@ -201,11 +201,11 @@ def _generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: st
     if limit == 0:
         if not body.echo:
             raise BadRequest("max_tokens must be at least 1, got 0.", param="max_tokens")
-        too_long(len(prompt.tokens), state.max_model_len)
+        too_long(len(prompt.tokens), state.service.max_model_len)
         scored = scored or 0
     else:
         default = state.service.defaults.limit(len(prompt.tokens))
-        limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.max_model_len)
+        limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.service.max_model_len)
     sampling = sampling_params(body, state.service, limit, body.logprobs, scored)
     return state.generation(id, prompt, sampling, body)
 

@@ -17,7 +17,7 @@ def router(state: AppState) -> APIRouter:
             id=name,
             created=state.created,
             root=state.settings.model_root or name,
-            max_model_len=state.max_model_len,
+            max_model_len=state.service.max_model_len,
             permission=[Permission(id=f"modelperm-{name}", created=state.created)],
         )
 

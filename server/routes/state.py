@@ -70,14 +70,6 @@ class AppState:
         own = 0 if self.turns is None else self.turns.waiting
         return own if self.settings.part is None else self.settings.part.waiting(own)
 
-    @property
-    def max_model_len(self) -> int:
-        """The limit that the engine reports, once it is up."""
-        info = self.engine.info
-        if info is not None:
-            self.service.max_model_len = info.max_model_len
-        return self.service.max_model_len
-
     def check_accepting(self) -> None:
         """Checks whether requests of this task may run now.
 
@@ -88,7 +80,6 @@ class AppState:
         if not self.engine.accepting:
             raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
         self.pinned()
-        _ = self.max_model_len
 
     def pinned(self) -> int:
         """The engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
@@ -302,7 +293,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool
         shown: whether kinds of prompt tokens are told, where nothing else asks for them.
     """
     prompt = sum(len(g.prompt.tokens) for g in generations)
-    completion = sum(g.completion_tokens for g in generations)
+    completion = sum(g.timing.generated for g in generations)
     thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
     return Usage(
         prompt_tokens=prompt,
@@ -315,7 +306,7 @@ def usage_of(generations: Sequence[Generation], sizes: bool = False, shown: bool
 
 def prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
     """Kinds of the tokens of all prompts; ``sizes``: as in ``usage_of``."""
-    details = PromptTokensDetails(cached_tokens=sum(g.cached_tokens for g in generations), image_tokens=0)
+    details = PromptTokensDetails(cached_tokens=sum(g.timing.cached for g in generations), image_tokens=0)
     if any(g.prompt.media for g in generations):
         _count_media(details, generations)
     if sizes:

@@ -61,7 +61,7 @@ def router(state: AppState) -> APIRouter:
             names = [token(t) or "" for t in tokens] if body.return_token_strs else None
             return TokenizeResponse(
                 count=len(tokens),
-                max_model_len=state.max_model_len,
+                max_model_len=state.service.max_model_len,
                 tokens=tokens,
                 token_strs=names,
                 images=image_details(prompt) if sizes else None,
@@ -84,7 +84,7 @@ def router(state: AppState) -> APIRouter:
         """The text of ids, special tokens included; at most max_model_len ids."""
         state.check_model(body.model)
         headers = state.check_fields(body)
-        most = state.max_model_len
+        most = state.service.max_model_len
         if len(body.tokens) > most:
             raise BadRequest(f"tokens holds at most {most} ids, got {len(body.tokens)}.", param="tokens")
         return await ticketed(http, state.admission.enter(), detokenized(state, body.tokens, headers))

@@ -45,9 +45,11 @@ def test_stages_do_not_overlap_and_belong_to_the_slowest_choice() -> None:
 
 def test_the_closing_line() -> None:
     stats = RequestStats(queue=1.0, prefill=3.0, decode=4.0, encode=2.5, image_hits=1, launches=7, misses=2)
+    stats.first_buckets = ["vision[64]", "prefill[8]"]
     assert closing(timing(2, stats)) == (
         "media_fetch 0.100 media_decode 0.200 media_resize 0.300 queue 1.000 encode 2.500 prefill 0.500 decode 4.000; "
-        "media 2, 1 from the processor cache, 1 from the encoder cache; launches 7, 5 in planned buckets"
+        "media 2, 1 from the processor cache, 1 from the encoder cache; launches 7, 5 in planned buckets; "
+        "buckets vision[64]+prefill[8], -"
     )
     assert closing(timing(0, None)) == ""
 

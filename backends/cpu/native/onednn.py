@@ -36,7 +36,7 @@ def pieces(rows: int) -> tuple[int, ...]:
     table that no limit reaches. If every number of rows were a size of its own, memory would grow for hours, with each
     new prompt length and mix of clients, and each new number would be slow once.
     """
-    return (SIZES[-1],) * (rows // SIZES[-1]) + _rest(rows % SIZES[-1])
+    return (SIZES[-1],) * (rows // SIZES[-1]) + _RESTS[rows % SIZES[-1]]
 
 
 @cache
@@ -51,3 +51,6 @@ def _rest(rows: int) -> tuple[int, ...]:
     below = SIZES[place - 1]
     split = (below, *_rest(rows - below))
     return (above,) if above + PASS <= sum(split) + PASS * len(split) else split
+
+
+_RESTS = tuple(_rest(rows) for rows in range(SIZES[-1]))

@@ -36,7 +36,7 @@ def router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["responses"], route_class=BodyRoute)
 
     async def inner_of(body: ResponsesRequest, http: Request) -> tuple[InnerRequest, dict[str, str]]:
-        return await translated(state, body, http, lambda: inner_request(body, state.max_model_len), body.input)
+        return await translated(state, body, http, lambda: inner_request(body, state.service.max_model_len), body.input)
 
     @routes.post("/v1/responses", response_model=ResponsesResponse)
     async def create(body: ResponsesRequest, http: Request) -> Response:

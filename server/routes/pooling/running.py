@@ -141,7 +141,7 @@ async def run(
 def _usage(generations: Sequence[Generation]) -> Usage:
     tokens = sum(len(g.prompt.tokens) for g in generations)
     details = PromptTokensDetails(
-        cached_tokens=sum(g.cached_tokens for g in generations),
+        cached_tokens=sum(g.timing.cached for g in generations),
         image_tokens=sum(g.prompt.media_tokens(videos=False) for g in generations),
         video_tokens=sum(g.prompt.media_tokens(videos=True) for g in generations),
     )
