@@ -117,9 +117,10 @@ def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: st
     """The processor of a checkpoint folder; raises StartupError."""
     check_options(asked)
     v, c = cast(GridTower, config.vision), settings_file(config.path)
+    colours = read_settings(config.path, v.image, KINDS)
     if grids_of(c, v.image) != v.grids:
         raise StartupError(f"{c.where}: image_grid_pinpoints are not those of config.json")
-    return GridProcessor(**shared_fields(v, read_settings(config.path, v.image, KINDS)), grids=v.grids)
+    return GridProcessor(**shared_fields(v, colours), grids=v.grids)
 
 
 def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
