@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Settings of the checkpoint, and how its ranks are asked for."""
 
 PROMPTS = int(os.environ.get("TRENCADIS_TEST_PROMPTS", "200"))
+PART = 50
+"""Prompts of one test: eight ranks on two busy cores take minutes for them, and a run may go on with the next part."""
 VOCAB = {"opt": 50_272, "gpt2": 50_257}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1, seed=5, max_tokens=12, n=2)
@@ -68,31 +71,34 @@ def answered(path: Path, asked: list[list[int]], **flags: Any) -> tuple[list[Ans
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]], Any]]:
-    """A family's checkpoint, what is asked, and what one rank on the CPU answers."""
-    known: dict[str, Any] = {}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, list[list[int]], Any]]:
+    """A family's checkpoint, a part of what is asked, and what one rank on the CPU answers."""
 
-    def find(family: str) -> Any:
-        if family not in known:
-            form = {"opt": "125m", "gpt2": "tied"}[family]
-            settings = {**SHAPES[family][0], "vocab_size": VOCAB[family]}
-            path = family_checkpoint(tmp_path_factory.mktemp(family), family=family, form=form, **settings)
-            asked = prompts(VOCAB[family])
-            known[family] = path, asked, answered(path, asked)
-        return known[family]
+    @cache
+    def checkpoint(family: str) -> Path:
+        form = {"opt": "125m", "gpt2": "tied"}[family]
+        settings = {**SHAPES[family][0], "vocab_size": VOCAB[family]}
+        return family_checkpoint(tmp_path_factory.mktemp(family), family=family, form=form, **settings)
+
+    @cache
+    def find(family: str, first: int) -> Any:
+        asked = prompts(VOCAB[family])[first : first + PART]
+        return checkpoint(family), asked, answered(checkpoint(family), asked)
 
     return find
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", range(0, PROMPTS, PART))
 @pytest.mark.parametrize("family", SHAPES)
-def test_two_hundred_prompts(family: str, device: str, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_prompts(family: str, first: int, device: str, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
-    path, asked, (wanted, wanted_drawn, _) = alone(family)
+    path, asked, (wanted, wanted_drawn, _) = alone(family, first)
     ours, drawn, preempted = answered(path, asked, **SHAPES[family][1], **DEVICES[device])
     assert_same([(a.tokens, b) for a, b in zip(ours, wanted, strict=True)])
     other = sum(a != b for a, b in zip(drawn, wanted_drawn, strict=True))
-    print(f"\n{family}, {device}: {len(ours)} greedy, {len(drawn)} drawn, {other} differ, {preempted} preemptions")
+    figures = f"{len(ours)} greedy, {len(drawn)} drawn, {other} differ, {preempted} preemptions"
+    print(f"\n{family}, {device}, prompts from {first} on: {figures}")
     assert other <= TIES * len(drawn)
     assert preempted or "preemption" not in device
