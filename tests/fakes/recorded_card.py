@@ -23,6 +23,7 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket, InputSizes
+from trencadis.core.checkpoint.vision_config import SlotForm
 from trencadis.core.memory.measured import bucket_of
 
 __all__ = ["Record", "Records", "RecordedBackend", "config_of"]
@@ -72,7 +73,7 @@ class RecordedProgram:
     def __init__(self, bucket: Bucket, body: Any, backend: RecordedBackend) -> None:
         self.bucket, self.body, self.backend = bucket, body, backend
         self.state = ProgramState.PLANNED
-        self.bytes = SERVING.inputs(bucket, InputSizes(backend.cfg.vocab_size)) if SERVING.inputs else 0
+        self.bytes = SERVING.inputs(bucket, backend.sizes) if SERVING.inputs else 0
         self.inputs = torch.empty(self.bytes, dtype=torch.uint8, device=backend.device)
 
     @property
@@ -119,13 +120,18 @@ class RecordedProgram:
 
 
 class RecordedBackend(HpuBackend):
-    """The backend on ``card``, with programs that only book bytes; ``returned``: what a release gives back."""
+    """The backend on ``card``, with programs that only book bytes.
+
+    ``returned``: what a release gives back; ``slot``: the form of a slot of VISION.
+    """
 
     def __init__(
-        self, cfg: BackendConfig, card: EmulatedDevice, bridge: Bridge, records: Records, returned: float
-    ) -> None:
+        self, cfg: BackendConfig, card: EmulatedDevice, bridge: Bridge, records: Records, returned: float,
+        slot: SlotForm | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(cfg, SERVING, bridge, HpuSettings())
         self.card, self.records, self.returned = card, records, returned
+        self.sizes = InputSizes(cfg.vocab_size) if slot is None else InputSizes(cfg.vocab_size, slot=slot)
         self.live = 0
 
     def program(self, bucket: Bucket, body: Any) -> Any:

@@ -73,23 +73,26 @@ def recorded(index: int, pixels: int, line: dict[str, Any]) -> tuple[Records, fl
 class Grid:
     """Starts of one model under one image limit."""
 
-    def __init__(self, index: int, pixels: int, line: dict[str, Any], records: Records, total: int = 96 * GIB) -> None:
-        self.total = total
-        self.model, self.ranks = of_sizes(index)
-        self.images, self.line = images_of(pixels), line
+    def __init__(
+        self, model: tuple[ModelConfig, int], images: ImageNeeds, line: dict[str, Any], records: Records,
+        total: int = 96 * GIB,
+    ) -> None:  # fmt: skip
+        self.total, self.images, self.line = total, images, line
+        self.model, self.ranks = model
         self.records: dict[tuple[int, tuple[tuple[str, Any], ...]], Records] = {(self.ranks, ()): records}
 
     def start(self, seed: int, ranks: int, **flags: Any) -> str:
         """``starts``, or the line of a refusal that came before loading; anything else fails."""
         config = config_of(**{**self.line, **flags})
         other = tuple((k, v) for k, v in flags.items() if k.startswith("max_"))
-        records = self.records.setdefault((ranks, other), Records())
+        records = self.known(ranks, other)
         device = card(self.total)
         cfg = BackendConfig(
             dtype=torch.bfloat16, block_size=128, max_tokens=config.max_num_batched_tokens or 0,
             max_rows=config.max_num_seqs or 0, vocab_size=self.model.text.vocab, world=ranks,
         )  # fmt: skip
-        backend = RecordedBackend(cfg, device, of(device), records, random.Random(seed).choice([0.0, 0.5, 1.0]))
+        back, slot = random.Random(seed).choice([0.0, 0.5, 1.0]), self.model.vision.slot if self.model.vision else None
+        backend = RecordedBackend(cfg, device, of(device), records, back, slot)
         try:
             start = DeviceStart.planned(config, self.model, backend, Silent(), self.images)
         except StartupError as error:
@@ -97,6 +100,10 @@ class Grid:
             return str(error)
         check(Started(start, *start.run(), device))
         return "starts"
+
+    def known(self, ranks: int, other: tuple[tuple[str, Any], ...]) -> Records:
+        """What is recorded of so many ranks with these limits."""
+        return self.records.setdefault((ranks, other), Records())
 
     def play(self, utilisation: float, reserve: float, seed: int) -> str:
         """``starts``, ``refused`` with a setting that does start, or ``too large`` where none can."""
@@ -146,7 +153,8 @@ def test_forty_starts(every: int) -> None:
     records, _ = recorded(1, 50_176, SHORT)
     model, _ = of_sizes(1)
     taken = on_paper(model, config_of(**SHORT), images_of(50_176), 96 * GIB).ledger.before.taken
-    large, small = (Grid(1, 50_176, SHORT, records, total) for total in (96 * GIB, taken + (96 << 20)))
+    totals = 96 * GIB, taken + (96 << 20)
+    large, small = (Grid(of_sizes(1), images_of(50_176), SHORT, records, total) for total in totals)
     cases = list(enumerate(itertools.product(UTILISATIONS, RESERVES)))[::every]
     found = [(small if i % 4 else large).play(*case, i) for i, case in cases]
     assert found.count("starts") >= 15 // every and found.count("refused") >= 10 // every, found
@@ -164,7 +172,7 @@ def test_all_starts(index: int, pixels: int) -> None:
         records, took = recorded(index, pixels, {})
         records.save(path)
     begun = time.perf_counter()
-    grid = Grid(index, pixels, {}, Records.load(path))
+    grid = Grid(of_sizes(index), images_of(pixels), {}, Records.load(path))
     found = Counter(grid.play(*case, i) for i, case in enumerate(itertools.product(UTILISATIONS, RESERVES)))
     seconds = time.perf_counter() - begun
     print(f"{MODELS[index]} {pixels}: {dict(found)}; recorded in {took:.1f} s, 40 starts in {seconds:.1f} s")

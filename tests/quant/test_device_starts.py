@@ -56,9 +56,7 @@ def grid_of(index: int, total: int) -> Grid:
     assert paper["weights"] < wide["weights"]
     records = Records()
     records.take(started)
-    grid = Grid(index, PIXELS, SHORT, records, total)
-    grid.model = model
-    return grid
+    return Grid((model, ranks), images_of(PIXELS), SHORT, records, total)
 
 
 @pytest.mark.long

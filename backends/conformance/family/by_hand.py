@@ -18,6 +18,7 @@ from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import POST, ModelConfig
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.models import registry
+from trencadis.core.shapes.seen import Sight, seen_inputs, units_of, variant_of
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK, BLOCKS = 8, 32
@@ -32,11 +33,13 @@ class SeenPrompt:
         rows: int32 [n]: the arena row that it takes; 0: none.
         positions: int32 [3, n].
         upto: int32 [n]: the last place that it sees; None: its own.
+        sight: what the tokens attend to in place of rows that they take; None: no layer does.
     """
 
     rows: Int32
     positions: Int32
     upto: Int32 | None
+    sight: Sight | None = None
 
 
 class ByHand:
@@ -82,6 +85,7 @@ class ByHand:
         for start in range(0, n, chunk):
             size = min(chunk, n - start)
             stop = start + size
+            sights = [] if seen.sight is None else [seen.sight.part(start, stop)]
             inputs = StepInputs(
                 tokens=np.array(ids[start:stop], np.int32), from_slot=np.zeros(size, np.int32),
                 positions=np.ascontiguousarray(positions[:, start:stop]), image_row=seen.rows[start:stop],
@@ -89,16 +93,19 @@ class ByHand:
                 context=np.array([start], np.int32), blocks=self.blocks, slot=np.ones(1, np.int32),
                 adapter=np.zeros(1, np.int32),
                 upto=None if upto is None else np.minimum(upto[start:stop], stop - 1),
+                seen=seen_inputs(sights, [size]) if sights else None,
             )  # fmt: skip
-            self._launch(inputs, *((Stage.DECODE, 1) if size == 1 else (Stage.PREFILL, size, 1)))
+            variant = variant_of(units_of(sights))
+            self._launch(inputs, variant, *((Stage.DECODE, 1) if size == 1 else (Stage.PREFILL, size, 1)))
             with torch.inference_mode():
                 rows = hidden[1 : size + 1]
                 out.append((self.model.lm_head(rows) if self.config.pooling is None else rows).clone())
         return torch.cat(out).float()
 
-    def _launch(self, inputs: StepInputs, stage: Stage, *needs: int) -> None:
+    def _launch(self, inputs: StepInputs, variant: str, stage: Stage, *needs: int) -> None:
         sizes = zip(needs, self.backend.policy.alignment[stage], strict=True)
-        program = self.backend.program(Bucket(stage, tuple(-(-n // a) * a for n, a in sizes)), self.model.text)
+        bucket = Bucket(stage, tuple(-(-n // a) * a for n, a in sizes), variant)
+        program = self.backend.program(bucket, self.model.text)
         self.backend.fill(program, inputs)
         program.run()
 

@@ -167,6 +167,8 @@ class TheirModel:
             marks = (given["input_ids"] == seen.token).long()
             given = {**{key: marks for key in ("token_type_ids", "mm_token_type_ids") if key in known}, **given}
             given |= {key: value for key, value in seen.inputs.items() if key in known}
+            if "cross_attention_mask" in known:
+                given["cross_attention_mask"] = _tiles_seen(seen, marks[0])
         with torch.inference_mode():
             found: Tensor
             if self.generates:
@@ -175,14 +177,31 @@ class TheirModel:
                 found = self.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         return found
 
-    def rows(self, seen: Shown) -> Tensor:
-        """float32 [rows, hidden] that stand for a picture in a prompt."""
+    def rows(self, seen: Shown, cross: tuple[int, ...] = ()) -> Tensor:
+        """float32 [rows, hidden] that stand for a picture in a prompt.
+
+        Of layers ``cross``, which attend to pictures: [rows, their keys and values, one layer's behind the other's].
+        """
+        if cross:
+            return self._kept(seen, cross)
         known = inspect.signature(self.model.get_image_features).parameters
         with torch.inference_mode():
             found = self.model.get_image_features(**{k: v for k, v in seen.inputs.items() if k in known})
         found = getattr(found, "pooler_output", found)
         parts = found if isinstance(found, list | tuple) else [found]
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).float()
+
+    def _kept(self, seen: Shown, cross: tuple[int, ...]) -> Tensor:
+        inner, found = self.model.model, list[Tensor]()
+        known = inspect.signature(inner.vision_model.forward).parameters
+        with torch.inference_mode():
+            states = inner.vision_model(**{k: v for k, v in seen.inputs.items() if k in known}).last_hidden_state
+            states = inner.multi_modal_projector(states)
+            states = states.reshape(-1, states.shape[-1])
+            for layer in (inner.language_model.layers[place].cross_attn for place in cross):
+                k = layer.k_norm(layer.k_proj(states).view(len(states), -1, layer.head_dim))
+                found += [k.reshape(len(states), -1), layer.v_proj(states)]
+        return torch.cat(found, dim=1).float()
 
     def parts(self, ids: list[int], layers: int, prefix: int = 0) -> Seen:
         """What each part of each layer puts out, [n, width], in the order in which it is computed, then the logits."""
@@ -211,6 +230,12 @@ class TheirModel:
             for hook in hooks:
                 hook.remove()
         return seen
+
+
+def _tiles_seen(seen: Shown, marks: Tensor) -> Tensor:
+    """int64 [1, n, 1, tiles]: tokens from a picture's mark on see the tiles that it fills, those before it none."""
+    behind = marks.cumsum(0) > 0
+    return (behind[:, None] * seen.inputs["aspect_ratio_mask"].reshape(1, -1))[None, :, None].long()
 
 
 def _note(name: str, seen: Seen, value: Any) -> None:

@@ -17,9 +17,11 @@ from trencadis.backends.conformance.family.oracle import Shown, TheirModel, show
 from trencadis.backends.conformance.result import Skipped
 from trencadis.core.checkpoint.model_config import ModelConfig, reserved_rows
 from trencadis.core.errors import StartupError
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.sights import sight
+from trencadis.core.kv.spans import MediaSpan, TokenRun
 from trencadis.core.layout import RESERVED_ROWS
 from trencadis.core.models import registry
+from trencadis.core.shapes.seen import ENDLESS
 from trencadis.core.step import Encode
 
 SIZES = ((60, 90), (200, 110), (97, 300))
@@ -40,7 +42,9 @@ class Pictured:
 
     @property
     def rows(self) -> list[int]:
-        """The arena rows that stand for it, in the prompt's order."""
+        """The arena rows that stand for it, in the prompt's order; all of one that tokens attend to."""
+        if self.seen.sight is not None:
+            return [int(row) for row in self.encoded[0].rows]
         return [int(row) for row in self.seen.rows if row]
 
     @property
@@ -98,8 +102,10 @@ def _prompt(config: ModelConfig, made: Any, encoded: list[Encode], rng: np.rando
 
 
 def _seen(config: ModelConfig, made: Any, rows: NDArray[np.int32]) -> SeenPrompt:
-    """Positions as the family has them; which tokens see each other."""
+    """Positions as the family has them; which tokens see each other, or what they see of the picture."""
     n, side = len(rows), registry.family_of(config.architecture).vision
+    if config.text.cross:
+        return _attended(made, rows)
     at = np.flatnonzero(rows)
     positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
     if side is not None and side.positions and config.text.mrope_section is not None:
@@ -115,6 +121,15 @@ def _seen(config: ModelConfig, made: Any, rows: NDArray[np.int32]) -> SeenPrompt
     return SeenPrompt(rows, positions, upto)
 
 
+def _attended(made: Any, rows: NDArray[np.int32]) -> SeenPrompt:
+    """Of a picture that tokens attend to: none takes its rows."""
+    n, place, (taken,) = len(rows), int(np.flatnonzero(rows)[0]), made.layout
+    run, held = TokenRun(place, taken.tokens), made.items[0].tokens
+    span = MediaSpan(0, ENDLESS, "", made.grid, made.slots, held, (run,), taken.shown)
+    positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
+    return SeenPrompt(np.zeros(n, np.int32), positions, None, sight([span], [int(rows[place])], 0, n))
+
+
 def compared(
     config: ModelConfig, folder: Path, seed: int, theirs: TheirModel
 ) -> list[tuple[Pictured, Tensor, Tensor, Tensor]]:
@@ -125,5 +140,7 @@ def compared(
     found = []
     for one in pictures:
         rows = ours.encode(one.encoded)[torch.tensor(one.rows)]
-        found.append((one, rows, theirs.rows(one.theirs), ours.logits(one.ids, len(one.ids), one.seen)))
+        found.append(
+            (one, rows, theirs.rows(one.theirs, config.text.cross), ours.logits(one.ids, len(one.ids), one.seen))
+        )
     return found

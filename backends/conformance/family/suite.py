@@ -119,8 +119,6 @@ class CheckedModel:
     @cached_property
     def pictures(self) -> list[tuple[pictures.Pictured, Tensor, Tensor, Tensor]]:
         """Pictures, and what both sides make of them."""
-        if self.config.text.cross:
-            raise Skipped("layers attend to pictures, whose keys and values lie in the arena in place of rows")
         return pictures.compared(self.config, self.checkpoint, self.seed, self.theirs)
 
     def subject(self, policy: str) -> Subject:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vision import forms
+from tests.vision.cross import mllama
 from tests.vision.tiled import COMPARED
+from trencadis.backends.conformance.family import pictures
+from trencadis.core.kv import sights
 from trencadis.server.cli.main import main
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llava": forms.llava, "gemma3": forms.gemma3, "qwen3_vl": forms.qwen3_vl,
+    "mllama": partial(mllama.write, **mllama.FORMS["three tiles of 64 patches, llama3"]),
     **{name: COMPARED[name].write for name in COMPARED if name != "phi3_v"},
 }  # fmt: skip
 SOME = "weights,ledger,pictures,padding.serving"
@@ -26,12 +32,13 @@ def checked(capsys: Any, path: Path, only: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in json.loads(capsys.readouterr().out)["results"]}
 
 
-FAMILIES = [name if name == "llava_next" else pytest.param(name, marks=pytest.mark.long) for name in WRITERS]
+SHARE = ("llava_next", "mllama")
+FAMILIES = [name if name in SHARE else pytest.param(name, marks=pytest.mark.long) for name in WRITERS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pictures_of_a_built_in_family_pass(family: str, tmp_path: Path, capsys: Any) -> None:
-    results = checked(capsys, WRITERS[family](tmp_path / family), SOME if family != "llava_next" else "pictures")
+    results = checked(capsys, WRITERS[family](tmp_path / family), SOME if family not in SHARE else "pictures")
     print({name: one["reason"] or one.get("figure") for name, one in results.items()})
     assert {"pictures.rows", "pictures.logits"} <= results.keys()
     assert {one["status"] for one in results.values()} == {"pass"}, results
@@ -43,3 +50,16 @@ def test_a_folder_without_a_processor_has_no_pictures(tmp_path: Path, capsys: An
     results = checked(capsys, path, "pictures.rows")
     assert results["pictures.rows"]["status"] == "skip"
     assert "no picture can be made" in results["pictures.rows"]["reason"]
+
+
+def test_what_tokens_see_too_much_of_a_picture_is_found(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that the picture leaves empty, in a model whose layers attend to pictures."""
+
+    def sight(spans: Any, *rest: Any) -> Any:
+        return sights.sight([dataclasses.replace(span, shown=span.held) for span in spans], *rest)
+
+    monkeypatch.setattr(pictures, "sight", sight)
+    results = checked(capsys, WRITERS["mllama"](tmp_path / "mllama"), "pictures")
+    assert results["pictures.rows"]["status"] == "pass" and results["pictures.logits"]["status"] == "fail"

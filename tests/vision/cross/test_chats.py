@@ -18,6 +18,8 @@ from trencadis.core.errors import BadRequest, TrencadisError
 SCHEDULES: dict[str, dict[str, Any]] = {
     **{name: flags for name, flags in VARIANTS.items() if name != "arena of two"},
     "arena of three": {"encoder_cache_images": 3, "enable_prefix_caching": False},
+    "arena of two": {"encoder_cache_images": 2, "enable_prefix_caching": False},
+    "chunks of 1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     "few blocks": {"num_gpu_blocks_override": 16, "block_size": 16, "max_model_len": 256},
 }
 
@@ -26,7 +28,8 @@ def chats(path: Path, theirs: Theirs, seeds: range, **flags: Any) -> Any:
     """Ids equal, and the same tokens as transformers; twice, the second time behind hits of the prefix cache."""
     asked = []
     for seed in seeds:
-        messages, images = conversation(np.random.default_rng(seed), high=300)
+        most = min(int(flags.get("encoder_cache_images", 3)), 3)  # a request with more than the arena holds is refused
+        messages, images = conversation(np.random.default_rng(seed), most, high=300)
         asked.append((messages, *theirs.answer(theirs.text(messages), images, 6)))
     llm = LLM(str(path), **{**BASE, **flags})
     try:

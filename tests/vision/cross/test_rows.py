@@ -142,6 +142,7 @@ def test_a_value_that_is_not_implemented_is_refused(
 
 @pytest.mark.parametrize(("flags", "named"), [
     ({"pipeline_parallel_size": 2}, "pipeline stage"),
+    ({"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}, "--mm-encoder-tp-mode data"),
     ({"batch_invariant": True}, "--batch-invariant"),
     ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
     ({"encoder_cache_images": 0}, "encoder-cache-images"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.fakes import checkpoints
 from tests.vision import forms
+from tests.vision.cross import mllama
 from tests.vision.tiled import COMPARED
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -17,5 +18,6 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl_moe": partial(forms.qwen3_vl, experts=True),
     "llava": forms.llava,
     "gemma3": forms.gemma3,
+    "mllama": mllama.write,
     **{name: partial(one.write, **next(iter(one.forms.values()))) for name, one in COMPARED.items()},
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vision import test_plans, test_tiled_plans
+from tests.vision.cross import test_plans as test_crossing_plans
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
 
@@ -15,6 +16,7 @@ _QWEN2 = test_plans.HUB["Qwen2-VL-2B"]
 HUB: dict[str, dict[str, Any]] = {
     **test_plans.HUB,
     **test_tiled_plans.HUB,
+    test_crossing_plans.NAME: test_crossing_plans.HUB,
     "Qwen2.5-VL-3B": _QWEN2 | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 2048,
         "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11008,

@@ -24,7 +24,7 @@ from trencadis.core.errors import TrencadisError
 from trencadis.core.models.registry import image_needs
 from trencadis.multimodal.sources import addresses, fetch
 
-MARKS = {"gemma3": "<start_of_image>", **{name: one.image for name, one in COMPARED.items()}}
+MARKS = {"gemma3": "<start_of_image>", "mllama": "<|image|>", **{name: one.image for name, one in COMPARED.items()}}
 OWN = [
     of_file("PNG of 1 x 10,000", png(1, 10_000), 400), of_file("PNG of 10,000 x 1", png(10_000, 1), 400),
     of_file("PNG of 20,000 squared", png(20_000, 20_000), 413),

@@ -34,6 +34,7 @@ WITHIN = 5.0
 SOME = ("phi3_v", "internvl", "qwen3_vl")
 MARK = dict.fromkeys((("idefics3", "smolvlm"), ("smolvlm", "idefics3")), "max_image_size")
 """What tells families apart whose processors are one class under two names."""
+CANVAS = "mllama.image_processing_pil_mllama.MllamaImageProcessorPil"
 LINES = ("pixtral", "mistral3")
 """Families whose processor overrides the image processor's own size of a patch."""
 PICTURES = [
@@ -49,7 +50,10 @@ def served(folder: Path) -> list[Prepared]:
         raise StartupError("text alone")
     needs = image_needs(config, {})
     made = image_processor(config, {})
-    limits = ShapeLimits(4, 256, 256, 128, needs.slots, max(needs.least_slots, 1), needs.tile, needs.squares)
+    limits = ShapeLimits(
+        4, 256, 256, 128, needs.slots, max(needs.least_slots, 1), needs.tile, needs.squares,
+        units=4 if config.text.cross else 0,
+    )  # fmt: skip
     assert make_plan(policy(""), limits, BucketOptions(), config).buckets
     found = []
     for image in PICTURES:
@@ -80,7 +84,7 @@ def unlike(family: str, folder: Path, image: Image.Image, one: Prepared) -> str:
     if family == "phi3_v":
         phi3_v.same_values(ours, phi3_v.Processor(folder), image)
         return ""
-    module, _, name = KINDS[family].processor.rpartition(".")
+    module, _, name = (CANVAS if family == "mllama" else KINDS[family].processor).rpartition(".")
     more: dict[str, Any] = {"crop_to_patches": True} if family == "internvl" else {}  # as its processor asks
     own = {"patch_size": dict.fromkeys(("height", "width"), ours.patch * ours.merge)} if family in LINES else {}
     made: Any = getattr(import_module(f"transformers.models.{module}"), name).from_pretrained(folder, **own)
@@ -89,6 +93,10 @@ def unlike(family: str, folder: Path, image: Image.Image, one: Prepared) -> str:
     if family.startswith("qwen"):
         return "" if np.array_equal(ours.table[channel, one.pixels], theirs) else "other pixels"
     whole, tiles = theirs.reshape(-1, *theirs.shape[-3:]), one.items or (one,)
+    if family == "mllama":  # tiles that a picture leaves empty stand behind its own
+        mine = ours.table[channel, one.pixels].reshape(-1, ours.cells, ours.values)
+        same = [np.array_equal(tile, ours.cut(t.transpose(1, 2, 0))) for tile, t in zip(mine, whole, strict=False)]
+        return "" if all(same) and not whole[len(mine) :].any() else "other pixels"
     if len(tiles) != len(whole) and family != "llava_next":  # tiles of padding alone are not computed there
         return f"{len(tiles)} tiles, not {len(whole)}"
     left = iter(whole)

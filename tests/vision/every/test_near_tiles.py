@@ -1,7 +1,8 @@
 """Pictures and tiles that are nearly equal, through each family's processor: no name of anything means two things.
 
 A name is an item's digest, by which rows are found, or a block's key, by which keys and values are found. What each
-stands for is kept beside it in full: an item's pixels and shape; a block's tokens, and each one's item and row.
+stands for is kept beside it in full: an item's pixels and shape; a block's tokens, and each one's item and row; and
+where tokens attend to all pictures of a prompt, those and their places.
 """
 
 from __future__ import annotations
@@ -80,8 +81,11 @@ class Names:
         chain.extend(tokens, len(tokens))
         taken = np.full((len(tokens), 3), -1, np.int64)  # a token; its item and row, or constant row
         taken[:, 0] = tokens
+        whole = b""
         for span in spans:
             item = self.numbers[self.items[span.digest]]
+            if span.shown:
+                whole += np.array([item, span.runs[0].offset, span.shown]).tobytes()
             for run in span.each():
                 rows = (
                     np.full(run.length, -2 - run.constant) if run.constant >= 0 else run.first + np.arange(run.length)
@@ -89,7 +93,7 @@ class Names:
                 here = slice(run.offset, run.offset + run.length)
                 taken[here, 1], taken[here, 2] = -1 if run.constant >= 0 else item, rows
         for i, key in enumerate(chain.keys):
-            truth = taken[: (i + 1) * BLOCK].tobytes()
+            truth = taken[: (i + 1) * BLOCK].tobytes() + whole
             self.found[1] += key in self.blocks
             assert self.blocks.setdefault(key, truth) == truth, "a block of another prompt"
 
@@ -113,7 +117,7 @@ def pairs(processor: Any, count: int, seed: int) -> tuple[int, int]:
     return tuple((found + names.found).tolist())
 
 
-@pytest.mark.parametrize("family", ["internvl", "phi3_v", "pixtral"])
+@pytest.mark.parametrize("family", ["internvl", "phi3_v", "pixtral", "mllama"])
 def test_some_pairs_do_not_mix(family: str, folders: Any) -> None:
     found = pairs(image_processor(load_config(folders(family)), {}), 40, 1)
     assert min(found) > 10
@@ -124,7 +128,8 @@ def test_some_pairs_do_not_mix(family: str, folders: Any) -> None:
 def test_ten_thousand_pairs_do_not_mix(family: str, folders: Any) -> None:
     items, blocks = pairs(image_processor(load_config(folders(family)), {}), 10_000, 2)
     print(f"\n{family}: 10,000 pairs, names found again: {items} of items, {blocks} of blocks, 0 mix-ups")
-    assert items > 10_000 and blocks > 2_500  # a small picture fills few blocks
+    # A small picture fills few blocks; where tokens attend to all pictures, equal ones alone share a block.
+    assert items > 10_000 and blocks > 2_000
 
 
 def test_a_digest_without_all_pixels_would_be_found(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ def plan_of(config: ModelConfig) -> Plan:
     """Gaudi's plan with default buckets."""
     needs = image_needs(config, {})
     limits = ShapeLimits(
-        ROWS, TOKENS, LENGTH, BLOCK, needs.slots, max(needs.least_slots, 1), needs.tile, needs.squares
+        ROWS, TOKENS, LENGTH, BLOCK, needs.slots, max(needs.least_slots, 1), needs.tile, needs.squares,
+        units=CONCURRENT if config.text.cross else 0,
     )  # fmt: skip
     return make_plan(SERVING, limits, BucketOptions(), config)
 
