@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 from trencadis.server.engine.spawn import EngineHandle, spawn
 from trencadis.server.fleet.deal import deal, deal_to_nodes
+
+if TYPE_CHECKING:
+    from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 
 RAY = "ray"
 
@@ -39,7 +42,7 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
-        placed = ClusterEngines(config, size)
+        placed: ClusterEngines | None = _cluster(config, size)
         configs = deal_to_nodes(config, size, placed.crowd)
     else:
         placed, configs = None, deal(config, size)
@@ -49,10 +52,18 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
     return Engines(configs, handles)
 
 
+def _cluster(config: EngineConfig, size: int, lead: bool = False) -> ClusterEngines:
+    """Places of ``size`` engines on a Ray cluster."""
+    # It imports numpy, for which an engine on this machine would wait.
+    from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
+
+    return ClusterEngines(config, size, lead=lead)
+
+
 def _first(config: EngineConfig, size: int) -> EngineHandle:
     """Starts an engine here, or where the Ray cluster has a card for its first rank and this node has none."""
     if config.distributed_executor_backend == RAY and size == 1:
-        lead = ClusterEngines(config, 1, lead=True)
+        lead = _cluster(config, 1, lead=True)
         if not lead.here:
             return lead.engine(0, config)
         lead.close()  # the engine asks for its ranks by itself
