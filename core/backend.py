@@ -184,11 +184,7 @@ class Ops(Protocol):
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
-        """[n, hidden]: rows of ``table`` or of ``arena``, as ``StepInputs`` says; indices are int32.
-
-        Args:
-            table: [V, hidden], or what ``table_of`` gave where the ops have that (``core.layers.source.SharingOps``).
-        """
+        """[n, hidden]: rows of ``table`` [V, hidden] or of ``arena``, as ``StepInputs`` says; indices are int32."""
 
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         """``source[rows]``; rows are int64 [r]."""

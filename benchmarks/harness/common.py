@@ -33,7 +33,9 @@ Row = Sequence[Any]
 def environment() -> dict[str, str]:
     """Environment of a child process that runs this checkout's code with ``python -P -m``."""
     rest = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": str(ROOT) + (os.pathsep + rest if rest else "")}
+    # Installed packages have their bytecode; without, each start compiles every module.
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**others, "PYTHONPATH": str(ROOT) + (os.pathsep + rest if rest else "")}
 
 
 def machine() -> dict[str, Any]:

@@ -6,13 +6,16 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.links import elsewhere
-from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 from trencadis.server.engine.spawn import EngineHandle, spawn
 from trencadis.server.fleet.deal import deal, deal_to_nodes
+
+if TYPE_CHECKING:
+    from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
 
 log = logging.getLogger("trencadis.server")
 
@@ -45,7 +48,7 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--distributed-executor-backend ray and --nnodes"
             )
         config = elsewhere.on_this_machine(config)
-        placed = ClusterEngines(config, size)
+        placed: ClusterEngines | None = _cluster(config, size)
         configs = deal_to_nodes(config, size, placed.crowd)
     else:
         config, line = elsewhere.settled(config, os.environ)
@@ -58,10 +61,18 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
     return Engines(configs, handles)
 
 
+def _cluster(config: EngineConfig, size: int, lead: bool = False) -> ClusterEngines:
+    """Places of ``size`` engines on a Ray cluster."""
+    # It imports numpy, for which an engine on this machine would wait.
+    from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
+
+    return ClusterEngines(config, size, lead=lead)
+
+
 def _first(config: EngineConfig, size: int) -> EngineHandle:
     """Starts an engine here, or where the Ray cluster has a card for its first rank and this node has none."""
     if config.distributed_executor_backend == RAY and size == 1:
-        lead = ClusterEngines(config, 1, lead=True)
+        lead = _cluster(config, 1, lead=True)
         if not lead.here:
             return lead.engine(0, config)
         lead.close()  # the engine asks for its ranks by itself

@@ -1,10 +1,10 @@
 """A checkpoint's tokenizer, on the ``tokenizers`` library. Torch-free; imports transformers only without a file.
 
-Each object holds two tokenizers. The *raw* one reads special tokens wherever their text appears. The *marked* one is a
-copy whose special tokens are renamed to marks that contain a secret of this process: a special token that a user types
-is plain text, while those of the template, rendered as marks, are tokens. The same holds for added tokens that are not
-special (``<tool_call>``) if the template uses them (``claim``). Either encodes the whole text in one pass, because
-splitting a text at its special tokens would change neighbouring merges.
+Each object holds two tokenizers over one vocabulary. The *raw* one reads special tokens wherever their text appears;
+the *marked* one has other names for special tokens, marks that contain a secret of this process: a special token that a
+user types is plain text, while those of the template, rendered as marks, are tokens. The same holds for added tokens
+that are not special (``<tool_call>``) if the template uses them (``claim``). Either encodes the whole text in one pass,
+because splitting a text at its special tokens would change neighbouring merges.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from trencadis.core.checkpoint.fields import read_json
@@ -28,6 +30,8 @@ from trencadis.server.text.pieces import Pieces
 MARKUP = re.compile(r"[\s▁]*[<\[{].*[^\W\d_].*[>\]}][\s▁]*", re.DOTALL)
 """Added tokens that mark structure; the others are blanks and words, which users write too."""
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""What an added token's entry says beside its text and its id."""
 SHORT = 1024
 """Most tokens that decode in well under a millisecond."""
 
@@ -44,9 +48,8 @@ class Tokenizer:
         self._spec = spec
         self._lock = threading.Lock()
         self._copy: Any = None
-        self._raw: RawTokenizer = RawTokenizer.from_str(json.dumps(spec))
-        self._raw.no_truncation()
-        self._raw.no_padding()
+        self._raw: RawTokenizer = _parsed(spec)
+        self._entries: list[dict[str, Any]] = sorted(spec.get("added_tokens") or [], key=lambda t: int(t["id"]))
         self.nonce = secrets.token_hex(12)
         self.named = named or {}
         self.folder: Path | None = None
@@ -193,11 +196,44 @@ class Tokenizer:
 
     def _with_marks(self) -> Any:
         """The library's tokenizer, which reads marks in place of special tokens."""
-        copy = RawTokenizer.from_str(json.dumps(_renamed(self._spec or json.loads(self._raw.to_str()), self.marks)))
-        copy.no_truncation()
-        copy.no_padding()
+        copy = _over_the_same_model(self._raw, self._entries, self.marks)
+        if copy is None:
+            copy = marked_copy(self._spec or json.loads(self._raw.to_str()), self.marks)
         self._spec = {}
         return copy
+
+
+def _parsed(spec: dict[str, Any]) -> RawTokenizer:
+    """The library's tokenizer of a spec, for whole texts."""
+    made = RawTokenizer.from_buffer(msgspec.json.encode(spec))
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+def _over_the_same_model(
+    raw: RawTokenizer, entries: Sequence[dict[str, Any]], marks: dict[str, str]
+) -> RawTokenizer | None:
+    """``marked_copy`` that shares the vocabulary of ``raw``; None where the two would differ.
+
+    Args:
+        entries: the added tokens by id.
+    """
+    made = RawTokenizer(raw.model)
+    if any(made.token_to_id(text) is not None for text in marks):
+        return None  # merges may make it of what a user types
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (held := getattr(raw, part)) is not None:
+            setattr(made, part, held)
+    texts = [marks.get(t["content"], t["content"]) for t in entries]
+    made.add_tokens([AddedToken(x, **{f: bool(t.get(f)) for f in FLAGS}) for x, t in zip(texts, entries, strict=True)])
+    same = all(made.token_to_id(x) == t["id"] for x, t in zip(texts, entries, strict=True))
+    return made if same else None
+
+
+def marked_copy(spec: dict[str, Any], marks: dict[str, str]) -> RawTokenizer:
+    """The tokenizer of ``spec`` with marks in place of special tokens."""
+    return _parsed(_renamed(spec, marks))
 
 
 def _renamed(spec: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
@@ -243,10 +279,9 @@ def _make_special(spec: dict[str, Any], texts: Sequence[str]) -> None:
 def _add_missing(spec: dict[str, Any], decoder: dict[str, Any]) -> None:
     """Adds the tokens that only tokenizer_config.json lists (older checkpoints)."""
     known = {t["content"] for t in spec.get("added_tokens") or []}
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for token, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
         if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:
-            item = {"id": int(token), "content": entry["content"], **{f: bool(entry.get(f)) for f in flags}}
+            item = {"id": int(token), "content": entry["content"], **{f: bool(entry.get(f)) for f in FLAGS}}
             spec.setdefault("added_tokens", []).append(item)
 
 

@@ -285,6 +285,15 @@ def test_commands(capsys):
     assert cli.main(["serve", "--help=port"]) == 0 and "--port INT" in capsys.readouterr().out
 
 
+def test_what_starts_the_engine_is_light():
+    """The engine imports torch meanwhile: whatever is imported before it is started delays the whole server."""
+    root = Path(trencadis.__file__).resolve().parent.parent
+    code = "import sys, trencadis.server.cli.run\n"
+    code += "print({'fastapi', 'numpy', 'PIL', 'pydantic', 'tokenizers', 'torch'} & set(sys.modules))"
+    run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 def test_time_of_help():
     """Printed, not asserted: the machine may be busy."""
     root = Path(trencadis.__file__).resolve().parent.parent

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.text import tokenizer as tokenizer_module
 from trencadis.server.text.template import ChatTemplate, read_override
 from trencadis.server.text.tokenizer import Tokenizer
 
@@ -47,7 +49,6 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 @pytest.fixture
 def tokenizer_of(checkpoint: Path) -> Any:
     """A tokenizer of its own, of a spec that may be changed before."""
-    import json
 
     def make(change: Any = None) -> Tokenizer:
         spec = json.loads((checkpoint / "tokenizer.json").read_text())
@@ -229,6 +230,29 @@ def test_marks_round_trip(tokenizer: Tokenizer) -> None:
     text = "<|im_start|>user\nx<|im_end|>"
     assert tokenizer.unmark(tokenizer.mark(text)) == text
     assert tokenizer.encode_marked(tokenizer.mark(text)) == tokenizer.encode(text)
+
+
+def test_the_marked_copy_has_the_vocabulary_of_the_raw_one(tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads as a parsed copy would, which takes as much memory and time as the tokenizer itself."""
+    made = tokenizer_of()
+    made.claim("<think><tool_call>")
+    parsed = tokenizer_module.marked_copy(json.loads(made.raw.to_str()), made.marks)
+    monkeypatch.setattr(tokenizer_module, "marked_copy", None)
+    texts = [*TEXTS, *("".join(made.marks.values()), " ".join(f"{t} x{m}  " for t, m in made.marks.items()))]
+    assert [made.encode_marked(text) for text in texts] == [list(parsed.encode(text).ids) for text in texts]
+    assert made.encode_marked(made.marks["<tool_call>"]) == [made.token_id("<tool_call>")]
+
+
+def test_ids_with_gaps_are_parsed_anew(tokenizer_of: Any) -> None:
+    """The library would number them otherwise."""
+
+    def change(spec: dict[str, Any]) -> None:
+        last = spec["added_tokens"][-1]
+        spec["added_tokens"].append({**last, "id": last["id"] + 7, "content": "<|far|>", "special": True})
+
+    made = tokenizer_of(change)
+    assert made.encode_marked(made.mark("a<|far|>")) == made.encode("a<|far|>")
+    assert made.encode_marked("<|far|>") != made.encode("<|far|>")
 
 
 def test_special_tokens_inside_the_vocabulary_are_renamed_there_too(checkpoint: Path) -> None:
