@@ -194,7 +194,7 @@ class CpuOps(ReferenceOps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
-        if not plan.surplus and plan.singles is None and plan.parts == 1:
+        if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         return self._attend_parts(q, kv, plan, scale, window)
 
