@@ -287,13 +287,11 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
 def _joined(q: Tensor, k: Tensor) -> Tensor:
     """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
     n, heads, d = q.shape
-    side_by_side = (
-        q.stride() == k.stride()
-        and q.stride(1) == d
-        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        and k.storage_offset() == q.storage_offset() + heads * d
-    )
-    return q.as_strided((n, heads + k.shape[1], d), q.stride()) if side_by_side else torch.cat([q, k], dim=1)
+    alike = q.stride() == k.stride() and q.stride(1) == d
+    behind = k.storage_offset() == q.storage_offset() + heads * d
+    if alike and behind and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
+        return q.as_strided((n, heads + k.shape[1], d), q.stride())
+    return torch.cat([q, k], dim=1)
 
 
 def _turn(x: Tensor, rotary: Rotary) -> Tensor:
