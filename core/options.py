@@ -23,11 +23,8 @@ class Bound:
 
     def holds(self, value: float) -> bool:
         """False for a NaN too."""
-        return (
-            self.least <= value <= self.most
-            and not (self.above and value == self.least)
-            and not (self.below and value == self.most)
-        )
+        outside = (self.above and value == self.least) or (self.below and value == self.most)
+        return self.least <= value <= self.most and not outside
 
     @property
     def span(self) -> str:

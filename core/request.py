@@ -163,9 +163,8 @@ class SamplingParams:
     @property
     def needs_state(self) -> bool:
         """Whether the sampler keeps counts or biases for this request (RESET is issued when it enters)."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-        )
+        penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalty or self.logit_bias)
 
 
 LISTS = ("stop", "stop_token_ids", "bad_words")

@@ -198,7 +198,7 @@ class CpuOps(ReferenceOps):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
-        if not plan.surplus and plan.singles is None and plan.parts == 1:
+        if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         return self._attend_parts(q, kv, plan, scale, window)
 
@@ -291,13 +291,11 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
 def _joined(q: Tensor, k: Tensor) -> Tensor:
     """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
     n, heads, d = q.shape
-    side_by_side = (
-        q.stride() == k.stride()
-        and q.stride(1) == d
-        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        and k.storage_offset() == q.storage_offset() + heads * d
-    )
-    return q.as_strided((n, heads + k.shape[1], d), q.stride()) if side_by_side else torch.cat([q, k], dim=1)
+    alike = q.stride() == k.stride() and q.stride(1) == d
+    behind = k.storage_offset() == q.storage_offset() + heads * d
+    if alike and behind and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
+        return q.as_strided((n, heads + k.shape[1], d), q.stride())
+    return torch.cat([q, k], dim=1)
 
 
 def _turn(x: Tensor, rotary: Rotary) -> Tensor:

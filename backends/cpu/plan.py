@@ -63,11 +63,6 @@ class AttendPlan:
     surplus: bool = False
     singles: Singles | None = None
 
-    @property
-    def parts(self) -> int:
-        """Calls that attend."""
-        return len(self.spans) + len(self.groups) + (self.singles is not None)
-
 
 class CpuAttn(Attn):
     """``Attn`` that makes a plan at the first use of each window; whoever fills it sets ``block_size``."""

@@ -79,17 +79,15 @@ class StepPending:
         if self.followed is not None:
             out.failures, out.text = self.followed.failures, self.followed.text
         if self.targets or self.scored or self.pools:
-            self._add_scores(out)
-            self._add_pooled(out)
+            self._add_of_prompts(out)
         return out
 
-    def _add_scores(self, out: StepOutput) -> None:
+    def _add_of_prompts(self, out: StepOutput) -> None:
+        """Adds scores, and rows that are pooled."""
         for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
             for key, positions, pending in fetches:
                 scores = TargetScores(positions, pending.result())
                 some[key] = scores if key not in some else _joined(some[key], scores)
-
-    def _add_pooled(self, out: StepOutput) -> None:
         for part in self.pools:
             values, at = part.rows.result().values, 0
             for key, run in groupby(part.keys):

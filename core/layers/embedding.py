@@ -99,11 +99,14 @@ class Head(Linear):
         ops = cast("BestOps", self.ops)
         codes = ops.best_outputs(x, self.weights[0], self.stop - self.start, self.scale)
         if self.comm.world > 1:
-            if self._coded is None:
-                # Ranks may be on machines whose kernels differ.
-                self._coded = bool(self.comm.least((int(codes is not None),))[0])
-            if self._coded and codes is not None:
-                codes = self.comm.all_gather((codes - self.start)[:, None]).amax(1)
-            else:
-                codes = None
+            codes = self._best_of_all(codes)
         return None if codes is None else LAST - (codes & 0xFFFFFFFF)
+
+    def _best_of_all(self, codes: Tensor | None) -> Tensor | None:
+        """The largest of all ranks' codes; None where a rank has none."""
+        if self._coded is None:
+            # Ranks may be on machines whose kernels differ.
+            self._coded = bool(self.comm.least((int(codes is not None),))[0])
+        if not self._coded or codes is None:
+            return None
+        return self.comm.all_gather((codes - self.start)[:, None]).amax(1)

@@ -58,7 +58,7 @@ class Inbox:
         self.changed = threading.Condition()
         self.commands: deque[Command] = deque()
         self.config: EngineConfig | None = None
-        self.known: set[str] = set()
+        self.known: set[str] = set()  # requests of which pixels may come
         self.partial: dict[tuple[str, int], tuple[NDArray[np.uint8], int]] = {}
         self.vocabulary = bytearray()
         self.header = memoryview(bytearray(wire.HEADER.size))
@@ -114,7 +114,8 @@ class Inbox:
             case wire.Media():
                 self.pixels(message, extra)
             case wire.Add():
-                self.known.add(message.request.id)
+                if message.request.spans:
+                    self.known.add(message.request.id)
                 self.push(message)
             case _:
                 self.receive_rare(message, extra)

@@ -181,7 +181,8 @@ class EngineProcess:
             left -= choices
             if not left:
                 del self.open[id]
-                self.inbox.forget(id)
+                if id in self.inbox.known:
+                    self.inbox.forget(id)
 
     def obey(self, engine: EngineLike, command: inbox.Command) -> None:
         """Carries out one message of the API process."""

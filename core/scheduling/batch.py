@@ -7,7 +7,7 @@ dense, so that ranks read the first ``count`` rows of theirs; the last row moves
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +66,6 @@ class RunningBatch:
         self._left: list[int] = []
         self._joining: list[Sequence] = []
         self._joins: list[Joining] = []
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.sequences)
 
     # Who has a seat
 

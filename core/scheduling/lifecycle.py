@@ -63,8 +63,7 @@ class Lifecycle:
         self.requests[request.id] = sequences
         self.sequences.update((seq.key, seq) for seq in sequences)
         if request.spans:
-            self.scheduler.with_media += 1
-            self._media.update({sequences[0].key_of(s) for s in request.spans})
+            self._note_media(sequences[0])
         if request.beams is not None:
             self._beams[request.id] = BeamGroup(request.beams, sequences)
         else:
@@ -373,6 +372,11 @@ class Lifecycle:
             self._forget_media(sequences[0])
         for seq in sequences:
             self.sequences.pop(seq.key, None)
+
+    def _note_media(self, first: Sequence) -> None:
+        """Counts the images of a request that comes."""
+        self.scheduler.with_media += 1
+        self._media.update({first.key_of(span) for span in first.request.spans})
 
     def _forget_media(self, first: Sequence) -> None:
         """Forgets the images of a request, unless another one holds them."""

@@ -64,7 +64,6 @@ def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
     end = min(seq.computed, seq.known())
     seq.chain.extend(seq.tokens, end)
-    full = min(len(seq.chain.keys), end // size)
-    for i in range(seq.published, full):
+    for i in range(seq.published, end // size):
         pool.publish(seq.blocks[i], seq.chain.keys[i])
-    seq.published = max(seq.published, full)
+    seq.published = max(seq.published, end // size)

@@ -104,7 +104,7 @@ class Scheduler:
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
-        builder.decoding = len(self.lanes.batch) + sum(seq.due == 1 for seq in unseated)
+        builder.decoding = len(self.lanes.batch.sequences) + sum(seq.due == 1 for seq in unseated)
         if self.times is not None:
             builder.bounded(self.times)
         if self.lanes.batch.serve(builder, unseated, self.limits, self.pool):
@@ -124,7 +124,7 @@ class Scheduler:
 
     def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
-        images, seated = tuple(builder.vision.images), [*self.lanes.batch]
+        images, seated = tuple(builder.vision.images), [*self.lanes.batch.sequences]
         if not builder.rows and not images and not seated:
             return None
         self.steps += 1
@@ -152,11 +152,11 @@ class Scheduler:
         """Advances all that run in this lane, as far as tokens and blocks go; the others lose their seats."""
         self.order.sort(self.running)
         self._serve([seq for seq in self.running if seq.lane == self.lanes.now], builder)
-        self.lanes.batch.leave_all([s for s in self.lanes.batch if s.scheduled != builder.number])
+        self.lanes.batch.leave_all([s for s in self.lanes.batch.sequences if s.scheduled != builder.number])
 
     def _unseated(self) -> list[Sequence]:
         """Those that run without a seat, in order."""
-        if self.order.moves and len(self.lanes.batch) < self.lanes.sizes[self.lanes.now]:
+        if self.order.moves and len(self.lanes.batch.sequences) < self.lanes.sizes[self.lanes.now]:
             self.order.sort(self.running)
         return [seq for seq in self.running if seq.seat < 0 and seq.lane == self.lanes.now]
 

@@ -265,8 +265,7 @@ class WorkerPool:
         job = ticket.job
         try:
             if process is None or not process.alive:
-                self._end_process(process)
-                process = self._spawn()
+                process = self._another(process)
             process.wait_ready(ticket.check)
             start = time.monotonic()
             ticket.deadline = start + job.seconds
@@ -316,19 +315,27 @@ class WorkerPool:
             return process
         return self._replacement(process)
 
-    def _replacement(self, process: WorkerProcess) -> WorkerProcess | None:
+    def _another(self, process: WorkerProcess | None) -> WorkerProcess:
+        """A new worker in place of one that is ended."""
         self._end_process(process)
+        return self._spawn()
+
+    def _replacement(self, process: WorkerProcess) -> WorkerProcess | None:
         try:
-            return self._spawn()
+            return self._another(process)
         except OSError:
             return None
 
 
 def _result(message: dict[str, Any], buffers: list[npt.NDArray[np.uint8]]) -> Answer | TrencadisError:
-    """A worker's message as a result. A hostile file may control the worker, so only known statuses pass."""
-    values, status, text = message.get("values"), message.get("status"), message.get("message")
-    if isinstance(values, dict):
-        return Answer(values, buffers)
+    """A worker's message as a result."""
+    values = message.get("values")
+    return Answer(values, buffers) if isinstance(values, dict) else _refusal(message)
+
+
+def _refusal(message: dict[str, Any]) -> TrencadisError:
+    """The error that a worker reports. A hostile file may control the worker, so only known statuses pass."""
+    status, text = message.get("status"), message.get("message")
     if status in (400, 413, 415) and isinstance(text, str):
         return from_status(status, text)
     return BadRequest(UNDECODABLE)

@@ -193,7 +193,7 @@ class Metrics:
     def finished(self, timing: Timing) -> None:
         """Records a finished request, however it ended."""
         end = timing.end or time.monotonic()
-        streams, values = timing.streams, self._of(timing)
+        streams, values = timing.streams, self._values[min(timing.engine, len(self._values) - 1)]
         for reason in timing.finish or ["abort"]:
             self._success.labels(*values, reason).inc()
         self._observe(values, "request_prompt_tokens", timing.prompt_tokens)
@@ -225,10 +225,6 @@ class Metrics:
             self._observe(values, "request_decode_time_seconds", stats.decode)
             self._observe(values, "request_inference_time_seconds", stats.prefill + stats.decode)
             self._observe(values, "request_num_preemptions", stats.preemptions)
-
-    def _of(self, timing: Timing) -> Sequence[str]:
-        """The labels of the engine that a request ran on."""
-        return self._values[min(timing.engine, len(self._values) - 1)]
 
     def _observe(self, values: Sequence[str], name: str, value: float) -> None:
         self._histograms[name].labels(*values).observe(value)

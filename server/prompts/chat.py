@@ -132,11 +132,16 @@ def _part(part: Any, where: str, media: list[MediaPart], rules: MessageRules) ->
     found = read_part(part, where)
     if isinstance(found, str):
         return {"type": "text", "text": rules.scrub(found)}
-    media.append(found)
+    return _media_part(found, media, rules)
+
+
+def _media_part(part: MediaPart, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+    """A part that is an image or a video, which joins ``media``, as the template takes it."""
+    media.append(part)
     if len(media) > sum(rules.most.values()):
         # Raises now: reading tens of thousands more would only cost time.
         _counted(media, rules.most)
-    return {"type": found.kind}
+    return {"type": part.kind}
 
 
 def _tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:

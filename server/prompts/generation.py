@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from trencadis.core.errors import TrencadisError
-from trencadis.core.request import Request, RequestStats, SamplingParams
+from trencadis.core.request import Request, RequestStats
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.service import TextService
@@ -148,15 +148,11 @@ class Generation:
         self._pixels: Sequence[Pixels] = prompt.pixels if prompt.media else ()
         self._done = done
         self.prompt = prompt
-        self.streams = [service.stream(request.params, prompt) for _ in range(request.params.n)]
+        self.params = request.params
+        self.streams = [service.stream(self.params, prompt) for _ in range(self.params.n)]
         self.timing = begun(request, prompt, self.streams)
         self.said: list[list[str]] | None = None
         """Pieces of each choice's text, where the log shows them."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """The parameters that it runs with."""
-        return self._request.params
 
     @property
     def reasoning_tokens(self) -> int | None:

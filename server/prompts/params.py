@@ -78,9 +78,7 @@ def sampling_params(
     elif (request.n or 1) > 1:
         values["temperature"] = _temperature(request, rules, values["n"])
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    for name, read in READERS.items():
-        if values.get(name) is not None:
-            values[name] = read(values[name], rules.limits)
+    values |= {name: read(values[name], rules.limits) for name, read in READERS.items() if values.get(name) is not None}
     return SamplingParams(**values)
 
 

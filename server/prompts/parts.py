@@ -129,9 +129,7 @@ def _single(value: Any, key: str, where: str) -> Any:
     """A source that the media loader takes, or None."""
     if isinstance(value, str):
         return _address(value.strip(), key, where)
-    if isinstance(value, bytes | Path) or hasattr(value, "resize"):
-        return value
-    return None
+    return value if isinstance(value, bytes | Path) or hasattr(value, "resize") else None
 
 
 def _address(url: str, key: str, where: str) -> str | Path:

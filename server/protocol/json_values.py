@@ -20,8 +20,12 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 def check_json(value: Any, where: str) -> None:
     """Raises BadRequest for a value with a lone surrogate or deep nesting; ``param`` is the JSON path of the fault."""
-    if sound(value):
-        return
+    if not sound(value):
+        _refuse(value, where)
+
+
+def _refuse(value: Any, where: str) -> None:
+    """Raises BadRequest with the fault of a value that is not sound."""
     found = find_fault(value)
     if found is not None:
         path = where + found[0]

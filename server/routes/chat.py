@@ -244,19 +244,18 @@ async def prepare(
     """
     prompt = await prompt_of(state, body, http, ticket)
     sampling = _sampling(state, body, len(prompt.tokens), fits)
-    forms, role, echo = state.forms.of(body.chat_template), state.settings.config.response_role, ""
+    forms, role, echo, named = state.forms.of(body.chat_template), state.settings.config.response_role, "", False
     if not body.is_plain:
         await _formed(forms, state, body, prompt)
         role = body.continued_role or role
-        echo = body.echoed(role)
+        echo, named = body.echoed(role), chosen(body.tool_choice) is not None
     if body.may_call or forms.reasoning is not None:
         _read_by(forms, state, body, prompt)
     body.forget()
     forget_body(http)
     id = id or request_id("chatcmpl", http, body.request_id)
     generation = state.generation(id, prompt, sampling, body)
-    model, named = state.check_model(body.model), chosen(body.tool_choice) is not None
-    return ChatRoute(state, body, generation, id, model, role, named, echo)
+    return ChatRoute(state, body, generation, id, state.check_model(body.model), role, named, echo)
 
 
 def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:

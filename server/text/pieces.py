@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -32,15 +34,9 @@ class Pieces:
         self._raw = raw
         self._alphabet = byte_alphabet()
         self._special = special
-        self._known: dict[int, bytes] = {}
-        self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
-
-    def bytes_of(self, token: int) -> bytes:
+        self.bytes_of: Callable[[int], bytes] = cache(self._bytes)
         """The bytes of one id; empty for an id without a text."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes(token)
-        return found
+        self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
 
     def _bytes(self, token: int) -> bytes:
         text = self._raw.id_to_token(token)

@@ -189,6 +189,10 @@ class Tokenizer:
 
     @property
     def _marked(self) -> Any:
+        copy = self._copy
+        return self._new_copy() if copy is None else copy
+
+    def _new_copy(self) -> Any:
         with self._lock:
             if self._copy is None:
                 self._copy = self._with_marks()
