@@ -17,8 +17,8 @@ class TotalOrder:
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self.moves = limits.by_priority
-        self.fair = FairQueue(limits.max_rows) if limits.fair else None
-        self._aging, self._clock = limits.aging, clock
+        self.fair = FairQueue(limits.max_rows, clock) if limits.fair else None
+        self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
 
     def key(self, seq: Sequence) -> tuple[float, float, int]:
         """Sort key; by priority, a sequence rises one level for every ``aging`` seconds of age."""
@@ -31,8 +31,26 @@ class TotalOrder:
         """Puts ``seq`` at its place."""
         insort(into, seq, key=self.key)
 
+    def start(self, seq: Sequence, running: list[Sequence]) -> None:
+        """Puts ``seq`` among those that run."""
+        if self.fair is not None:
+            self.fair.started(seq)
+        self.insert(seq, running)
+
+    def displaced(self, running: list[Sequence]) -> list[Sequence]:
+        """Those that wait again, for the sake of tenants that run less than their share."""
+        return self.fair.displaced(running) if self.fair is not None and self._cached else []
+
+    def stop(self, seq: Sequence, running: list[Sequence]) -> None:
+        """Takes ``seq`` out of those that run."""
+        running.remove(seq)
+        if self.fair is not None:
+            self.fair.left(seq)
+
     def remove(self, seq: Sequence, of: list[Sequence]) -> None:
         """Takes ``seq`` out, if it is there."""
+        if self.fair is not None and seq.place is None:
+            return  # it never was, and to ask for its place would charge its tenant
         at = bisect_left(of, self.key(seq), key=self.key) if not self.moves else len(of)
         if at < len(of) and of[at] is seq:
             del of[at]

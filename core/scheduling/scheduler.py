@@ -86,6 +86,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
+        for seq in self.order.displaced(self.running):
+            self.leave(seq)
         if self.order.moves and (self.with_media or self.admits):
             self.order.sort(self.waiting)
         for lane in self.lanes.free(step.lane for step in self.in_flight):
@@ -297,8 +299,9 @@ class Scheduler:
         at = self.held_back = 0
         while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
             seq = self.waiting[at]
-            if self.fair is not None and self.fair.reserves(seq, self.running):
-                return
+            if self.fair is not None and self.fair.reserves(seq):
+                at = self.fair.other(self.waiting, at)
+                continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
                 seq.long, seq.chain = True, Chain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
@@ -306,7 +309,7 @@ class Scheduler:
             # than fit into the arena.
             first, start = not self.running and at == 0, len(hits) * size
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
-                self.held_back = at = at + 1
+                self.held_back, at = self.held_back + 1, at + 1
                 continue
             need = -(-len(seq.tokens) // size) - (spared(hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
@@ -326,9 +329,7 @@ class Scheduler:
         """Puts a sequence that has its slot among those that run; no ``lane``: into the one with the fewest."""
         seq.status = SequenceStatus.RUNNING
         self.lanes.enter(seq, self.lanes.least if lane is None else lane)
-        if self.fair is not None:
-            self.fair.started(seq)
-        self.order.insert(seq, self.running)
+        self.order.start(seq, self.running)
 
     # Images
 
@@ -368,7 +369,7 @@ class Scheduler:
 
     def leave(self, seq: Sequence) -> None:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
-        self.running.remove(seq)
+        self.order.stop(seq, self.running)
         self.lanes.gone(seq)
         if seq.request.spans:
             self.arena.unpin_all(seq.key)

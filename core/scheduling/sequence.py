@@ -102,6 +102,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def runs(self) -> bool:
+        """Whether it has a row."""
+        return self.status is SequenceStatus.RUNNING
+
+    @property
     def scored(self) -> bool:
         """Whether a request for prompt_logprobs without any output has all its scores."""
         running = self.status is SequenceStatus.RUNNING

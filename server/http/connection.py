@@ -7,13 +7,14 @@ import logging
 import select
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trencadis.server.http.heads import WaitingHeads
 
 log = logging.getLogger("trencadis.server")
 
@@ -40,7 +41,8 @@ class SharedLimits:
             Also the time for which a body is read and dropped after the answer.
         bound: most bytes of requests that have not begun.
         begun: requests that have begun in this pass of the event loop.
-        late: connections with the bytes that wait for the next pass.
+        late: connections with the bytes that wait for the next pass. By turns of their tenants, and of one tenant's by
+            turns the one that waits longest and the one that came last, which may be another client's than a flood's.
     """
 
     seconds: float = 20.0
@@ -48,7 +50,7 @@ class SharedLimits:
     held: int = 0
     said: float = -60.0
     begun: int = 0
-    late: deque[tuple[Connection, bytes]] = field(default_factory=deque)
+    late: WaitingHeads[tuple[Connection, bytes]] = field(default_factory=WaitingHeads)
 
     def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether another request may begin in this pass."""
@@ -64,9 +66,7 @@ class SharedLimits:
             self._begin(loop)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        # By turns the one that waits longest and the one that came last, which may be another client's than a flood's.
-        count = min(len(self.late), AT_A_TIME)
-        some = [self.late.pop() if turn % 2 else self.late.popleft() for turn in range(count)]
+        some = [self.late.take() for _ in range(min(len(self.late), AT_A_TIME))]
         self.begun = len(some)
         for connection, data in some:
             loop.call_soon(connection.resume, data)
@@ -128,7 +128,7 @@ class Connection(H11Protocol):
         """Keeps bytes for the next pass of the event loop."""
         self._unset_keepalive_if_required()
         self.flow.pause_reading()
-        self._shared.late.append((self, data))
+        self._shared.late.put((self, data), data)
         self._hold(self._held + len(data))
 
     def resume(self, data: bytes) -> None:

@@ -14,11 +14,14 @@ import uvicorn
 
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.connection import Connection, SharedLimits
+from trencadis.server.http.heads import name_shown
 from trencadis.server.http.listen import BACKLOG
 from trencadis.server.http.tls import Certificates
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from trencadis.server.routes.state import AppState
 
 
 class WebServer(uvicorn.Server):
@@ -77,6 +80,9 @@ def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int, share: i
     # uvicorn calls the class with its own arguments only, so a partial carries ours.
     limits = SharedLimits(server.receive_timeout)
     limits.bound //= share
+    state: AppState | None = getattr(app.state, "trencadis", None)
+    if state is not None and state.turns is not None and state.tenants is not None:
+        limits.late.name_of = functools.partial(name_shown, state.tenants)
     connection = typing.cast("type[Connection]", functools.partial(Connection, limits))
     config = uvicorn.Config(
         app,
