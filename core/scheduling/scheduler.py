@@ -295,8 +295,7 @@ class Scheduler:
 
         A sequence that can compute little before an image is encoded stays in the queue, and others pass it.
         """
-        size = self.limits.block_size
-        at = self.held_back = 0
+        size, at, self.held_back = self.limits.block_size, 0, 0
         while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
             seq = self.waiting[at]
             if self.fair is not None and self.fair.reserves(seq):

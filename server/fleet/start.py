@@ -41,6 +41,7 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
         StartupError: an engine cannot start, or the cluster has no room.
     """
     handles: list[EngineHandle] = []
+    placed: ClusterEngines | None = None
     if backend == RAY:
         if config.distributed_executor_backend == RAY or config.nnodes > 1:
             raise StartupError(
@@ -48,13 +49,13 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--distributed-executor-backend ray and --nnodes"
             )
         config = elsewhere.on_this_machine(config)
-        placed: ClusterEngines | None = _cluster(config, size)
-        configs = deal_to_nodes(config, size, placed.crowd)
+        placed = cluster = _cluster(config, size)
+        configs = deal_to_nodes(config, size, cluster.crowd)
     else:
         config, line = elsewhere.settled(config, os.environ)
         if line:
             log.warning("%s", line)
-        placed, configs = None, deal(config, size)
+        configs = deal(config, size)
     for number, one in enumerate(configs):
         handles.append(_first(one, size) if placed is None else placed.engine(number, one))
         begun(handles[-1])
