@@ -42,12 +42,12 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--data-parallel-backend ray puts each engine on one node with all its ranks: leave out "
                 "--distributed-executor-backend ray and --nnodes"
             )
-        placed: ClusterEngines | None = _cluster(config, size)
-        configs = deal_to_nodes(config, size, placed.crowd)
+        cluster = _cluster(config, size)
+        placed, configs = cluster.engine, deal_to_nodes(config, size, cluster.crowd)
     else:
         placed, configs = None, deal(config, size)
     for number, one in enumerate(configs):
-        handles.append(_first(one, size) if placed is None else placed.engine(number, one))
+        handles.append(_first(one, size) if placed is None else placed(number, one))
         begun(handles[-1])
     return Engines(configs, handles)
 
