@@ -41,7 +41,6 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
         StartupError: an engine cannot start, or the cluster has no room.
     """
     handles: list[EngineHandle] = []
-    placed: ClusterEngines | None = None
     if backend == RAY:
         if config.distributed_executor_backend == RAY or config.nnodes > 1:
             raise StartupError(
@@ -49,15 +48,15 @@ def start(config: EngineConfig, size: int, backend: str, begun: Callable[[Engine
                 "--distributed-executor-backend ray and --nnodes"
             )
         config = elsewhere.on_this_machine(config)
-        placed = cluster = _cluster(config, size)
-        configs = deal_to_nodes(config, size, cluster.crowd)
+        cluster = _cluster(config, size)
+        placed, configs = cluster.engine, deal_to_nodes(config, size, cluster.crowd)
     else:
         config, line = elsewhere.settled(config, os.environ)
         if line:
             log.warning("%s", line)
-        configs = deal(config, size)
+        placed, configs = None, deal(config, size)
     for number, one in enumerate(configs):
-        handles.append(_first(one, size) if placed is None else placed.engine(number, one))
+        handles.append(_first(one, size) if placed is None else placed(number, one))
         begun(handles[-1])
     return Engines(configs, handles)
 
