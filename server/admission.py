@@ -51,7 +51,6 @@ class Admission:
 
     def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds or Bounds()
-        self._most = self.bounds.all()
         self.bodies = BodyBudget(self.bounds.body_bytes)
         self.together: AbstractContextManager[object] = nullcontext()
         """Within it, what was looked at does not change before it is charged."""
@@ -107,7 +106,7 @@ class Admission:
 
     def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
         """Raises as ``enter`` does where ``wanted`` does not fit, for a caller that holds ``held`` already."""
-        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self._most, strict=True)):
+        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
             if held[i] + more > bound:
                 # The request alone exceeds the bound, so waiting would not help.
                 raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")

@@ -24,11 +24,17 @@ class Embedding:
         self.ops, self.vocab, self.hidden = ops, vocab, hidden
         self.table: Tensor
 
-    def load(self, source: Source, name: str, head: Head | None = None) -> None:
-        """Loads the table; as the weight of ``head``, if one is given, where rows can be read from that."""
-        able = isinstance(self.ops, SharingOps)
-        if not (able and head and head.vocab == self.vocab and head.pack_share(source, name) and self.share(head)):
+    def load(self, source: Source, name: str, head: Head | None = None) -> bool:
+        """Loads the table; as the weight of ``head``, if one is given, where rows can be read from that.
+
+        Returns:
+            Whether ``head`` has its weight.
+        """
+        able = isinstance(self.ops, SharingOps) and head is not None and head.vocab == self.vocab
+        packed = able and head is not None and head.pack_share(source, name)
+        if not (packed and head is not None and self.share(head)):
             self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
+        return packed
 
     def share(self, head: Head) -> bool:
         """Reads rows of the weight of a tied ``head`` from now on, where ops can."""

@@ -270,10 +270,10 @@ class Decoder:
 
     def load_from(self, source: Source) -> None:
         """Loads and packs every layer from canonical names."""
-        share = self.share
+        share, packed = self.share, False
         if share.starts:
             alone = self.config.pooling is None and self._one_table() and not source.has("lm_head.weight")
-            self.embedding.load(source, "embed_tokens", self.lm_head if alone else None)
+            packed = self.embedding.load(source, "embed_tokens", self.lm_head if alone else None)
             self.enter.load(source)
         for i, layer in zip(share.layers, self.layers, strict=True):
             with self._place_of(layer, i):
@@ -283,7 +283,7 @@ class Decoder:
         self.leave.load(source, self.config.text)
         if self.config.pooling is not None and self.config.pooling.classes:
             self._load_classes(source, self.config.pooling)
-        elif self.config.pooling is None and not self.lm_head.bytes:  # else it came with the table
+        elif self.config.pooling is None and not packed:
             self._load_head(source)
 
     def _place_of(self, layer: Layer, place: int) -> AbstractContextManager[None]:

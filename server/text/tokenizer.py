@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -209,7 +208,7 @@ class Tokenizer:
 
 def _parsed(spec: dict[str, Any]) -> RawTokenizer:
     """The library's tokenizer of a spec, for whole texts."""
-    made = RawTokenizer.from_buffer(msgspec.json.encode(spec))
+    made = RawTokenizer.from_str(json.dumps(spec))
     made.no_truncation()
     made.no_padding()
     return made

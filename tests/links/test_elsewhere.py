@@ -21,8 +21,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.links import elsewhere
 from trencadis.llm_engine import _start
+from trencadis.server.engine.on_ray import cluster_engines
 from trencadis.server.engine.on_ray.cluster_engines import ClusterEngines
-from trencadis.server.fleet import start as fleet
 from trencadis.server.fleet.start import start
 
 Machine = Callable[[int], dict[str, str]]
@@ -160,7 +160,7 @@ def test_an_engine_that_ray_places_asks_for_no_other_place(monkeypatch: pytest.M
         def engine(self, number: int, config: EngineConfig) -> Any:
             placed.append(config)
 
-    monkeypatch.setattr(fleet, "ClusterEngines", Elsewhere)
+    monkeypatch.setattr(cluster_engines, "ClusterEngines", Elsewhere)
     for name, value in {**machine(0), "RAY_ADDRESS": "10.0.0.1:6379"}.items():
         monkeypatch.setenv(name, value)
     start(engine(), 2, "ray", lambda handle: None)
