@@ -119,17 +119,18 @@ def need(kernel: str, e: TileEntry) -> int:
 
     Keys and values of a step, as often as the pipeline holds them: products by warp groups (from sm_90 to sm_119, 64
     rows at least) read the step that they compute from there, others hold it in registers. Beside them the queries,
-    the scores where warps share rows of them or two steps are held, a step of opened codes, and 1 KiB for sums across
-    warps.
+    the scores where warps share rows of them or two steps are held (on sm_100 also beside opened codes), a step of
+    opened codes, and 2 KiB for sums across warps and for barriers.
     """
     tile, values, size = e.tile, lanes(e.head), e.bits // 8
     coded = kernel.endswith("_codes")
     grouped = 90 <= e.arch < 120 and tile.m >= 64 and size == 2
     steps = tile.stages if grouped else max(tile.stages - 1, 1)
     step = 2 * tile.n * values * (1 if coded else size)
-    scores = tile.m * tile.n * size if tile.m < 16 * tile.warps or tile.stages == 2 else 0
+    shared = tile.m < 16 * tile.warps or tile.stages == 2 or (coded and grouped and e.arch >= 100)
+    scores = tile.m * tile.n * size if shared else 0
     opened = tile.n * values * size if coded else 0
-    return steps * step + tile.m * values * size + scores + opened + 1024
+    return steps * step + tile.m * values * size + scores + opened + (2 << 10)
 
 
 def check(kernel: str, arch: int) -> None:
