@@ -211,10 +211,10 @@ KINDS: dict[str, Kind] = {
         hidden_size=768, intermediate_size=3072, num_attention_heads=12, image_size=512, patch_size=16), 4),
     "pixtral": _pixtral("Llava", 16, 1024, {"vision_feature_select_strategy": "full"}),
     "mistral3": _pixtral("Mistral3", 14, 1540, {"spatial_merge_size": 2}),
-    "mllama": Kind(
+    "mllama": Kind(  # few layers, because all four tiles of every picture are computed
         "Mllama", TEXT | {"cross_attention_layers": [3, 8, 13, 18]}, dict(
-            hidden_size=1280, intermediate_size=5120, num_hidden_layers=4, num_global_layers=2, attention_heads=16,
-            image_size=560, patch_size=14, max_num_tiles=4, intermediate_layers_indices=[0, 2],
+            hidden_size=1280, intermediate_size=5120, num_hidden_layers=2, num_global_layers=1, attention_heads=16,
+            image_size=560, patch_size=14, max_num_tiles=4, intermediate_layers_indices=[0, 1],
             vision_output_dim=3 * 1280,
         ), {"image_token_index": ADDED},
         {"image_processor_type": "MllamaImageProcessor", "size": {"height": 560, "width": 560}, "resample": 2,
