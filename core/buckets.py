@@ -12,10 +12,10 @@ from enum import IntEnum
 from functools import cached_property, lru_cache
 
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
-"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need."""
+"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need. Their pictures are squares
+of whole windows."""
 
 ENCODER_SLOTS = 12544
 """Slots that the images of one launch share; a larger image has a launch of its own."""
@@ -390,11 +390,3 @@ def capturable(policy: Policy, bucket: Bucket) -> bool:
 def padded_tokens(bucket: Bucket) -> int:
     """Text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
     return bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
-
-
-def vision_boundaries(largest: int) -> tuple[int, ...]:
-    """The default VISION list, continued by factors of 1.5 up to ``largest`` slots."""
-    sizes = list(DEFAULT_VISION_SLOTS)
-    while sizes[-1] < largest:
-        sizes.append(-(-sizes[-1] * 3 // 2 // WINDOW_SLOTS) * WINDOW_SLOTS)
-    return tuple(sizes)
