@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +33,7 @@ from tests.traffic.server_process import ROOT, free_port, server
 pytestmark = pytest.mark.long
 
 PUBLIC = "93.184.216.34"
-UP = 120.0
+UP = 400.0
 """Seconds in which a node must be there."""
 
 
@@ -173,7 +176,7 @@ def test_engines_answer_over_a_cluster_with_a_token(
 @pytest.mark.parametrize(
     ("shown", "words"),
     [
-        ({}, "asks for a token, and this process shows none: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"),
+        ({}, "asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "asks for another token than this process shows: "),
         ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/no/such"}, "there is no token: set RAY_AUTH_TOKEN"),
@@ -189,15 +192,52 @@ def test_without_the_token_one_line_has_the_remedy(
     assert not any("Traceback" in line for line in said) and guarded.token not in "".join(said)
 
 
-def refused(environ: dict[str, str], *flags: str, within: tuple[str, ...] = ()) -> tuple[list[str], int, float]:
+def refused(environ: dict[str, str], *flags: str) -> tuple[list[str], int, float]:
     """Lines of a server that does not start, its exit code, and how long it took."""
     begun = time.monotonic()
-    command = [*within, sys.executable, "-P", "-m", "trencadis.server", "--port", str(free_port()), *FLAGS, *flags]
+    command = [sys.executable, "-P", "-m", "trencadis.server", "--port", str(free_port()), *FLAGS, *flags]
     done = subprocess.run(
         command, env={**environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}, timeout=300, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.stdout.strip().splitlines(), done.returncode, time.monotonic() - begun
+
+
+ALONE = f'ip link set lo up && ip addr add {PUBLIC}/32 dev lo && exec "$@"'
+"""In a network of its own, a machine that has a public address."""
+
+
+def on_a_public_address(folder: str) -> list[Any]:
+    """What a server says to a cluster without a token, with and without one to show, and to one with a token."""
+    shown, found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, list[Any]()
+    knowing = {**clean(), **shown}
+    for environ, servers in ((clean(), [clean(), knowing]), (knowing, [knowing])):
+        with started_cluster(environ, Path(tempfile.mkdtemp(dir=folder)), PUBLIC, 0) as address:
+            for one in servers:
+                lines, code, _ = refused({**one, "RAY_ADDRESS": address}, *PLACED)
+                found.append((code, lines[-1]))
+    return found
+
+
+def test_a_public_address_without_a_token_is_refused(tmp_path: Path) -> None:
+    """Whatever token the server itself would show."""
+    alone = ["unshare", "-rn", "sh", "-c", ALONE, "sh"]
+    if (
+        not all(map(shutil.which, ("unshare", "ip")))
+        or subprocess.run([*alone, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("this system gives nobody a network of his own")
+    code = "import json, sys, tests.links.test_ray_token as t; print(json.dumps(t.on_a_public_address(sys.argv[1])))"
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        command = [*alone, sys.executable, "-c", code, folder]
+        environ = {**clean(), "PYTHONPATH": str(ROOT)}
+        said = subprocess.run(command, env=environ, timeout=500, check=True, stdout=subprocess.PIPE, text=True).stdout
+    *without, (code_with, with_token) = json.loads(said.splitlines()[-1])
+    assert len(without) == 2
+    for exit_code, line in without:
+        assert exit_code == 2 and PUBLIC in line and "public address and asks for no token" in line
+        assert "start it with RAY_AUTH_MODE=token" in line
+    assert code_with == 2 and "2 engines need 1 CPU each" in with_token, "it is let in, and has no room"
 
 
 GROUP = """
