@@ -27,6 +27,7 @@ import pytest
 
 from tests.fleet.test_live import TEXTS, said
 from tests.links import clusters
+from tests.links.clusters import ray
 from tests.links.test_ray_engines import FLAGS, LED, PLACED, ask, engines, nothing_runs
 from tests.traffic.server_process import ROOT, free_port, server
 
@@ -201,6 +202,25 @@ def refused(environ: dict[str, str], *flags: str) -> tuple[list[str], int, float
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.stdout.strip().splitlines(), done.returncode, time.monotonic() - begun
+
+
+OTHER = """
+import os, ray
+ray.__version__ = "2.49.0"
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.on_ray.cluster import connect
+try:
+    connect(os.environ)
+except StartupError as error:
+    print(error)
+"""
+
+
+def test_another_version_than_the_clusters_is_refused(guarded: Guarded) -> None:
+    environ = {**guarded.environ, "RAY_ADDRESS": guarded.address, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", OTHER], env=environ, capture_output=True, text=True, timeout=300)
+    (line,) = done.stdout.strip().splitlines()
+    assert line.startswith("this Ray (2.49.0) is not the cluster's: install its version (") and ray.__version__ in line
 
 
 ALONE = f'ip link set lo up && ip addr add {PUBLIC}/32 dev lo && exec "$@"'

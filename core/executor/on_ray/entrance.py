@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trencadis.core import envs
 from trencadis.core.errors import StartupError
 
 START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
@@ -96,7 +97,7 @@ def check_token(answer: Answer, environ: Mapping[str, str]) -> None:
             "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH_TOKEN_PATH=FILE or RAY_AUTH_TOKEN to that of the "
             "cluster's nodes"
         )
-    if answer.said == REFUSED and environ.get("RAY_AUTH_MODE", "").lower() == "token":
+    if answer.said == REFUSED and (envs.get("RAY_AUTH_MODE", environ) or "").lower() == "token":
         raise StartupError(
             f"the Ray cluster at {answer.address} asks for another token than this process shows: set "
             "RAY_AUTH_TOKEN_PATH=FILE or RAY_AUTH_TOKEN to that of its nodes"
