@@ -34,7 +34,7 @@ from tests.traffic.server_process import ROOT, free_port, server
 pytestmark = pytest.mark.long
 
 PUBLIC = "93.184.216.34"
-UP = 400.0
+UP = 150.0
 """Seconds in which a node must be there."""
 
 
@@ -86,21 +86,27 @@ def started_cluster(environ: dict[str, str], folder: Path, host: str = "127.0.0.
         "--head", f"--port={port}", f"--node-ip-address={host}", "--num-cpus=0", "--include-dashboard=false",
         f"--temp-dir={folder}",
     )  # fmt: skip
-    made = [started(environ, *head)]
+    made: list[subprocess.Popen[bytes]] = []
     try:
-        end = time.monotonic() + UP
-        while subprocess.run([sys.executable, "-c", NODES, address, "1"], env=environ, capture_output=True).returncode:
-            assert time.monotonic() < end and made[0].poll() is None, "the head does not answer"
-            time.sleep(1)
-        for _ in range(others):
-            made.append(started(environ, f"--address={address}", "--num-cpus=1", f"--node-ip-address={host}"))
-        wanted = [sys.executable, "-c", NODES, address, str(others + 1)]
-        subprocess.run(wanted, env=environ, check=True, timeout=UP, capture_output=True)
+        for count in range(1, others + 2):
+            words = [f"--address={address}", "--num-cpus=1", f"--node-ip-address={host}"] if made else head
+            made.append(clusters.tried(lambda words=words, count=count: joined(environ, address, count, *words)))
         yield address
     finally:
         clusters.end([psutil.Process(node.pid) for node in reversed(made)])
         for node in made:
             node.wait()
+
+
+def joined(environ: dict[str, str], address: str, count: int, *words: str) -> subprocess.Popen[bytes]:
+    """A new node, once the cluster counts ``count`` of them."""
+    node, end = started(environ, *words), time.monotonic() + UP
+    asking = [sys.executable, "-c", NODES, address, str(count)]
+    while time.monotonic() < end and node.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not subprocess.run(asking, env=environ, timeout=60, capture_output=True).returncode:
+                return node
+    raise RuntimeError("the node timed out during startup")
 
 
 @pytest.fixture(scope="module")

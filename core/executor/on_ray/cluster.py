@@ -18,6 +18,11 @@ from trencadis.core.executor.on_ray import entrance
 NODE = "ray.io/node-id"
 """A label that every node has."""
 
+NEEDED = (
+    "--distributed-executor-backend ray, or --data-parallel-backend ray, needs Ray, of the cluster's version: "
+    "pip install 'trencadis[ray]'"
+)
+
 OWN_NODE = "TRENCADIS_RAY_NODE"
 
 PLACED = 5.0
@@ -43,13 +48,14 @@ def connect(environ: Mapping[str, str]) -> Any:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if find_spec("ray") is None:
-        raise StartupError(
-            "--distributed-executor-backend ray needs Ray, of the cluster's version: pip install 'trencadis[ray]'"
-        )
+        raise StartupError(NEEDED)
     address = envs.get("RAY_ADDRESS", environ) or "auto"
     entrance.probe(address)
-    answer = entrance.ask(address, os.environ)
-    ray: Any = import_module("ray")
+    answer = entrance.ask(address, os.environ)  # while this process imports Ray
+    try:
+        ray: Any = import_module("ray")
+    except ImportError as error:
+        raise StartupError(f"{NEEDED} ({error})") from None
     entrance.check_token(answer(), os.environ)
     try:
         ray.init(
