@@ -13,7 +13,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.executor.on_ray import entrance
 from trencadis.core.executor.on_ray.cluster import ClusterNode, connect, deal
-from trencadis.core.executor.on_ray.entrance import Answer
+from trencadis.core.executor.on_ray.entrance import Welcome
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.server.engine.spawn import child_environment
 
@@ -91,7 +91,7 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
 
     def ask(address: str, environ: Any) -> Any:
         asked.append(environ)
-        return lambda: Answer(address, answers[len(asked) - 1])
+        return lambda: Welcome(address, answers[len(asked) - 1])
 
     answers = [entrance.LET_IN, entrance.NO_TOKEN, entrance.UNKNOWN, entrance.REFUSED]
     monkeypatch.setattr(entrance, "ask", ask)
@@ -109,10 +109,10 @@ def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.
 )
 def test_who_shows_no_token_is_told_what_to_set(said: int, shown: dict[str, str], words: str) -> None:
     with pytest.raises(StartupError, match=words) as raised:
-        entrance.check_token(Answer("h:1", said), shown)
+        entrance.check_token(Welcome("h:1", said), shown)
     assert "\n" not in str(raised.value)
-    entrance.check_token(Answer("h:1", entrance.LET_IN), shown)
-    entrance.check_token(Answer("", entrance.UNKNOWN), shown)  # what Ray says of it is told
+    entrance.check_token(Welcome("h:1", entrance.LET_IN), shown)
+    entrance.check_token(Welcome("", entrance.UNKNOWN), shown)  # what Ray says of it is told
 
 
 def test_the_engine_keeps_rays_token_and_no_other() -> None:

@@ -53,7 +53,7 @@ except AuthenticationError:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Welcome:
     """What a cluster says to who comes.
 
     Args:
@@ -65,7 +65,7 @@ class Answer:
     said: int
 
 
-def ask(address: str, environ: Mapping[str, str]) -> Callable[[], Answer]:
+def ask(address: str, environ: Mapping[str, str]) -> Callable[[], Welcome]:
     """Begins to ask; what it returns waits for the answer.
 
     Args:
@@ -77,20 +77,20 @@ def ask(address: str, environ: Mapping[str, str]) -> Callable[[], Answer]:
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
-    def answer() -> Answer:
+    def answer() -> Welcome:
         with process:
             try:
                 found, _ = process.communicate(timeout=PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-                return Answer("", UNKNOWN)
+                return Welcome("", UNKNOWN)
         said = process.returncode if process.returncode in (LET_IN, REFUSED, NO_TOKEN) else UNKNOWN
-        return Answer(found.strip(), said)
+        return Welcome(found.strip(), said)
 
     return answer
 
 
-def check_token(answer: Answer, environ: Mapping[str, str]) -> None:
+def check_token(answer: Welcome, environ: Mapping[str, str]) -> None:
     """Raises StartupError where the cluster does not let this process in."""
     if answer.said == NO_TOKEN:
         raise StartupError(
