@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def started_cluster(environ: dict[str, str], folder: Path, host: str = "127.0.0.
     try:
         for count in range(1, others + 2):
             words = [f"--address={address}", "--num-cpus=1", f"--node-ip-address={host}"] if made else head
-            made.append(clusters.tried(lambda words=words, count=count: joined(environ, address, count, *words)))
+            made.append(clusters.tried(partial(joined, environ, address, count, *words)))
         yield address
     finally:
         clusters.end([psutil.Process(node.pid) for node in reversed(made)])
