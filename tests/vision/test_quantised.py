@@ -18,6 +18,8 @@ from tests.oracles.transformers_model import conversation
 from tests.quant import checkpoints as quantised
 from tests.vision.forms import gemma3, llava, qwen3_vl
 from trencadis import LLM
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.reading import load_config
@@ -59,6 +61,9 @@ OURS = {
     "model.multi_modal_projector.linear_2": "visual.projector.linear_2",
     "vision_tower.vision_model.encoder.layers.1.self_attn.out_proj": "visual.blocks.1.self_attn.out_proj",
 }
+
+ROUNDED = 0.3
+"""What activations of 8 bits may cost a log-probability; Gemma-3's random checkpoint takes most of it."""
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +134,12 @@ def answers_as_its_twin(kind: str, form: str, source: Path, out: Path, patch: An
     else:
         held["quantization_config"]["ignore"] = ["re:.*lm_head", *(f"re:.*{tower}.*" for tower in TOWERS[kind])]
     (path / "config.json").write_text(json.dumps(held))
-    for ours, theirs in zip(first_logprobs(path), first_logprobs(twin), strict=True):
-        assert abs(ours - theirs) < 0.1
+    expected = first_logprobs(twin)
+    for ours, theirs in zip(first_logprobs(path), expected, strict=True):
+        assert abs(ours - theirs) < ROUNDED
+    with patch.context() as opened_codes:
+        opened_codes.setattr(CpuOps, "pack_quantised", ReferenceOps.pack_quantised)
+        assert first_logprobs(path) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "form"), [("qwen2_vl", "awq")])
@@ -189,7 +198,7 @@ def written(kind: str, to: str, folder: Any, out: Path) -> None:
     vision = load_config(out).vision
     assert quant is not None and vision is not None and all(quant.scheme(m.name) is None for m in vision.matrices(1))
     assert all(quant.scheme(f"layers.0.{part}") is not None for part in ("mlp.down_proj", "self_attn.q_proj"))
-    limit = {"fp8": 0.3, "int8": 0.1, "int4": 1.5}[to]
+    limit = {"fp8": 0.6, "int8": ROUNDED, "int4": 1.5}[to]
     for one, two in zip(first_logprobs(source), first_logprobs(out), strict=True):
         assert abs(one - two) < limit
 
