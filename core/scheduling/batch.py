@@ -267,6 +267,8 @@ class Lanes:
     def __init__(self, count: int, rows: int, block_size: int) -> None:
         self.batches = [RunningBatch(rows, block_size, told=count > 1) for _ in range(count)]
         self.sizes = [0] * count
+        self.short = [False] * count
+        """Of each lane whether a sequence waits for blocks: who begins to run, in any lane, must not take them."""
         self.now = 0
 
     def __len__(self) -> int:
@@ -305,14 +307,15 @@ class Lanes:
         """Whether this lane may take another sequence, if ``waiting`` ones are dealt evenly among all."""
         return self.sizes[self.now] * len(self.sizes) < sum(self.sizes) + waiting
 
-    def deal(self, running: Iterable[Sequence]) -> None:
-        """Hands sequences that this lane has too many of to the lane with the fewest."""
+    def begin(self, running: Iterable[Sequence]) -> None:
+        """Begins a step of this lane. Sequences that it has too many of go to the lane with the fewest."""
+        self.short[self.now] = False
         more = self.sizes[self.now] - min(self.sizes)
         if more >= 2:
             self._deal(running, more)
 
     def _deal(self, running: Iterable[Sequence], more: int) -> None:
-        """``deal`` where this lane has ``more`` sequences than another."""
+        """``begin`` where this lane has ``more`` sequences than another."""
         mine = [seq for seq in running if seq.lane == self.now and seq.inflight == 0 and not seq.resting]
         for seq in mine[len(mine) - more // 2 :]:
             lane = self.least

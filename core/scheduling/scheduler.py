@@ -100,8 +100,7 @@ class Scheduler:
 
     def _schedule(self) -> Step | None:
         """The next Step of the lane."""
-        if self.limits.stages > 1:
-            self.lanes.deal(self.running)
+        self.lanes.begin(self.running)
         self.lanes.batch.leave_spent()
         unseated = self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
@@ -117,7 +116,7 @@ class Scheduler:
         grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
         for seq in complete:
             self.publish(seq)
-        if not builder.preempted:
+        if not builder.preempted and not any(self.lanes.short):
             self._admit(builder)
         self._had_vision = self._starved_text = False
         if self.with_media:
@@ -208,12 +207,13 @@ class Scheduler:
         """Gives ``seq`` blocks for ``count`` more tokens, preempting later sequences; returns the tokens that fit."""
         size = self.limits.block_size
         need = -(-(seq.computed + count) // size) - len(seq.blocks)
-        if need > self.pool.free - builder.reserved:
-            need = self._make_room(seq, need, builder)
-            if need < 0:
-                return 0
-        if need > 0:
-            seq.blocks += self.pool.take(need) or []
+        free = max(self.pool.free - builder.reserved, 0)
+        have = need if need <= free else self._make_room(seq, need, builder)
+        self.lanes.short[self.lanes.now] |= have < need
+        if have < min(need, 0):
+            return 0
+        if have > 0:
+            seq.blocks += self.pool.take(have) or []
         return min(count, len(seq.blocks) * size - seq.computed)
 
     def _make_room(self, seq: Sequence, need: int, builder: StepBuilder) -> int:

@@ -37,6 +37,19 @@ def test_ten_thousand_requests(stages: int) -> None:
     assert total == 10_000 and preempted > 100
 
 
+@pytest.mark.parametrize("stages", [4, 8])
+def test_freed_blocks_are_for_those_that_run(stages: int) -> None:
+    """A sequence of one lane that waits for a block gets it before a sequence that another lane would begin."""
+    engine, _ = shadow_engine(blocks=3, size=16, rows=2, depth=stages - 1, tokens=7, length=48, stages=stages)
+    driver, rng = ScheduleDriver(engine, random.Random(1), 48), random.Random(1)
+    for number, length in enumerate([24, 24] + 10 * [15]):
+        params = SamplingParams(temperature=0, max_tokens=8, seed=1, ignore_eos=True)
+        driver.add(Request(f"r{number}", [rng.randrange(1, VOCAB) for _ in range(length)], params))
+    driver.finish(turns=400)
+    driver.verify()
+    assert engine.scheduler.totals.preemptions <= 2
+
+
 def test_steps_in_flight_share_no_sequence() -> None:
     engine, _ = shadow_engine(blocks=40, size=4, rows=14, depth=2, stages=3, chunk=3)
     scheduler, rng = engine.scheduler, random.Random(3)
