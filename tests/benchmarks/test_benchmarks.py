@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.harness.server import memory_of
 from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
+from benchmarks.run import NAMES, module
 from benchmarks.startup import violations
 
 
@@ -107,3 +109,7 @@ def test_forbidden_imports_are_named() -> None:
         "engine imports transformers",
         "api imports torch",
     ]
+
+
+def test_every_benchmark_that_make_bench_runs_has_a_module() -> None:
+    assert [name for name in NAMES if find_spec(module(name)) is None] == []
