@@ -16,12 +16,14 @@ class SlotForm(NamedTuple):
 
     ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
     ``ghosts``: some windows hold slots that others see and that are blind to each other (``Segments.ghost``).
+    ``unit``: arena rows of a picture that layers of the decoder attend to (``VisionConfig.unit``).
     """
 
     values: int = 0
     cell: int = 1
     near: int = 0
     ghosts: bool = False
+    unit: int = 0
 
 
 NO_SLOT = SlotForm()

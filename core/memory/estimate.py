@@ -113,7 +113,8 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 class Sized:
     """The sizes of one model on one of ``ranks`` devices.
 
-    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of.
+    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of;
+    ``seen_work``: as in ``Policy``.
     """
 
     model: ModelConfig
@@ -124,6 +125,7 @@ class Sized:
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
     unit: int = 1
+    seen_work: Callable[[Bucket, InputSizes], int] | None = None
 
     @property
     def text(self) -> TextConfig:
@@ -202,14 +204,16 @@ class Sized:
 
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
-        t, block = self.text, max(plan.block_size, 1)
-        slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
-        sizes = InputSizes(
+        sizes = self._sizes(max(plan.block_size, 1))
+        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
+        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
+
+    def _sizes(self, block: int) -> InputSizes:
+        t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
+        return InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
             max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
         )  # fmt: skip
-        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
-        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
     def layers(self, bucket: Bucket) -> int:
         """Layers that a graph holds."""
@@ -258,7 +262,10 @@ class Sized:
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
-        attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
+        if self.seen_work is not None:
+            attention += self.seen_work(bucket, self._sizes(block_size))
+        else:
+            attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
         narrow = streams + max(attention, self._mlp(size))
         return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
@@ -281,7 +288,8 @@ class Sized:
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
-        stage, dims, seen = bucket.stage, bucket.dims, seen_rows(self.model, bucket)
+        stage, dims = bucket.stage, bucket.dims
+        seen = seen_rows(self.model, bucket) if self.seen_work is None else 0
         if stage is Stage.VISION:
             return 9 * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
