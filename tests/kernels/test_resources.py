@@ -127,7 +127,8 @@ def test_the_data_file_knows_every_tile() -> None:
             assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
 
 
-ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_kernel": "attend_images"}
+ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_kernel": "attend_images",
+             "pictures_kernel": "attend_pictures"}  # fmt: skip
 
 
 def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:
