@@ -9,18 +9,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.layout import WINDOW_SLOTS
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
-"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need."""
-
+"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need. Their pictures are squares
+of whole windows."""
 
 ENCODER_SLOTS = 12544
 """Slots that the images of one launch share; a larger image has a launch of its own."""
-
 
 POOL_ROWS = 512
 """Rows of a POOL launch, unless more requests run at a time: a prompt's mean takes its tokens in slices of so many."""
@@ -314,12 +312,20 @@ class Plan:
         table = self._tables.get((stage, variant))
         if table is not None:
             return table.find(needs) or self._escape(stage, needs, variant, table)
+        return self._rounded(stage, needs, variant)
+
+    @cached_property
+    def _rounded(self) -> Callable[[Stage, tuple[int, ...], str], Bucket]:
+        """``_round``, remembered: decoding asks for the same bucket in each step."""
+        return lru_cache(maxsize=256)(self._round)
+
+    def _round(self, stage: Stage, needs: tuple[int, ...], variant: str) -> Bucket:
+        """The bucket of a stage without a plan."""
         axes = self.policy.axes[stage]
         if len(needs) != len(axes):
             raise ValueError(f"{stage.name} has axes {axes}, got needs {needs}")
-        alignment = self.policy.alignment[stage]
-        lists = self.policy.boundaries.get(stage, ((),) * len(axes))
-        dims = tuple(_fit_axis(max(n, 1), a, b) for n, a, b in zip(needs, alignment, lists, strict=True))
+        units, lists = self.policy.alignment[stage], self.policy.boundaries.get(stage, ((),) * len(axes))
+        dims = tuple(_fit_axis(max(n, 1), a, b) for n, a, b in zip(needs, units, lists, strict=True))
         return Bucket(stage, dims, variant)
 
     def _escape(self, stage: Stage, needs: tuple[int, ...], variant: str, table: Table) -> Bucket:
@@ -386,11 +392,3 @@ def capturable(policy: Policy, bucket: Bucket) -> bool:
 def padded_tokens(bucket: Bucket) -> int:
     """Text tokens, slots or rows that a launch of ``bucket`` computes, padding included."""
     return bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
-
-
-def vision_boundaries(largest: int) -> tuple[int, ...]:
-    """The default VISION list, continued by factors of 1.5 up to ``largest`` slots."""
-    sizes = list(DEFAULT_VISION_SLOTS)
-    while sizes[-1] < largest:
-        sizes.append(-(-sizes[-1] * 3 // 2 // WINDOW_SLOTS) * WINDOW_SLOTS)
-    return tuple(sizes)

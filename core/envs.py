@@ -205,6 +205,9 @@ TABLE: tuple[Env, ...] = (
     Env("LOCAL_WORLD_SIZE", "int", "", "external_launcher: processes on this machine, from torchrun"),
     Env("MASTER_ADDR", "str", "", "external_launcher: the machine of rank 0, from torchrun"),
     Env("RAY_ADDRESS", "str", "auto", "ray: the cluster, `host:port`; auto: the one that runs on this machine"),
+    Env("RAY_AUTH_MODE", "str", "disabled", "ray: token: the cluster asks for one, and this process shows it"),
+    Env("RAY_AUTH_TOKEN_PATH", "str", "~/.ray/auth_token", "ray: the file that has the cluster's token; RAY_AUTH_TOKEN "
+        "has it itself, and wins"),
     Env("TRENCADIS_RAY_NODE", "str", "", "ray: the node that this engine was put on; the server sets it"),
     Env("TRENCADIS_MACHINE_ROOT", "str", "/", "hpu: folder below which cards and their driver are found, for tests"),
     *(replace(e, plugin=True) for e in _PLUGIN),

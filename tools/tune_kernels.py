@@ -76,9 +76,9 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
 
 
 def products(entry: TileEntry, device: torch.device) -> list[cases.Case]:
-    """Products of the entry's class of rows with int8, or where groups have scales int4."""
+    """Products of the entry's class of rows with codes of its size, or where groups have scales int4."""
     rows = {"few": (1, 8), "some": (32, 64), "many": (512, 4096)}.get(entry.length, (64, 2048))
-    scheme = Scheme(4, group=128) if entry.group else Scheme(8)
+    scheme = Scheme(4, group=128) if entry.group else Scheme(entry.head)
     dtype = torch.bfloat16 if entry.bits == 16 else torch.float32
     shapes = quantised_cases.SHAPES[1:3]
     return [quantised_cases.case(scheme.label, scheme, n, shape, device, dtype) for n in rows for shape in shapes]

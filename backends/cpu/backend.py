@@ -15,7 +15,7 @@ from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.programs import CpuPending, CpuProgram, tensors
+from trencadis.backends.cpu.programs import CpuPending, CpuProgram
 from trencadis.backends.cpu.reference import ReferenceOps
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
@@ -89,7 +89,7 @@ class CpuBackend:
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)
-        program.inputs = tensors(program.bucket, inputs, self.cfg.block_size, self.cfg.upto)
+        program.fill(inputs, self.cfg.block_size, self.cfg.upto)
 
     def fetch(self, out: TensorsOut, rows: int) -> CpuPending:
         return CpuPending(out, rows)

@@ -54,7 +54,7 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
     real = len(x.tokens)
     slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
     if x.last is not None:  # a look into each row's table would miss every cache
-        slots[:real] = x.last.astype(np.int64) * block_size + x.context % block_size
+        slots[:real] = last_slots(x.last, x.context, block_size)
         return slots
     if real == len(x.context):  # one token a row
         row, place = np.arange(real), x.context
@@ -62,6 +62,12 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
         row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
         place = x.context[row] + np.arange(real) - x.row_start[row]
     slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
+    return slots
+
+
+def last_slots(last: Array, context: Array, block_size: int) -> Array:
+    """int64 [r]: the cache slot of each row's next token, which lies in its ``last`` block."""
+    slots: Array = last.astype(np.int64) * block_size + context % block_size
     return slots
 
 

@@ -14,6 +14,7 @@ from trencadis.backends.cpu.padding import (
     cells,
     ghosts,
     head,
+    last_slots,
     mixed,
     pad,
     pool,
@@ -39,7 +40,8 @@ from trencadis.core.backend import (
 )
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT
-from trencadis.core.launches.tensors import SeenTensors
+from trencadis.core.launches.batch import SeatedHead, SeatedText
+from trencadis.core.launches.tensors import SeenTensors, first_rows
 from trencadis.core.layout import SINK_ROW, ZERO_BLOCK
 from trencadis.core.shapes.seen import planned_units
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
@@ -49,13 +51,24 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class CpuProgram:
-    """``core.backend.Program``. Nothing is captured, so each fill makes new tensors."""
+    """``core.backend.Program``. Nothing is captured, so each fill makes new tensors, except of what comes again."""
 
     bucket: Bucket
     body: Body
     state: ProgramState = ProgramState.PLANNED
     bytes: int = 0
     inputs: Any = None
+    source: Inputs | None = None
+    """What ``inputs`` were made of, if it may come again."""
+
+    def fill(self, inputs: Inputs, block_size: int, upto: bool) -> None:
+        """Makes tensors of a launch's arrays; ``upto``: ``BackendConfig.upto``."""
+        if inputs is self.source:
+            self.inputs = _again(self.inputs, inputs, block_size)
+            return
+        self.inputs = tensors(self.bucket, inputs, block_size, upto)
+        comes_again = isinstance(inputs, SeatedHead) or (isinstance(inputs, SeatedText) and not upto)
+        self.source = inputs if comes_again else None
 
     def compile(self) -> None:
         """Nothing to compile."""
@@ -77,7 +90,7 @@ class CpuProgram:
         return self.run()
 
     def release(self) -> int:
-        self.inputs = None
+        self.inputs = self.source = None
         return 0
 
 
@@ -97,6 +110,20 @@ def tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False)
             return _rare(bucket, inputs)
 
 
+def _again(made: Any, x: Inputs, block_size: int) -> Any:
+    """``made`` with what has changed in its source. It is written in place: the launch that read it has returned."""
+    if isinstance(x, HeadInputs):
+        made.uniform.numpy()[: len(x.uniform)] = x.uniform
+        return made
+    assert isinstance(x, StepInputs) and x.last is not None
+    real, old = len(x.context), made.attn
+    made.positions.numpy()[:, :real] = x.positions
+    old.context.numpy()[:real] = x.context
+    old.slot_map.numpy()[:real] = last_slots(x.last, x.context, block_size)
+    blocks = _blocks(x, len(old.context))
+    return made._replace(attn=_attn(block_size, old.row_start, old.context, blocks, old.slot_map))
+
+
 def _rare(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
     """``tensors`` of launches that plain requests do not need."""
     match inputs:
@@ -113,22 +140,23 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
     row_start = np.full(rows + 2, real, np.int32)
     row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
     row_start[-1] = count
-    attn = CpuAttn(
-        row_start=torch.from_numpy(row_start),
-        context=_pad(x.context, rows + 1),
-        blocks=_blocks(x, rows + 1),
-        slot_map=torch.from_numpy(slot_map(x, count, block_size)),
-        upto=_pad(upto_of(x), count) if upto else None,
-    )
-    attn.block_size = block_size
+    stored = torch.from_numpy(slot_map(x, count, block_size))
+    parts = torch.from_numpy(row_start), _pad(x.context, rows + 1), _blocks(x, rows + 1), stored
     return TextTensors(
         tokens=_pad(x.tokens, count),
         from_slot=_pad(x.from_slot, count),
         positions=_pad(x.positions, 3, count),
         image_row=_pad(x.image_row, count),
         out_row=_pad(x.out_row, count, dtype=np.int64),
-        attn=attn,
+        attn=_attn(block_size, *parts, _pad(upto_of(x), count) if upto else None),
     )
+
+
+def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
+    """The fields of ``Attn`` in their order, without a plan yet."""
+    made = CpuAttn(*parts)  # type: ignore[arg-type]
+    made.block_size = block_size
+    return made
 
 
 def _seen(x: StepInputs, count: int, bucket: Bucket) -> SeenTensors | None:
@@ -172,7 +200,7 @@ class CpuPending:
     """A result that is already on the host; ``core.backend.Pending``."""
 
     def __init__(self, out: TensorsOut, rows: int) -> None:
-        self._out: Any = host_output(out, [None if t is None else t[:rows].numpy() for t in out])
+        self._out: Any = host_output(out, [None if t is None else first_rows(t, rows).numpy() for t in out])
 
     def done(self) -> bool:
         return True

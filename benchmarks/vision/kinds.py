@@ -211,4 +211,17 @@ KINDS: dict[str, Kind] = {
         hidden_size=768, intermediate_size=3072, num_attention_heads=12, image_size=512, patch_size=16), 4),
     "pixtral": _pixtral("Llava", 16, 1024, {"vision_feature_select_strategy": "full"}),
     "mistral3": _pixtral("Mistral3", 14, 1540, {"spatial_merge_size": 2}),
+    "mllama": Kind(  # few layers, because all four tiles of every picture are computed
+        "Mllama", TEXT | {"cross_attention_layers": [3, 8, 13, 18]}, dict(
+            hidden_size=1280, intermediate_size=5120, num_hidden_layers=2, num_global_layers=1, attention_heads=16,
+            image_size=560, patch_size=14, max_num_tiles=4, intermediate_layers_indices=[0, 1],
+            vision_output_dim=3 * 1280,
+        ), {"image_token_index": ADDED},
+        {"image_processor_type": "MllamaImageProcessor", "size": {"height": 560, "width": 560}, "resample": 2,
+         "do_pad": True, "max_image_tiles": 4, **ALL, **OF_CLIP},
+        "mllama.image_processing_pil_mllama.MllamaImageProcessorPil",
+        ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), ("<|image|>",), "<|image|>",
+        small=dict(hidden_size=32, intermediate_size=44, attention_heads=2, vision_output_dim=3 * 32, image_size=560),
+        small_text={"cross_attention_layers": [1]},
+    ),
 }  # fmt: skip

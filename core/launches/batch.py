@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,30 @@ SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD = range(len(N
 
 NO_TOKENS = np.zeros(0, np.int32)
 
+Form = TypeVar("Form", bound=StepInputs)
+
+
+class SeatedText(StepInputs):
+    """Of rows that have a seat: one object until a seat changes hands.
+
+    Meanwhile ``positions``, ``context``, ``blocks`` and ``last`` alone change, so that whoever made tensors of it makes
+    those anew.
+    """
+
+    __slots__ = ()
+
+
+class SeatedHead(HeadInputs):
+    """How rows draw that have a seat: one object until a seat changes hands; meanwhile ``uniform`` alone changes."""
+
+    __slots__ = ()
+
 
 class HeadNeeds(NamedTuple):
     """What rows want of one SAMPLE.
 
     Args:
-        full: any of them needs more than the argmax.
+        full: any of them needs more than the argmax; ``every``: each of them does.
         best: the argmax of what a mask allows is all that those which are ``full`` need.
         told: any of them wants log-probabilities.
     """
@@ -50,6 +68,7 @@ class HeadNeeds(NamedTuple):
     full: bool = False
     best: bool = True
     told: bool = False
+    every: bool = True
 
 
 class BatchOutOfStep(RuntimeError):
@@ -68,8 +87,13 @@ class RankBatch:
         self._floats = np.zeros((len(FLOATS), 1), np.float32)
         self._table = np.zeros((1, 1), np.int32)
         """Rows from ``count`` on are ZERO blocks, except for guests of the last launch."""
+        self._width = 1
+        """Blocks of the longest row, or more if it has left."""
         self._guests = 0
         self._tokens = NO_TOKENS  # int32 [count] where the host knows them
+        self._text: SeatedText | None = None
+        self._head: SeatedHead | None = None
+        self._needs: HeadNeeds | None = None
 
     # What a Step changes
 
@@ -97,7 +121,9 @@ class RankBatch:
 
     def _grow(self, seats: Int32, blocks: Int32) -> None:
         """Gives each of ``seats`` one block more."""
-        self._reserve(0, int(self._numbers[HELD, seats].max()) + 1)
+        held = self._numbers[HELD]
+        self._width = max(self._width, int(held[seats].max()) + 1)
+        self._reserve(0, self._width)
         held = self._numbers[HELD]
         self._table[seats, held[seats]] = blocks
         held[seats] += 1
@@ -110,7 +136,12 @@ class RankBatch:
         for join in joins:
             self._join(rows[join.row], join.delta)
 
+    def _forget(self) -> None:
+        """Seats change hands: launches get other objects from now on."""
+        self._text = self._head = self._needs = None
+
     def _leave(self, seat: int) -> None:
+        self._forget()
         last = self.count - 1
         if seat != last:
             self._move(last, seat)
@@ -127,7 +158,9 @@ class RankBatch:
         self._keys[seat], self._samples[seat] = self._keys[old], self._samples[old]
 
     def _join(self, row: Row, delta: int) -> None:
+        self._forget()
         seat, draw = self.count, row.samples[0]
+        self._width = max(self._width, len(row.blocks))
         self._reserve(seat + 1, len(row.blocks))
         sample, context = draw.sample, row.context + len(row.tokens)
         numbers = (row.slot, context, delta, row.adapter, len(row.blocks), row.blocks[-1])
@@ -146,6 +179,7 @@ class RankBatch:
 
     def _grow_table(self, rows: int, width: int) -> None:
         """Makes room for more than that, so that it is seldom needed."""
+        self._forget()
         have = self._table.shape
         rows = 2 * rows + 1 if rows + 1 > have[0] else have[0]
         table = np.zeros((rows, width + 64 if width > have[1] else have[1]), np.int32)
@@ -158,6 +192,19 @@ class RankBatch:
 
     def inputs(self) -> StepInputs:
         """One token a row. ``blocks`` are a view that changes with the next Step; hidden rows count from 1."""
+        if len(self._tokens):
+            return self._inputs(StepInputs)
+        if self._text is None:
+            self._text = self._inputs(SeatedText)
+            return self._text
+        text, numbers = self._text, self._numbers
+        text.positions[:] = numbers[CONTEXT, : self.count] + numbers[DELTA, : self.count]
+        if text.blocks.shape[1] < self._width:
+            text.blocks = self._table[: self.count, : self._width]
+        return text
+
+    def _inputs(self, form: type[Form]) -> Form:
+        """``inputs``, made anew."""
         count = self.count
         numbers = self._numbers[:, :count]
         index = np.arange(count + 1, dtype=np.int32)
@@ -165,7 +212,8 @@ class RankBatch:
         known = len(self._tokens) > 0
         positions = np.empty((3, count), np.int32)
         positions[:] = numbers[CONTEXT] + numbers[DELTA]
-        return StepInputs(
+        self._width = int(numbers[HELD].max(initial=1))
+        return form(
             tokens=self._tokens.astype(np.int32, copy=False) if known else nothing,
             from_slot=nothing if known else numbers[SLOT],
             positions=positions,
@@ -173,7 +221,7 @@ class RankBatch:
             out_row=index[1:],
             row_start=index,
             context=numbers[CONTEXT],
-            blocks=self._table[:count, : int(numbers[HELD].max(initial=1))],
+            blocks=self._table[:count, : self._width],
             slot=numbers[SLOT],
             adapter=numbers[ADAPTER],
             table=self._table,
@@ -212,9 +260,15 @@ class RankBatch:
 
     def head(self, everything: UInt8) -> HeadInputs:
         """How the rows draw, as views; hidden rows count from 1. ``everything``: the mask that allows all, [1, n]."""
+        if self._head is None or self._head.masks is not everything:
+            self._head = self._drawing(everything)
+        return self._head
+
+    def _drawing(self, everything: UInt8) -> SeatedHead:
+        """``head``, made anew."""
         count = self.count
         floats, numbers = self._floats[:, :count], self._numbers[:, :count]
-        return HeadInputs(
+        return SeatedHead(
             hidden_row=np.arange(1, count + 1, dtype=np.int32),
             slot=numbers[SLOT],
             top_k=numbers[TOP_K],
@@ -232,9 +286,11 @@ class RankBatch:
 
     def wanted(self) -> HeadNeeds:
         """What the rows want of SAMPLE."""
-        flags = self._numbers[:, : self.count]
-        full = flags[FULL]
-        return HeadNeeds(bool(full.any()), bool((flags[BEST] >= full).all()), bool(flags[TOLD].any()))
+        if self._needs is None:
+            flags = self._numbers[:, : self.count]
+            full, best = flags[FULL], bool((flags[BEST] >= flags[FULL]).all())
+            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()))
+        return self._needs
 
     # As rows
 

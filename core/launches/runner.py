@@ -292,9 +292,10 @@ class Runner:
             return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
 
         def apart(inputs: HeadInputs) -> Pending[HeadOutput]:
+            if seats.every and all(r.sample.full for r in rows):
+                return part(inputs, True)
             wanting = [r.sample.full for r in rows]
-            every = np.array([*self.batch.wanting, *wanting] if seated else wanting)
-            return part(inputs, True) if every.all() else launch_apart(inputs, every, part)
+            return launch_apart(inputs, np.array([*self.batch.wanting, *wanting] if seated else wanting), part)
 
         launch = apart if some and self.plan.policy.split_head else partial(part, full=some)
         own = self.batch.head(self._everything) if seated else None

@@ -30,11 +30,13 @@ class Embedding:
         Returns:
             Whether ``head`` has its weight.
         """
-        able = isinstance(self.ops, SharingOps) and head is not None and head.vocab == self.vocab
-        packed = able and head is not None and head.pack_share(source, name)
-        if not (packed and head is not None and self.share(head)):
+        if head is not None and not (
+            isinstance(self.ops, SharingOps) and head.vocab == self.vocab and head.pack_share(source, name)
+        ):
+            head = None
+        if head is None or not self.share(head):
             self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
-        return packed
+        return head is not None
 
     def share(self, head: Head) -> bool:
         """Reads rows of the weight of a tied ``head`` from now on, where ops can."""

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
-from trencadis.core.process import ahead, children, function_trace, inbox, logsetup, settling, torch_build, wire
-from trencadis.core.process.heap import Tidier
+from trencadis.core.process import ahead, children, function_trace, heap, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
 from trencadis.core.step import PixelNeed
@@ -77,7 +76,7 @@ class EngineProcess:
         self.draining = False
         self.stepped = False
         self.told = 0.0
-        self.tidier = Tidier()
+        self.tidier = heap.Tidier()
         # Last, because its thread calls back at once.
         self.inbox = inbox.Inbox(sock, self.pong, self.reader_ended)
 
@@ -114,15 +113,8 @@ class EngineProcess:
     def load(self, config: EngineConfig) -> EngineLike:
         """Loads the engine and reports that it is ready."""
         self("importing")
-        if config.engine == EngineConfig().engine:
-            for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
-                log.debug("%s", line)  # the server has shown it
-            ahead.begin(config.model, config.load_format)
-            self("importing", "torch")
-            torch_build.load()
-            # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
-            gc.freeze()
-        factory = find_factory(config.engine)
+        with heap.uncollected():
+            factory = self.imported(config)
         self("loading")
         engine = factory(config, self)
         self.tidier.begin()
@@ -131,6 +123,20 @@ class EngineProcess:
         self.phase, self.since = "idle", None
         self.send(wire.Ready(info))
         return engine
+
+    def imported(self, config: EngineConfig) -> Factory:
+        """Imports torch, if the engine is the real one, and the engine's factory."""
+        if config.engine != EngineConfig().engine:
+            return find_factory(config.engine)
+        for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
+            log.debug("%s", line)  # the server has shown it
+        ahead.begin(config.model, config.load_format)
+        self("importing", "torch")
+        torch_build.load()
+        factory = find_factory(config.engine)
+        # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
+        gc.freeze()
+        return factory
 
     def serve(self, engine: EngineLike) -> None:
         """Steps the engine until it is drained."""

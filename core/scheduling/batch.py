@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.scheduling.builder import StepBuilder
@@ -19,6 +18,7 @@ from trencadis.core.scheduling.sequence import Sequence
 from trencadis.core.scheduling.uniform import AHEAD, numbers
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 
+NEVER = 1 << 62
 NO_NUMBERS = np.zeros(0, np.float32)
 NO_TOKENS = np.zeros(0, np.int32)
 NO_BLOCKS = np.zeros((2, 0), np.int32)
@@ -46,6 +46,9 @@ def _blocks_for(seq: Sequence, limits: SchedulerLimits) -> int:
 class RunningBatch:
     """The seats of one engine.
 
+    A seat has dates: steps at which its blocks are full, and at which it has drawn its last output. So a step looks at
+    the seats only if one of them has come to a date, and changes none of them where none has.
+
     Args:
         rows: sequences that may run at a time.
         block_size: tokens of a KV block.
@@ -57,11 +60,14 @@ class RunningBatch:
         self._tokens = NO_TOKENS
         self.sequences: list[Sequence] = []
         self._size = block_size
-        self._room = np.zeros(rows, np.int32)  # tokens that its blocks still have room for
-        self._draws = np.zeros(rows, np.int64)  # outputs that it may still draw
-        self._place = np.zeros(rows, np.int32)  # of the next number in ``_numbers``
-        self._random = np.zeros(rows, bool)
-        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)
+        self._age = 0  # steps that seats have gone through
+        self._full_at = np.zeros(rows, np.int64)  # the age at which its blocks have no room
+        self._spent_at = np.zeros(rows, np.int64)  # the age at which it has drawn its last output
+        self._next_full = self._next_spent = NEVER  # no seat comes to either before
+        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)  # column age % AHEAD is drawn; 0.5: the argmax
+        self._turn = np.full(rows, -1, np.int32)  # the column in which a batch of its numbers begins; -1: argmax
+        self._turns = [0] * AHEAD  # seats by their turn
+        self._drawing = 0  # seats that draw at random
         self._version = 0
         self._left: list[int] = []
         self._joining: list[Sequence] = []
@@ -79,6 +85,7 @@ class RunningBatch:
         seat, last = seq.seat, len(self.sequences) - 1
         assert self.sequences[seat] is seq
         self._left.append(seat)
+        self._count_turn(seat, -1)
         moved = self.sequences.pop()
         if seat != last:
             self._move(moved, last, seat)
@@ -88,7 +95,7 @@ class RunningBatch:
         """Gives ``seq``, which had seat ``old``, another one."""
         self.sequences[seat] = seq
         seq.seat = seat
-        for values in (self._room, self._draws, self._place, self._random, self._numbers):
+        for values in (self._full_at, self._spent_at, self._turn, self._numbers):
             values[seat] = values[old]
 
     def leave_all(self, sequences: list[Sequence]) -> None:
@@ -98,14 +105,19 @@ class RunningBatch:
 
     def leave_spent(self) -> None:
         """Takes the seats of sequences that have drawn their last output."""
-        spent = np.flatnonzero(self._draws[: len(self.sequences)] <= 0)
-        if len(spent):
+        if self._age >= self._next_spent:
+            spent = np.flatnonzero(self._spent_at[: len(self.sequences)] <= self._age)
             self.leave_all([self.sequences[i] for i in spent])
+            self._next_spent = int(self._spent_at[: len(self.sequences)].min(initial=NEVER))
 
     def full(self) -> list[Sequence]:
         """Sequences whose next token needs another block."""
-        count = len(self.sequences)
-        return [self.sequences[i] for i in np.flatnonzero(self._room[:count] <= 0)] if count else []
+        return self._full() if self._age >= self._next_full else []
+
+    def _full(self) -> list[Sequence]:
+        dates = self._full_at[: len(self.sequences)]
+        self._next_full = int(dates.min(initial=NEVER))
+        return [self.sequences[i] for i in np.flatnonzero(dates <= self._age)]
 
     # One step
 
@@ -118,13 +130,15 @@ class RunningBatch:
         count, full = len(self.sequences), self.full()
         if count + len(unseated) > limits.max_tokens or (unseated and not limits.chunked):
             return False
-        if len(full) + sum(_blocks_for(seq, limits) for seq in unseated) > pool.free:
+        need = len(full) + sum(_blocks_for(seq, limits) for seq in unseated) if full or unseated else 0
+        if need and need > pool.free:
             return False
         builder.tokens -= count
         builder.decoding -= count
-        builder.grown = full
-        for seq, block in zip(full, pool.take(len(full)) or (), strict=True):
-            seq.blocks.append(block)
+        if full:
+            builder.grown = full
+            for seq, block in zip(full, pool.take(len(full)) or (), strict=True):
+                seq.blocks.append(block)
         return True
 
     def serve_one(self, seq: Sequence, builder: StepBuilder) -> None:
@@ -149,9 +163,8 @@ class RunningBatch:
         grown = [seq for seq in grown if seq.seat >= 0]  # the others gave way to images
         if grown:
             blocks = np.array(([seq.seat for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
-            self._room[blocks[0]] += self._size
-        self._room[:count] -= 1
-        self._draws[:count] -= 1
+            self._full_at[blocks[0]] += self._size
+        self._age += 1
         if self._told:
             self._tokens = self._last_tokens()
         for seq in self.sequences:
@@ -186,40 +199,50 @@ class RunningBatch:
     def _seat(self, seq: Sequence) -> None:
         seat = seq.seat = len(self.sequences)
         self.sequences.append(seq)
-        self._room[seat] = len(seq.blocks) * self._size - seq.computed
-        assert self._room[seat] < self._size, "a seat begins with a block more than it needs"
-        self._draws[seat] = seq.limit - seq.outputs
-        self._random[seat] = not seq.request.params.greedy
-        if self._random[seat]:
-            self._place[seat] = seq.outputs % AHEAD
-            self._numbers[seat] = numbers(seq.seed, seq.index, seq.outputs // AHEAD)
+        room, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
+        assert room < self._size, "a seat begins with a block more than it needs"
+        self._full_at[seat], self._spent_at[seat] = self._age + room, self._age + draws
+        self._next_full = min(self._next_full, self._age + room)
+        self._next_spent = min(self._next_spent, self._age + draws)
+        if seq.request.params.greedy:
+            self._turn[seat], self._numbers[seat] = -1, 0.5
         else:
-            self._numbers[seat] = 0.5
+            self._turn[seat] = (self._age + 1 - seq.outputs) % AHEAD  # its next output is drawn at the next age
+            self._put_numbers(seat, seq.outputs)
+        self._count_turn(seat, 1)
+
+    def _count_turn(self, seat: int, by: int) -> None:
+        """Counts a seat that comes or goes by its turn."""
+        turn = int(self._turn[seat])
+        if turn >= 0:
+            self._turns[turn] += by
+            self._drawing += by
+
+    def _put_numbers(self, seat: int, output: int) -> None:
+        """Puts the batch of numbers that holds the one of ``output`` into its columns."""
+        seq, turn = self.sequences[seat], int(self._turn[seat])
+        made = numbers(seq.seed, seq.index, output // AHEAD)
+        self._numbers[seat, turn:], self._numbers[seat, :turn] = made[: AHEAD - turn], made[AHEAD - turn :]
 
     def _drawn_numbers(self, count: int) -> Float32:
         """float32 [count]: the number of each draw of this step; none where all take the argmax."""
-        random = self._random[:count]
-        return self._next_numbers(count, random) if random.any() else NO_NUMBERS
-
-    def _next_numbers(self, count: int, random: NDArray[np.bool_]) -> Float32:
-        """A number for each of the rows that are ``random``, and anything for the others."""
-        place = self._place[:count]
-        for seat in np.flatnonzero(random & (place >= AHEAD)).tolist():
-            seq = self.sequences[seat]
-            # The draw of this step is the last of the outputs by now.
-            self._numbers[seat] = numbers(seq.seed, seq.index, (seq.outputs - 1) // AHEAD)
-            place[seat] = 0
-        drawn = self._numbers[np.arange(count), np.where(random, place, 0)]
-        place += 1
-        return drawn
+        if not (self._drawing and count):
+            return NO_NUMBERS
+        column = self._age % AHEAD
+        if self._turns[column]:
+            for seat in np.flatnonzero(self._turn[:count] == column).tolist():
+                self._put_numbers(seat, self.sequences[seat].outputs - 1)  # the draw of this step is its last output
+        return self._numbers[:count, column].copy()
 
     def check(self, running: list[Sequence]) -> None:
         """Asserts that seats and sequences know each other, and that the arrays say what the sequences say."""
         assert {seq.key for seq in running if seq.seat >= 0} == {seq.key for seq in self.sequences}
         for seat, seq in enumerate(self.sequences):
             assert seq.seat == seat and seq.computed + 1 == len(seq.tokens), "a seat holds another sequence"
-            assert self._room[seat] == len(seq.blocks) * self._size - seq.computed
-            assert self._draws[seat] == seq.limit - seq.outputs
+            room, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
+            assert self._full_at[seat] - self._age == room and self._spent_at[seat] - self._age == draws
+            assert self._next_full <= self._full_at[seat] and self._next_spent <= self._spent_at[seat]
+        assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._turns)
 
     def checksum(self) -> int:
         """Of what ranks must know of each seat (``RankBatch.checksum``)."""
@@ -256,7 +279,10 @@ class Lanes:
 
     def free(self, busy: Iterable[int]) -> list[int]:
         """The lanes that may have a step now, the one that waited longest first; ``busy``: those of steps in flight."""
-        count, taken = len(self.batches), set(busy) if len(self.batches) > 1 else set()
+        count = len(self.batches)
+        if count == 1:
+            return [0]
+        taken = set(busy)
         return [lane for lane in ((self.now + 1 + i) % count for i in range(count)) if lane not in taken]
 
     def enter(self, seq: Sequence, lane: int) -> None:

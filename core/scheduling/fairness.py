@@ -91,7 +91,7 @@ class RowShares:
         self.used = 0
         """Rows of all tenants."""
         self._rows, self._of = rows, dict[str, TenantRows]()
-        self._weights = 0.0
+        self._weights: float | None = None
         self._claims: dict[str, int] | None = None
 
     def count(self, tenant: str, weight: float = 0.0, *, running: int = 0, waiting: int = 0, coming: int = 0) -> None:
@@ -102,7 +102,7 @@ class RowShares:
         found.waiting += waiting
         found.coming += coming
         self.used += running
-        self._claims = None
+        self._weights = self._claims = None
         if not (found.running or found.waiting or found.coming):
             del self._of[tenant]
 
@@ -114,12 +114,11 @@ class RowShares:
     def claims(self) -> dict[str, int]:
         """How many rows tenants wait for that ask for no more than their share in all."""
         if self._claims is None:
-            self._weights = sum(one.weight for one in self._of.values())
             some = self._of.items() if len(self._of) > 1 else ()
             self._claims = {
                 name: one.waiting
                 for name, one in some
-                if one.waiting and (one.running + one.waiting) * self._weights <= self._rows * one.weight
+                if one.waiting and (one.running + one.waiting) * self._weight() <= self._rows * one.weight
             }
         return self._claims
 
@@ -128,18 +127,23 @@ class RowShares:
         mine = self._of.get(tenant)
         if mine is None or len(self._of) < 2:
             return False
-        claims = self.claims()
-        if mine.running * self._weights < self._rows * mine.weight:
+        if mine.running * self._weight() < self._rows * mine.weight:
             return False
+        claims = self.claims()
         wanted = sum(one.coming + claims.get(name, 0) for name, one in self._of.items() if one is not mine)
         return free <= wanted
 
     def beyond(self, tenant: str, without: List[Sequence]) -> bool:
         """Whether ``tenant`` runs its share and a row more even ``without`` some."""
-        self.claims()
         mine = self._of[tenant]
         left = mine.running - sum(seq.request.tenant == tenant for seq in without) - 1
-        return left * self._weights >= self._rows * mine.weight
+        return left * self._weight() >= self._rows * mine.weight
+
+    def _weight(self) -> float:
+        """Of all tenants that have choices here."""
+        if self._weights is None:
+            self._weights = sum(one.weight for one in self._of.values())
+        return self._weights
 
 
 class FairQueue:
@@ -246,7 +250,6 @@ class FairQueue:
             once = not (seq.stats.preemptions or seq.mates or seq.siblings) and seq.known() > seq.prompt
             if once and self._shares.beyond(seq.request.tenant, found):
                 seq.requeue = True
-                seq.stats.preemptions += 1
                 found.append(seq)
                 if len(found) == wanted:
                     break

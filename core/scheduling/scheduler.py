@@ -352,8 +352,6 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, builder: StepBuilder) -> None:
         builder.preempted = True
-        self.totals.preemptions += 1
-        victim.stats.preemptions += 1
         victim.requeue = waits = not victim.drawn
         self.leave(victim)
         if waits:
@@ -368,6 +366,8 @@ class Scheduler:
 
     def leave(self, seq: Sequence) -> None:
         """Takes a sequence out of ``running``; its blocks and slot come back when no launch in flight uses them."""
+        self.totals.preemptions += seq.requeue
+        seq.stats.preemptions += seq.requeue
         self.order.stop(seq, self.running)
         self.lanes.gone(seq)
         if seq.request.spans:

@@ -1,4 +1,4 @@
-"""Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``. Pure Python.
+"""Sizes along one axis: the generators ``exp``, ``lin`` and ``pad``, and the list for pictures. Pure Python.
 
 Every generator ends at its maximum, so that the largest need always has a bucket. The strategy ``file`` gives whole
 buckets instead (``core/shapes/bucket_file.py``).
@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
 
-from trencadis.core.buckets import Density
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Density
+from trencadis.core.layout import WINDOW_SLOTS, aligned
+
+WIDE_GAP = 1024
+"""More slots than these between two sizes of the default VISION list are a wide gap, if they are also more than half of
+the smaller size."""
 
 STRATEGIES = ("exp", "lin", "pad", "file")
 
@@ -98,3 +105,19 @@ GENERATORS = {"exp": exp, "lin": lin, "pad": pad}
 def sizes(strategy: str, span: AxisSpan) -> tuple[int, ...]:
     """Ascending sizes of ``span``; the last is its maximum."""
     return GENERATORS[strategy](span)
+
+
+def vision_boundaries(largest: int, windows: bool = True) -> tuple[int, ...]:
+    """The default VISION list, continued by factors of 1.5 up to ``largest`` slots.
+
+    Args:
+        windows: some layers attend inside windows, so that a picture takes whole ones; False: it may need any multiple
+            of 64, and wide gaps of the list have a size in the middle.
+    """
+    sizes = list(DEFAULT_VISION_SLOTS)
+    if not windows:
+        wide = [(a, b) for a, b in pairwise(sizes) if b - a > WIDE_GAP and 2 * b > 3 * a]
+        sizes = sorted([*sizes, *(aligned(isqrt(a * b), WINDOW_SLOTS) for a, b in wide)])
+    while sizes[-1] < largest:
+        sizes.append(aligned(-(-sizes[-1] * 3 // 2), WINDOW_SLOTS))
+    return tuple(sizes)

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage, vision_boundaries
+from trencadis.core.buckets import POOL_ROWS, AxisRule, Bucket, Plan, Policy, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, Square
 from trencadis.core.shapes import seen
-from trencadis.core.shapes.axes import AxisSpan, sizes, thinned
+from trencadis.core.shapes.axes import AxisSpan, sizes, thinned, vision_boundaries
 from trencadis.core.shapes.closure import ShapeLimits, cells
 from trencadis.core.shapes.costs import Costs, costs_of
 from trencadis.core.shapes.options import AxisAsked, BucketOptions
@@ -33,12 +33,16 @@ PREFILL_ROWS = 16
 
 @dataclass
 class PlanBuilder:
-    """The inputs of one plan, and the lines about what was changed in it."""
+    """The inputs of one plan, and the lines about what was changed in it.
+
+    ``windows``: some layers of the tower attend inside windows.
+    """
 
     policy: Policy
     limits: ShapeLimits
     asked: BucketOptions
     notes: list[str] = field(default_factory=list)
+    windows: bool = True
 
     def axis(self, name: str, rule: AxisRule, needed: int, largest: int, what: str) -> tuple[int, ...]:
         """Sizes of one axis.
@@ -109,7 +113,9 @@ def make_plan(
         policy = dataclasses.replace(policy, cost=costs_of(model, limits.block_size, policy.ridge))
     if not policy.rules:
         return Plan(policy, block_size=limits.block_size)
-    builder = PlanBuilder(policy, limits, asked, list(asked.notes))
+    tower = model.vision if model is not None else None
+    windows = tower is None or tower.whole < tower.depth
+    builder = PlanBuilder(policy, limits, asked, list(asked.notes), windows)
     found: list[Bucket] = []
     for stage in policy.rules:
         if every or stage not in left_out(model):
@@ -292,7 +298,7 @@ def _vision(builder: PlanBuilder) -> Iterator[Bucket]:
     if not asked.pad_vision:
         builder.notes.append("VLLM_MULTIMODAL_BUCKETS=None: images are not padded; every size of image is a new shape.")
         return
-    listed = asked.vision or vision_boundaries(limits.launch_slots)
+    listed = asked.vision or vision_boundaries(limits.launch_slots, builder.windows)
     if limits.image_tile:
         listed = _tiled(builder, limits.image_tile)
     own = {slots for size in limits.pictures for slots in together(*size, limits.encoder_slots)}

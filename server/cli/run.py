@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trencadis.core.errors import StartupError
 from trencadis.core.links.topology import topology
-from trencadis.core.process import function_trace
+from trencadis.core.process import function_trace, heap
 from trencadis.server.cli import logs, signals
 from trencadis.server.cli.api.serving import WebServing
 from trencadis.server.cli.api.several import serve_by_several
@@ -118,8 +118,9 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
         engines = start(settings.engine, size, settings.server.data_parallel_backend, handles.append)
         if settings.server.api_server_count > 1:
             return serve_by_several(settings, sock, lambda: _supervised(settings, engines), begun)
-        supervisor = _supervised(settings, engines)
-        app = find_app(settings.server.app)(settings, supervisor)
+        with heap.uncollected():
+            supervisor = _supervised(settings, engines)
+            app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
         # Objects of start-up live for ever; without freeze, each full collection during a stream would walk them.

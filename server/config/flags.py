@@ -73,7 +73,7 @@ class Flag(Option):
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise StartupError(f"{where}: {value!r} is not one of {', '.join(self.choices)}{hint}")
+            raise StartupError(f"{where}: {value!r} is not one of {', '.join(filter(None, self.choices))}{hint}")
         return value
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape, vision_boundaries
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape
 from trencadis.core.launches.inputs import SampleRow, head_inputs, reset_inputs, text_inputs
 from trencadis.core.launches.split import split
+from trencadis.core.shapes.axes import vision_boundaries
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
 from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
 
@@ -49,11 +52,19 @@ def test_escape_shapes_are_few() -> None:
     assert len({escape(n, 64) for n in range(12_545, 100_000)}) <= 8 * 3 + 1
 
 
-@given(st.integers(64, 1_000_000))
-def test_vision_list_covers_the_largest_need(largest: int) -> None:
-    sizes = vision_boundaries(largest)
+@given(st.integers(64, 1_000_000), st.booleans())
+def test_vision_list_covers_the_largest_need(largest: int, windows: bool) -> None:
+    sizes = vision_boundaries(largest, windows)
     assert sizes[-1] >= largest and all(s % 64 == 0 for s in sizes) and list(sizes) == sorted(set(sizes))
     assert {1600, 3136, 4096, 6400, 7744, 9216, 12544} <= set(sizes)
+
+
+def test_a_tower_without_windows_has_a_size_in_each_wide_gap() -> None:
+    """Its pictures need any multiple of 64; the list's sizes are squares of whole windows."""
+    assert vision_boundaries(12544) == DEFAULT_VISION_SLOTS
+    assert set(vision_boundaries(12544, windows=False)) - set(DEFAULT_VISION_SLOTS) == {40 * 56, 64 * 80}
+    sizes = vision_boundaries(100_000, windows=False)
+    assert all(b - a <= 1024 or 2 * b <= 3 * a + 2 * 64 for a, b in pairwise(sizes))
 
 
 def test_a_bucket_prints_and_sorts() -> None:

@@ -143,6 +143,7 @@ def test_server_values(line, name, value):
         ("--quantization bitsandbytes", "--quantization bitsandbytes is refused: such quantised weights"),
         ("-q gguf", "is refused"),
         ("-q int2", "is not one of"),
+        ("--distributed-executor-backend foo", "is not one of mp, uni, external_launcher, ray"),
         ("--enable-lora", "adapters"),
         (["--speculative-config", '{"method": "ngram"}'], "draft model"),
         ("-pp 0", "pipeline-parallel-size"),

@@ -342,10 +342,12 @@ def test_answers_do_not_change_where_choices_make_way(depth: int, monkeypatch: p
     monkeypatch.setattr(FairQueue, "displaced", counted)
     for seed in range(4, 10):
         before = len(made_way)
-        fair = play(seed, 30, depth, of_a_tenant, seqs=(4, 8), fair=True).engine.scheduler.fair
+        scheduler = play(seed, 30, depth, of_a_tenant, seqs=(4, 8), fair=True).engine.scheduler
+        fair = scheduler.fair
         assert fair is not None and not any(one.running or one.waiting for one in fair._shares._of.values())
         some = made_way[before:]
         assert len(some) == len(set(some)), "nobody makes way twice"
+        assert scheduler.totals.preemptions >= len(some), "who makes way is preempted"
     assert len(made_way) > 5
 
 

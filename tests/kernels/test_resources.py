@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.oracles.layers.assembled import SCRIPT, apart, facts, wrong
-from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, rows, stored, written
+from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, report_of, rows, stored, written
 from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tiles
 from trencadis.backends.cuda.kernels.tiles import TileEntry
@@ -114,6 +114,14 @@ def test_faults_are_named() -> None:
         assert said in faults([Report(**{**vars(good), **changed})])[0]
     assert not faults([Report(**{**vars(good), "case": "float32 head 64", "stack": 8})])
     assert "**stack 8**" in markdown(rows([Report(**{**vars(good), "stack": 8})], "3"))
+
+
+def test_no_line_of_the_data_file_breaks_a_rule() -> None:
+    """16-bit attention and products spill on no architecture, everything fits, and every line is of these sources."""
+    found = [report_of(r) for r in stored()]
+    assert faults(found) == []
+    assert [f"{r.case} ({r.kernel}) on sm_{r.arch}" for r in found if not r.key] == []
+    assert {r.arch for r in found} == set(CARDS) and len(found) > 3000
 
 
 def test_the_data_file_knows_every_tile() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.traffic.server_process import free_port
@@ -30,14 +32,33 @@ def node(cpus: int, **more: Any) -> dict[str, Any]:
 
 
 def tried(work: Callable[[], Any], times: int = 5) -> Any:
-    """``work()``. Ray waits 30 s for a node, which a busy machine may not start so soon; then it is tried again."""
+    """``work()``. Ray waits 30 s for a node, which a busy machine may not start so soon; then it is tried again.
+
+    What a failed try has started is ended first: a head that is half there holds its port, at which the next try would
+    meet it.
+    """
+    me = psutil.Process()
     while True:
         times -= 1
+        before = set(me.children())
         try:
             return work()
         except Exception as error:
+            end([child for child in me.children() if child not in before])
             if not times or "timed out during startup" not in str(error):
                 raise
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Kills processes with all that they have started, and waits until they are gone."""
+    found = [*processes]
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += one.children(recursive=True)
+    for one in found:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(found, 10)
 
 
 def add(to: Any, cpus: int, **more: Any) -> Any:

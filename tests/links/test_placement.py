@@ -11,8 +11,9 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import cluster
+from trencadis.core.executor.on_ray import entrance
 from trencadis.core.executor.on_ray.cluster import ClusterNode, connect, deal
+from trencadis.core.executor.on_ray.entrance import Welcome
 from trencadis.core.links.topology import RAY, Topology, topology
 from trencadis.server.engine.spawn import child_environment
 
@@ -57,17 +58,61 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cluster_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*ray start --head"):
-        cluster._probe("127.0.0.1:9")
-    cluster._probe("auto")
+        entrance.probe("127.0.0.1:9")
+    entrance.probe("auto")
 
 
-def test_a_public_cluster_needs_a_token() -> None:
-    """Whoever reaches the ports of one without runs code on its nodes."""
-    with pytest.raises(StartupError, match=r"has a public address and no token.*RAY_AUTH_MODE=token"):
-        cluster._check_door("93.184.216.34:6379", {})
-    cluster._check_door("93.184.216.34:6379", {"RAY_AUTH_MODE": "token"})
-    cluster._check_door("10.1.2.3:6379", {})
-    cluster._check_door("[::1]:6379", {})
+@pytest.mark.parametrize("address", ["head", "10.0.0.1", "10.0.0.1:", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:x"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(StartupError, match=r"^RAY_ADDRESS=.* is no host:port of a cluster's head, such as [^\n]*$"):
+        entrance.probe(address)
+
+
+def test_a_public_cluster_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the ports of one that does not runs code on its nodes, whatever this process would show."""
+    open_to_all: list[str] = []
+    monkeypatch.setattr(entrance, "lets_anybody_in", lambda address: address in open_to_all)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    public = ["93.184.216.34:6379", "[2606:2800:220:1::1]:6379"]
+    inside = ["10.1.2.3:6379", "[::1]:6379", "localhost:6379", ""]
+    for address in (*public, *inside):
+        entrance.check_door(address)
+    open_to_all += [*public, *inside]
+    for address in inside:
+        entrance.check_door(address)
+    for address in public:
+        with pytest.raises(StartupError, match=r"public address and asks for no token.*RAY_AUTH_MODE=token"):
+            entrance.check_door(address)
+
+
+def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    asked: list[Any] = []
+
+    def ask(address: str, environ: Any) -> Any:
+        asked.append(environ)
+        return lambda: Welcome(address, answers[len(asked) - 1])
+
+    answers = [entrance.LET_IN, entrance.NO_TOKEN, entrance.UNKNOWN, entrance.REFUSED]
+    monkeypatch.setattr(entrance, "ask", ask)
+    assert [entrance.lets_anybody_in("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
+    assert not any(name.startswith("RAY_AUTH") for environ in asked for name in environ)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "words"),
+    [
+        (entrance.NO_TOKEN, {"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH"),
+        (entrance.REFUSED, {"RAY_AUTH_MODE": "token"}, "h:1 asks for another token than this process shows: set RAY"),
+        (entrance.REFUSED, {}, "h:1 asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_"),
+    ],
+)
+def test_who_shows_no_token_is_told_what_to_set(said: int, shown: dict[str, str], words: str) -> None:
+    with pytest.raises(StartupError, match=words) as raised:
+        entrance.check_token(Welcome("h:1", said), shown)
+    assert "\n" not in str(raised.value)
+    entrance.check_token(Welcome("h:1", entrance.LET_IN), shown)
+    entrance.check_token(Welcome("", entrance.UNKNOWN), shown)  # what Ray says of it is told
 
 
 def test_the_engine_keeps_rays_token_and_no_other() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
 from trencadis.core.process import heap
 from trencadis.core.process.heap import LATEST, OFTEN, QUIET, Tidier
 
@@ -177,3 +179,29 @@ def test_an_engine_without_work_wakes_for_it(monkeypatch: pytest.MonkeyPatch) ->
         process.serve(Engine())  # type: ignore[arg-type]
     first = asked.get()
     assert first is not None and 0 < first <= 0.02 and asked.get() is None and len(trims) == 1
+
+
+def test_nothing_is_collected_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's process: while torch and the factory come, not while the engine loads."""
+    from trencadis.core.process.main import EngineProcess
+
+    seen: list[bool] = []
+
+    def find(entry: str) -> Any:
+        seen.append(gc.isenabled())
+
+        def factory(config: EngineConfig, progress: Any) -> Any:
+            seen.append(gc.isenabled())
+            raise StartupError("enough")
+
+        return factory
+
+    monkeypatch.setattr("trencadis.core.process.main.find_factory", find)
+    process: Any = object.__new__(EngineProcess)
+    process.send = lambda message: None
+    with pytest.raises(StartupError):
+        process.load(EngineConfig(engine="some:other"))
+    assert seen == [False, True]
+    with pytest.raises(StartupError), heap.uncollected():
+        raise StartupError("an import that fails")
+    assert gc.isenabled()

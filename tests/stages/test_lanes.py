@@ -116,6 +116,7 @@ def test_two_rows_for_each_stage_keep_all_stages_busy(stages: int, uneven: bool)
     while len(engine.life.requests) >= 2 * stages:
         engine.step()
     share = clock.busy / (stages * max(clock.free))
+    print(f"{stages} stages, {'uneven' if uneven else 'even'}: busy {share:.1%} of the time")
     assert share >= 0.9, f"stages are busy {share:.0%} of the time"
     assert max(clock.free) < 1.15 * stages * 80
 

@@ -13,12 +13,13 @@ import torch
 
 from tests.oracles.transformers_model import picture
 from trencadis.core.backend import BackendConfig
-from trencadis.core.buckets import Bucket, Plan, Stage, vision_boundaries
+from trencadis.core.buckets import Bucket, Plan, Stage
 from trencadis.core.checkpoint.model_config import reserved_rows
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.launches.persistent import persistent
 from trencadis.core.memory.estimate import arena_width
 from trencadis.core.models.registry import build, image_processor
+from trencadis.core.shapes.axes import vision_boundaries
 from trencadis.core.step import Encode
 
 DEVICES = ("cpu", "padded", "hpu", "twin")

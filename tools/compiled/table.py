@@ -154,6 +154,14 @@ def stored() -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def report_of(r: Row) -> Report:
+    """What a line of the data file tells of its launch; constants are not kept."""
+    return Report(
+        r["case"], r["kernel"], int(r["arch"]), int(r["registers"]), int(r["stack"]),
+        round(float(r["shared_kib"]) * 1024), int(r["warps"]), int(r["stages"] or 0), error=r["error"], key=r["key"],
+    )  # fmt: skip
+
+
 def compiled_lines(lines: Sequence[Row]) -> Known:
     """What lines of the data file tell of their keys."""
     return {

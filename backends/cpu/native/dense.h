@@ -31,7 +31,7 @@ void dense_items(const Dense *p, int64_t first, int64_t last, int64_t *best);
 /* Rows that become panels; depth is a multiple of 16 values of 32 bits, or of 32 of 16. */
 typedef struct {
     const void *const *rows; /* [panels x 64]: where each row begins; NULL: zeros */
-    void *out;               /* [panels][depth][64] */
+    void *out;               /* [panels][depth][64], at a multiple of 64 bytes */
     int64_t inputs, depth;   /* values of a row, and with the zeros behind them */
     int64_t from, to;        /* types; to FLOAT32 or BFLOAT16 */
 } Pack;

@@ -83,14 +83,16 @@ V void pack_typed(const Pack *p, int64_t first, int64_t last, const int from, co
     for (int64_t panel = first; panel < last; panel++) {
         char *out = (char *)p->out + panel * steps * 256;
         const char *const *rows = (const char *const *)p->rows + panel * DENSE_PANEL;
-        for (int64_t s = 0; s < steps; s += LANES)
-            for (int q = 0; q < DENSE_PANEL / LANES; q++) {
+        for (int q = 0; q < DENSE_PANEL / LANES; q++)
+            for (int64_t s = 0; s < steps; s += LANES) { /* 16 rows are as many as are fetched ahead of their reading */
                 VI x[LANES];
                 UNROLL for (int i = 0; i < LANES; i++) x[i] = words(rows[q * LANES + i], s, p->inputs, from, to);
                 turned(x);
-                UNROLL for (int i = 0; i < LANES; i++) _mm512_storeu_si512(out + (s + i) * 256 + q * 64, x[i]);
+                /* Past the caches: a line is written whole, and need not be read before. */
+                UNROLL for (int i = 0; i < LANES; i++) _mm512_stream_si512((VI *)(out + (s + i) * 256 + q * 64), x[i]);
             }
     }
+    _mm_sfence();
 }
 
 TARGET void dense_pack(const Pack *p, int64_t first, int64_t last) {

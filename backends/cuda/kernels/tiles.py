@@ -47,7 +47,7 @@ Programming Guide, "Technical Specifications per Compute Capability")."""
 
 KIN = {100: 90, 120: 89}
 """The architecture whose tiles another one takes: the same shared memory, warps and registers. Lines of its own stand
-where its compiler spills with those."""
+where its compiler spills with those, or keeps more programs on a processor with others."""
 
 FORCED: dict[str, Tile] = {}
 """Tiles that stand in for the tables' while ``tools/tune_kernels.py`` or a test measures them."""

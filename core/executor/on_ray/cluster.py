@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
+from trencadis.core.executor.on_ray import entrance
 
-START = "`ray start --head` starts one, and RAY_ADDRESS=host:port names another"
 NODE = "ray.io/node-id"
 """A label that every node has."""
 
-OWN_NODE = "TRENCADIS_RAY_NODE"
+NEEDED = (
+    "--distributed-executor-backend ray, or --data-parallel-backend ray, needs Ray, of the cluster's version: "
+    "pip install 'trencadis[ray]'"
+)
 
-PROBE = 3.0
-"""Seconds in which the cluster's port must answer."""
+OWN_NODE = "TRENCADIS_RAY_NODE"
 
 PLACED = 5.0
 """Seconds in which everything must be placed, or is refused."""
@@ -46,54 +47,33 @@ def connect(environ: Mapping[str, str]) -> Any:
         StartupError: Ray is not installed, no cluster answers, or it is one that this process must not or cannot join.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if find_spec("ray") is None:
+        raise StartupError(NEEDED)
+    address = envs.get("RAY_ADDRESS", environ) or "auto"
+    entrance.probe(address)
+    answer = entrance.ask(address, os.environ)  # while this process imports Ray
     try:
         ray: Any = import_module("ray")
-    except ImportError:
-        raise StartupError(
-            "--distributed-executor-backend ray needs Ray, of the cluster's version: pip install 'trencadis[ray]'"
-        ) from None
-    address = envs.get("RAY_ADDRESS", environ) or "auto"
-    _probe(address)
+    except ImportError as error:
+        raise StartupError(f"{NEEDED} ({error})") from None
+    entrance.check_token(answer(), os.environ)
     try:
         ray.init(
             address=address, namespace="trencadis", log_to_driver=False, configure_logging=False,
             ignore_reinit_error=True,
         )  # fmt: skip
     except ConnectionError:
-        raise StartupError(f"no Ray cluster runs on this machine: {START}") from None
-    except RuntimeError as error:
+        where = "runs on this machine" if address == "auto" else f"answers at {address}"
+        raise StartupError(f"no Ray cluster {where}: {entrance.START}") from None
+    except Exception as error:  # Ray's are many
         said = " ".join(str(error).split())
         if "ersion" in said:
             raise StartupError(
                 f"this Ray ({ray.__version__}) is not the cluster's: install its version ({said[:200]})"
             ) from None
         raise StartupError(f"the Ray cluster at {address} cannot be joined: {said[:300]}") from None
-    _check_door(str(ray.get_runtime_context().gcs_address))
+    entrance.check_door(str(ray.get_runtime_context().gcs_address))
     return ray
-
-
-def _probe(address: str) -> None:
-    """Raises StartupError where nothing answers; Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if address in ("auto", "local") or "://" in address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise StartupError(f"no Ray cluster answers at {address} ({why}): {START}") from None
-
-
-def _check_door(gcs: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raises StartupError for a cluster on a public address that lets everybody run code."""
-    environ = os.environ if environ is None else environ
-    with suppress(ValueError):
-        public = ipaddress.ip_address(gcs.rpartition(":")[0].strip("[]")).is_global
-        if public and environ.get("RAY_AUTH_MODE", "").lower() != "token":
-            raise StartupError(
-                f"the Ray cluster at {gcs} has a public address and no token: whoever reaches it runs code there: "
-                "start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and this server too"
-            )
 
 
 def nodes_of(ray: Any, resource: str) -> list[ClusterNode]:

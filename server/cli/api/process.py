@@ -69,7 +69,8 @@ def main(sock: socket.socket) -> int:
     function_trace.start_if_asked()
     link = FrontLink(sock, told.replicas, SharedTable(told.table, told.count, told.index))
     try:
-        app = find_app(settings.server.app)(settings, client_of(link))
+        with heap.uncollected():
+            app = find_app(settings.server.app)(settings, client_of(link))
         serving = _PartServing(settings, link, app, told)
     except StartupError as error:
         sock.sendall(messages.frame(messages.Failed(str(error), 2)))

@@ -34,7 +34,6 @@ WITHIN = 5.0
 SOME = ("phi3_v", "internvl", "qwen3_vl")
 MARK = dict.fromkeys((("idefics3", "smolvlm"), ("smolvlm", "idefics3")), "max_image_size")
 """What tells families apart whose processors are one class under two names."""
-CANVAS = "mllama.image_processing_pil_mllama.MllamaImageProcessorPil"
 LINES = ("pixtral", "mistral3")
 """Families whose processor overrides the image processor's own size of a patch."""
 PICTURES = [
@@ -84,7 +83,7 @@ def unlike(family: str, folder: Path, image: Image.Image, one: Prepared) -> str:
     if family == "phi3_v":
         phi3_v.same_values(ours, phi3_v.Processor(folder), image)
         return ""
-    module, _, name = (CANVAS if family == "mllama" else KINDS[family].processor).rpartition(".")
+    module, _, name = KINDS[family].processor.rpartition(".")
     more: dict[str, Any] = {"crop_to_patches": True} if family == "internvl" else {}  # as its processor asks
     own = {"patch_size": dict.fromkeys(("height", "width"), ours.patch * ours.merge)} if family in LINES else {}
     made: Any = getattr(import_module(f"transformers.models.{module}"), name).from_pretrained(folder, **own)

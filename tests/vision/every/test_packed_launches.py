@@ -14,7 +14,7 @@ from benchmarks.packing import BARS, BLOCK, LENGTH, ROWS, TOKENS, Idle, drive, e
 from benchmarks.traces.generate import image_chat
 from tests.vision.every.hub import HUB, hub_config
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.core.buckets import Plan
+from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.models.registry import image_needs, image_sizes
 from trencadis.core.request import Request, SamplingParams
@@ -26,6 +26,8 @@ from trencadis.multimodal.processor import Prepared
 from trencadis.multimodal.tiles.processor import TileProcessor
 
 CONCURRENT, WORD, IMAGE = 16, 5, 2
+UNLIKE = ("Qwen2.5-VL-3B", "Qwen2-VL-2B", "Pixtral-12B", "Mistral-Small-3.1")
+"""Pictures differ in their slots; those of the first fill whole windows."""
 TILED = ("llava-v1.6-mistral-7b", "InternVL3-1B", "Idefics3-8B", "Phi-3.5-vision")
 
 
@@ -86,6 +88,20 @@ def test_launches_at_sixteen_requests_are_filled(name: str, config: Any) -> None
     found = efficiency(config(name), 11, 32, 1)
     print(f"{name}: needed / launched {found:.3f}")
     assert found >= BARS[CONCURRENT]
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_launches_beside_answers_are_filled(name: str, config: Any) -> None:
+    """A share: whole answers, so that few pictures wait at a time, of any size."""
+    found = efficiency(config(name), 22, 100, 1 << 20)
+    print(f"{name}: needed / launched {found:.3f}")
+    assert found >= BARS[CONCURRENT]
+
+
+def test_sizes_in_wide_gaps_are_for_towers_without_windows(config: Any) -> None:
+    for name in UNLIKE:
+        listed = {size for size in plan_of(config(name)).sizes(Stage.VISION) if size <= DEFAULT_VISION_SLOTS[-1]}
+        assert listed - set(DEFAULT_VISION_SLOTS) == (set() if name == UNLIKE[0] else {2240, 5120})
 
 
 @pytest.mark.long

@@ -1,0 +1,14 @@
+"""`benchmarks.vision` has every family that sees."""
+
+from __future__ import annotations
+
+from benchmarks.vision.kinds import KINDS
+from trencadis.core.models.registry import TABLE, family_of
+
+COMPOSED = "Phi3VForCausalLM"
+"""transformers has no such model: ``benchmarks.vision.composed``."""
+
+
+def test_every_family_that_sees_is_measured() -> None:
+    served = {name for name in TABLE if family_of(name).vision is not None}
+    assert served == {f"{kind.name}ForConditionalGeneration" for kind in KINDS.values()} | {COMPOSED}
