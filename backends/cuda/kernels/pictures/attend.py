@@ -23,8 +23,11 @@ from trencadis.backends.cuda.kernels import checks, softmax, tiles
 from trencadis.backends.cuda.kernels.attn import SeenItems, SingleSeen
 from trencadis.backends.cuda.kernels.blocks import DRAWN, PICTURE_SPAN, picture_lanes
 
-SLAB, AHEAD, JOIN_WARPS = 8, 4, 4
-"""Queries of a program of the second kernel, partial results that it loads ahead, and its warps."""
+SLAB, AHEAD = 8, 4
+"""Queries of a program of the second kernel, and partial results that it loads ahead."""
+
+WARP_LANES, LEAST_WARPS = 32, 4
+"""Lanes of a head for each of its warps, and fewest warps: with fewer, heads of 256 spill."""
 
 
 class SpanResults(NamedTuple):
@@ -77,7 +80,7 @@ def attend_pictures(
     pictures_join_kernel[(groups * slabs, seen.merge_token.shape[0])](
         out, room.values, room.weight, seen.merge_token, seen.merge_part, tokens,
         GROUP=group, D=d, LANES=tiles.lanes(d), BLOCK=lanes, SLAB=SLAB, SLABS=slabs, AHEAD=AHEAD,
-        OUT_TOKEN=out.stride(0), num_warps=JOIN_WARPS,
+        OUT_TOKEN=out.stride(0), num_warps=max(tiles.lanes(d) // WARP_LANES, LEAST_WARPS),
     )  # fmt: skip
 
 
