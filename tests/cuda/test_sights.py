@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracles.picture_cases import PictureCase
+from tests.kernels.pictures.picture_cases import PictureCase
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cuda import runtime_of
 from trencadis.backends.cuda.kernels.blocks import PICTURE_SPAN

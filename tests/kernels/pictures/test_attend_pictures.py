@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.picture_cases import PictureCase, PictureLaunch, launched
+from tests.kernels.pictures.picture_cases import PictureCase, PictureLaunch, launched
 from trencadis.backends.cuda.kernels import blocks
 from trencadis.backends.cuda.kernels.pictures import attend
 from trencadis.backends.cuda.launches import items, sizes
