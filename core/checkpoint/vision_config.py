@@ -46,10 +46,12 @@ class VisionConfig(ABC):
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
     those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
-    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound.
+    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads turn by
+    the place of their slot.
     """
 
     constants: ClassVar[int] = 0
+    rotary: ClassVar[bool] = True
 
     depth: int
     hidden: int

@@ -291,7 +291,7 @@ class Sized:
         stage, dims = bucket.stage, bucket.dims
         seen = seen_rows(self.model, bucket) if self.seen_work is None else 0
         if stage is Stage.VISION:
-            return 9 * dims[0]
+            return (9 + bool(self.model.vision and self.model.vision.slot.ghosts)) * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
             return seen
         size, blocks = dims
@@ -342,27 +342,27 @@ class Sized:
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
             leaving += gathering.kept(self.model, size, self.itemsize) if self.graphs.cached else 0
-            sizes = v.hidden, v.head_dim, v.crossing, v.heads, -(-8 // v.slot.cell)
-            return self._layers_keep(bucket, self.towers, *sizes) + leaving
+            first = 8 * v.head_dim * v.rotary - (-8 // v.slot.cell)
+            return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.crossing, v.heads, first) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
         crossing = CROSSING + (1 if t.place == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 16)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 8 * t.head_dim + 16)
         gated = seen_keeps(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
     def _layers_keep(
-        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, indices: int
+        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, first: int
     ) -> int:
         """``kept`` of layers of these sizes.
 
         Args:
             ranks: that share the layers.
             crossing: widths of the stream that cross the cuts before a layer's two collectives.
-            indices: bytes of a token's indices in the type of the body.
+            first: bytes of a token's rotary factors, and of its indices in the type of the body, at the first cut.
         """
         layers, size = self.layers(bucket), padded_tokens(bucket)
         if not self.graphs.cached:
@@ -371,7 +371,7 @@ class Sized:
         if ranks > 1:
             cuts, each = layers, crossing * width + -(-heads * d // ranks)
         once = self.shared(bucket) if cuts else 0
-        return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
+        return kept_by_cuts(size, each * self.itemsize, cuts, first) + once
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

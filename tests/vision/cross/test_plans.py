@@ -62,7 +62,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
 
 
-@pytest.mark.long
 def test_a_plan_is_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of the 11B in few layers."""
     monkeypatch.setitem(test_plans.HUB, NAME, SHALLOW)
