@@ -205,8 +205,8 @@ transformers; `--smoke` runs it on an emulated card and judges nothing."""
 
 INTRODUCTION = """Written by `tools/hardware.py` from records (`docs/hardware.json`). Interpreter: values against the
 reference on CPU tensors, with every address checked and the grid walked in several orders; test cases passed / failed
-of the files that hold the kernel. Ahead of time: launches compiled for sm_80, sm_86, sm_89 and sm_90, most registers of
-a thread, bytes spilled (`docs/kernels.csv` lists each)."""
+of the files that hold the kernel. Ahead of time: launches compiled for six architectures, most registers of a thread,
+bytes spilled, float32 included (`docs/kernels.csv` lists each)."""
 
 
 def tests_cell(k: Kernel, tests: dict[str, dict[str, int]]) -> str:
