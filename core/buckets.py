@@ -201,6 +201,7 @@ class Policy:
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
         own_towers: its ranks may each hold the vision tower and gather rows of the arena (core/launches/encoding.py).
         seen: text launches have ``TextTensors.seen`` where layers attend to pictures.
+        seen_work: bytes that attention to them works in; None: it gathers (core/memory/seeing.py).
         stages: its backend has a ``pipe`` (core/launches/pipe.py) where ``BackendConfig.stages`` asks for several.
     """
 
@@ -247,6 +248,7 @@ class Policy:
     upto: bool = False
     own_towers: bool = False
     seen: bool = False
+    seen_work: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
 
 

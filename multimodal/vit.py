@@ -24,15 +24,14 @@ FREQUENCY = 12
 class ViTConfig(VisionConfig):
     """A vision transformer.
 
-    ``layer_norm``: norms have a bias; ``rotary``: heads turn by the place of their slot. The rest are canonical names:
-    of the layers, and in each of qkv or its three parts, of the attention's output, of the MLP's matrices. ``filled``:
-    its tower fills patches and columns of the MLP with zeros to a device's unit. ``planes``: bytes of a slot's value.
+    ``layer_norm``: norms have a bias. The rest are canonical names: of the layers, and in each of qkv or its three
+    parts, of the attention's output, of the MLP's matrices. ``filled``: its tower fills patches and columns of the MLP
+    with zeros to a device's unit. ``planes``: bytes of a slot's value.
     """
 
     filled: ClassVar[bool] = False
     planes: ClassVar[int] = 1
     layer_norm: ClassVar[bool] = True
-    rotary: ClassVar[bool] = True
     layers_at: ClassVar[str] = "visual.blocks"
     qkv: ClassVar[tuple[str, ...]] = ("attn.qkv",)
     out: ClassVar[str] = "attn.proj"

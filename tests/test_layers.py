@@ -74,6 +74,7 @@ RULES = {
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/layers": Rule(("core", "backends/cpu", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/pictures": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/libraries": Rule(
         ("core", "backends/cuda/.", "backends/cuda/kernels", "backends/cuda/launches"),

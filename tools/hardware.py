@@ -56,6 +56,8 @@ KERNELS = (
     Kernel("joins of cut keys", "attend_text", ("join_kernel",), ATTENTION, "attend_decode"),
     Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
     Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),
+    Kernel("pictures in the arena", "pictures/attend", ("pictures_kernel", "pictures_join_kernel"),
+           ("test_attend_pictures",), ""),
     Kernel("rotary and store", "rope", ("rotary_kernel", "rope_kernel"), ATTENTION, "rope"),
     Kernel("RMS norm with residual", "norm", ("_rms_norm",), ("test_small_ops",), "norm"),
     Kernel("layer norm with residual", "layer_norm", ("_layer_norm",), ("test_small_ops",), ""),
@@ -203,8 +205,8 @@ transformers; `--smoke` runs it on an emulated card and judges nothing."""
 
 INTRODUCTION = """Written by `tools/hardware.py` from records (`docs/hardware.json`). Interpreter: values against the
 reference on CPU tensors, with every address checked and the grid walked in several orders; test cases passed / failed
-of the files that hold the kernel. Ahead of time: launches compiled for sm_80, sm_86, sm_89 and sm_90, most registers of
-a thread, bytes spilled (`docs/kernels.csv` lists each)."""
+of the files that hold the kernel. Ahead of time: launches compiled for six architectures, most registers of a thread,
+bytes spilled, float32 included (`docs/kernels.csv` lists each)."""
 
 
 def tests_cell(k: Kernel, tests: dict[str, dict[str, int]]) -> str:

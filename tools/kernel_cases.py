@@ -16,9 +16,10 @@ from torch import Tensor
 from tools import row_kernel_cases
 from tools.compiled import layer_cases
 from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope, tiles
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
-from trencadis.backends.cuda.kernels.blocks import FEW
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SeenItems, SingleAttn, SingleSeen
+from trencadis.backends.cuda.kernels.blocks import DRAWN, FEW, READ
 from trencadis.backends.cuda.kernels.coded import kv_codes
+from trencadis.backends.cuda.kernels.pictures import attend
 from trencadis.core.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
@@ -129,6 +130,25 @@ def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:
     return cases
 
 
+def looked(single: bool, d: int, dtype: torch.dtype) -> None:
+    """Attention to pictures of a launch of 16 tokens, over rows of an arena that hold two layers."""
+    tokens, parts = 16, 64
+    items = -(-tokens // max((DRAWN if single else READ) // GROUP, 1)) + parts
+    seen = (SingleSeen if single else SeenItems)(
+        ints(4), ints(tokens, 4), ints(tokens, 4), ints(tokens), ints(4), *(ints(items) for _ in range(5)),
+        ints(parts // 2), ints(parts // 2 + 1),
+    )  # fmt: skip
+    q, arena = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype), torch.zeros(64, 4 * GROUPS * d, dtype=dtype)
+    k, v = torch.split(arena[:, : 2 * GROUPS * d], GROUPS * d, dim=1)
+    attend.attend_pictures(q, k, v, seen, 0.1, torch.empty_like(q), attend.span_results(seen, q, GROUPS))
+
+
+def pictures(arch: int) -> Iterator[Case]:
+    """Every tile, in launches of one token a row and of several."""
+    for e, d, dtype in entries("attend_pictures", arch):
+        yield name(dtype, d, e.length), partial(looked, e.length == "one", d, dtype)
+
+
 def stored_codes(arch: int) -> Iterator[Case]:
     for d in (80, 128):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -180,6 +200,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_decode": text("attend_decode"),
     "attend_prefill_codes": over_codes("attend_prefill_codes"),
     "attend_decode_codes": over_codes("attend_decode_codes"),
+    "attend_pictures": pictures,
     "kv_codes": stored_codes,
     "layers": layer_cases.layers,
     "peers": layer_cases.sums_of_ranks,

@@ -244,7 +244,18 @@ def faults(found: Sequence[Report]) -> list[str]:
     return wrong
 
 
-ATTENTION = ("items", "turned_items", "join", "windows", "images", "skinny", "quantised", "added", "experts")
+ATTENTION = (
+    "items",
+    "turned_items",
+    "join",
+    "windows",
+    "images",
+    "pictures",
+    "skinny",
+    "quantised",
+    "added",
+    "experts",
+)
 
 PROGRESS = ROOT / "build" / "kernels.jsonl"
 

@@ -1,17 +1,37 @@
-"""Ops of decoders that are put together from parts: layer norms, activations and experts, against the reference."""
+"""Ops of decoders that are put together from parts: layer norms, activations, experts, attention to pictures."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.backends.conformance.ops import Work, attention, compared, error_summary, randn, vs_reference
+from trencadis.backends.conformance.ops import (
+    TEXT,
+    Work,
+    attention,
+    check_close,
+    compared,
+    error_summary,
+    randn,
+    vs_reference,
+)
+from trencadis.backends.conformance.programs import rig_of
 from trencadis.backends.conformance.result import CheckFailed, Skipped
+from trencadis.backends.conformance.rig import all_buckets, spread_buckets
 from trencadis.backends.conformance.subject import Subject
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layers.crossing import arena_rows
+from trencadis.core.layout import RESERVED_ROWS
+from trencadis.core.shapes.seen import VARIANT, SeenInputs
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+
+PICTURE, UNITS = 70, np.array([4, 0, 2], np.int32)
+"""Arena rows of a picture, and the pictures of an arena of five that a launch sees, which is planned for one more."""
 
 
 def layer_norm(subject: Subject) -> str:
@@ -95,3 +115,67 @@ def _spread(rows: int, width: int) -> Tensor:
 def _by_kind(name: str, kind: str) -> Any:
     """The op ``name`` with its activation, as ``vs_reference`` takes it."""
     return lambda ops, put: lambda x: [getattr(ops, name)(x, kind)]
+
+
+class SightCheck:
+    """A body of attend_pictures: over the second of three layers whose keys and values the arena holds.
+
+    Queries are looked up by token id; the other layers' columns are NaN.
+    """
+
+    def __init__(self, backend: Any, subject: Subject, dtype: torch.dtype) -> None:
+        t, width = subject.model.text, 2 * subject.model.text.kv_heads * subject.model.text.head_dim
+        self.ops, self.heads, self.d = backend.ops, t.heads, t.head_dim
+
+        def put(x: Tensor) -> Tensor:
+            return x.to(subject.dtype).to(dtype).to(backend.device)
+
+        self.table = put(randn(t.vocab, t.heads * t.head_dim, seed=7))
+        arena = randn(RESERVED_ROWS + 5 * PICTURE, 3 * width, seed=5)
+        arena[:, :width] = arena[:, 2 * width :] = torch.nan
+        self.held = put(arena)[:, width : 2 * width]
+        self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
+
+    def __call__(self, x: Any) -> None:
+        n = x.out_row.shape[0]
+        q = self.ops.gather_rows(self.table, x.tokens[:n].long()).reshape(n, self.heads, self.d)
+        rows = arena_rows(x.seen.units, PICTURE) if self.ops.gathers else None
+        out = self.ops.attend_pictures(q, self.held, rows, x.seen, self.d**-0.5)
+        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+
+
+def attend_pictures(subject: Subject) -> str:
+    """Each token attends to the rows of each picture that it sees, as often as it sees it."""
+    if not subject.policy_of("seen"):
+        raise Skipped("Policy.seen is False: this device serves no model whose layers attend to pictures")
+    rig, errors = rig_of(subject), []
+    rig.backend.slot = rig.backend.slot._replace(unit=PICTURE)
+    for stage in [s for s in rig.stages if s in TEXT]:
+        for bucket in spread_buckets(all_buckets(rig.plan, stage), 2 if subject.quick else 4):
+            inputs, _ = rig.inputs(bucket, np.random.default_rng(3))
+            inputs.seen, n = _sights(len(inputs.tokens)), len(inputs.tokens)
+            outs = []
+            for backend, dtype, shape in (
+                (rig.backend, subject.dtype, replace(bucket, variant=f"{VARIANT}{len(UNITS) + 1}")),
+                (subject.reference(), torch.float32, Bucket(Stage.PREFILL, (n, len(inputs.context)), f"{VARIANT}3")),
+            ):
+                body = SightCheck(backend, subject, dtype)
+                program = backend.program(shape, body)
+                backend.fill(program, inputs)
+                program.run()
+                backend.synchronize()
+                outs.append(body.out.cpu()[1 : n + 1])
+            blind = torch.from_numpy(~inputs.seen.reach.any(1))
+            if not outs[0][blind].isfinite().all():
+                raise CheckFailed(f"{bucket}: a token that sees no picture is not finite")
+            errors.append(check_close(str(bucket), outs[0][~blind], outs[1][~blind], subject.dtype))
+    return error_summary(errors)
+
+
+def _sights(tokens: int) -> SeenInputs:
+    """Tokens that see none, some or all of the pictures, up to three times."""
+    rng = np.random.default_rng(tokens)
+    reach = rng.integers(1, PICTURE + 1, (tokens, len(UNITS))) * (rng.random((tokens, len(UNITS))) < 0.6)
+    reach[0, 0] = PICTURE
+    times = np.where(reach > 0, rng.integers(1, 4, reach.shape), 0)
+    return SeenInputs(UNITS, reach.astype(np.int32), times.astype(np.int32), np.full(tokens, 2, np.int32))

@@ -42,6 +42,7 @@ CHECKS: dict[str, Check] = {
     "op.attend": ops.attend,
     "op.attend.window": ops_parts.attend_window,
     "op.attend.upto": ops_parts.attend_upto,
+    "op.attend_pictures": ops_parts.attend_pictures,
     "op.patches": ops_vision.patches,
     "op.rope_vision": ops_vision.rope_vision,
     "op.attend_windows": ops_vision.attend_windows,

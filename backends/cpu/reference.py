@@ -56,6 +56,7 @@ class ReferenceOps:
     """Implements ``core.backend.Ops``."""
 
     copies = False
+    gathers = True
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
@@ -148,6 +149,16 @@ class ReferenceOps:
             weights = scores.masked_fill(hidden[:, None, None], lowest()).softmax(-1)
             out.append(torch.einsum("tgrl,tlgd->tgrd", weights, values).reshape(-1, heads, d))
         return torch.cat(out).to(q.dtype)
+
+    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
+        """``core.models.interface.SeeingOps``: gathers keys and values."""
+        assert rows is not None
+        units, d = len(seen.units), q.shape[2]
+        k, v = (
+            part.index_select(0, rows).view(units, len(rows) // units, -1, d)
+            for part in torch.split(held, held.shape[1] // 2, dim=1)
+        )
+        return self.attend_rows(q, k, v, seen, scale)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, seen: SeenTensors, scale: float) -> Tensor:
         """``core.models.interface.SeeingOps``, a tile of queries at a time."""

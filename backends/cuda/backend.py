@@ -15,7 +15,7 @@ from trencadis.backends.cpu.comm import SingleRank
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
 from trencadis.backends.cuda.launches.buffers import Rooms
 from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.launches.sizes import input_bytes
+from trencadis.backends.cuda.launches.sizes import input_bytes, sight_bytes
 from trencadis.backends.cuda.policy import policy
 from trencadis.backends.cuda.programs import AttentionLibrary, CudaPending, CudaProgram
 from trencadis.backends.cuda.protocol import Runtime
@@ -57,7 +57,8 @@ class CudaBackend:
             group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
-        self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured)
+        work = partial(sight_bytes, processors=runtime.processors)
+        self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured, seen_work=work)
         self.host_layers = HostLayers(runtime, cfg.host_layers, cfg.host_buffer)
         if cfg.host_layers:
             cast(HostLayerOps, ops).host_layers = self.host_layers

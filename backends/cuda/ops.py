@@ -25,11 +25,12 @@ from trencadis.backends.cuda.kernels import (
     silu,
     tiles,
 )
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SeenItems
 from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
 from trencadis.backends.cuda.kernels.experts import products
 from trencadis.backends.cuda.kernels.experts.products import StackedExperts
 from trencadis.backends.cuda.kernels.layers import skinny, whole
+from trencadis.backends.cuda.kernels.pictures import attend as pictures
 from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
 from trencadis.core import envs
 from trencadis.core.backend import (
@@ -44,6 +45,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.models.decoder import Layer
 from trencadis.core.quant.tensor import QTensor
@@ -61,6 +63,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     whole_layers: ClassVar[bool] = True
     """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
+    gathers: ClassVar[bool] = False
     alike: ClassVar[bool] = False
     """Whether a query's sums over a picture run in one order in all launches."""
 
@@ -147,6 +150,13 @@ class CudaOps(HostLayerOps, ReferenceOps):
         assert isinstance(attn, ItemAttn)
         out, room = q.new_empty(q.shape), attend_text.partial(attn, q, kv)
         attend_text.attend_text(q, kv, attn, scale, out, room, window=window)
+        return out
+
+    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
+        """As ``core.models.interface.SeeingOps``; the kernel reads rows where they lie."""
+        assert isinstance(seen, SeenItems)
+        out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
+        pictures.attend_pictures(q, k, v, seen, scale, out, pictures.span_results(seen, q, k.shape[1] // q.shape[2]))
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

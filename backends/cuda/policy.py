@@ -5,7 +5,7 @@ Torch-free; ``core.buckets.Policy`` explains each number.
 
 from __future__ import annotations
 
-from trencadis.backends.cuda.launches.sizes import input_bytes
+from trencadis.backends.cuda.launches.sizes import input_bytes, sight_bytes
 from trencadis.backends.cuda.libraries.sizes import FLASH_ATTN, FLASHINFER, flash_bytes, infer_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, GraphMemory, Policy, Stage
 from trencadis.core.errors import StartupError
@@ -64,6 +64,7 @@ SERVING = Policy(
     windows=True,
     upto=True,
     seen=True,
+    seen_work=sight_bytes,
     stages=True,
     own_towers=True,
 )

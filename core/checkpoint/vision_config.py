@@ -16,12 +16,14 @@ class SlotForm(NamedTuple):
 
     ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
     ``ghosts``: some windows hold slots that others see and that are blind to each other (``Segments.ghost``).
+    ``unit``: arena rows of a picture that layers of the decoder attend to (``VisionConfig.unit``).
     """
 
     values: int = 0
     cell: int = 1
     near: int = 0
     ghosts: bool = False
+    unit: int = 0
 
 
 NO_SLOT = SlotForm()
@@ -44,10 +46,12 @@ class VisionConfig(ABC):
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
     those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
-    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound.
+    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads turn by
+    the place of their slot.
     """
 
     constants: ClassVar[int] = 0
+    rotary: ClassVar[bool] = True
 
     depth: int
     hidden: int

@@ -59,18 +59,14 @@ class CrossAttention:
         k = self.norms[1].heads(k.reshape(len(k), -1, self.head_dim)).view(len(k), -1)
         return torch.cat([k, v], dim=1)
 
-    def __call__(self, x: Tensor, seen: SeenTensors, rows: Tensor, arena: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]; ``rows``: those of the arena that hold the pictures of ``seen``."""
+    def __call__(self, x: Tensor, seen: SeenTensors, rows: Tensor | None, arena: Tensor) -> Tensor:
+        """[n, hidden] -> [n, hidden]; ``rows``: those of the arena that hold the pictures, for ops that gather."""
         return self.out(self._attended(x, seen, rows, arena))
 
-    def _attended(self, x: Tensor, seen: SeenTensors, rows: Tensor, arena: Tensor) -> Tensor:
-        n, d, units = len(x), self.head_dim, len(seen.units)
-        q = self.norms[0].heads(self.q(x).view(n, -1, d))
-        k, v = (
-            part.index_select(0, rows).view(units, len(rows) // units, -1, d)
-            for part in torch.split(arena[:, self.first : self.first + 2 * self.width], self.width, dim=1)
-        )
-        return cast(SeeingOps, self.ops).attend_rows(q, k, v, seen, self.scale).reshape(n, -1)
+    def _attended(self, x: Tensor, seen: SeenTensors, rows: Tensor | None, arena: Tensor) -> Tensor:
+        q = self.norms[0].heads(self.q(x).view(len(x), -1, self.head_dim))
+        held = arena[:, self.first : self.first + 2 * self.width]
+        return cast(SeeingOps, self.ops).attend_pictures(q, held, rows, seen, self.scale).reshape(len(x), -1)
 
     def nbytes(self) -> int:
         return self.q.bytes + self.kv.bytes + self.out.bytes + sum(norm.nbytes() for norm in self.norms)
@@ -97,7 +93,7 @@ class CrossLayer:
         self.gates = torch.cat([gate.tanh() for gate in stored])
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, seen: SeenTensors, rows: Tensor, arena: Tensor
+        self, x: Tensor, residual: Tensor | None, seen: SeenTensors, rows: Tensor | None, arena: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """As a layer of the decoder: (what the MLP adds, the stream without it), [n, hidden] each."""
         sees, speaks = ((seen.gate > least).to(x.dtype)[:, None] for least in (0, 1))

@@ -113,7 +113,8 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 class Sized:
     """The sizes of one model on one of ``ranks`` devices.
 
-    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of.
+    ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of;
+    ``seen_work``: as in ``Policy``.
     """
 
     model: ModelConfig
@@ -124,6 +125,7 @@ class Sized:
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
     unit: int = 1
+    seen_work: Callable[[Bucket, InputSizes], int] | None = None
 
     @property
     def text(self) -> TextConfig:
@@ -202,14 +204,16 @@ class Sized:
 
     def all_inputs(self, plan: Plan) -> int:
         """Inputs of all programs, which exist from the start; if graphs share memory, the largest of each stage."""
-        t, block = self.text, max(plan.block_size, 1)
-        slot = self.model.vision.slot if self.model.vision is not None else NO_SLOT
-        sizes = InputSizes(
+        sizes = self._sizes(max(plan.block_size, 1))
+        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
+        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
+
+    def _sizes(self, block: int) -> InputSizes:
+        t, slot = self.text, self.model.vision.slot if self.model.vision is not None else NO_SLOT
+        return InputSizes(
             t.vocab, block, row_blocks(t, block), self.kv_heads, slot, t.upto, any(t.windows),
             max(self._share(t.heads) // self.kv_heads, 1), t.head_dim,
         )  # fmt: skip
-        found = {s: [self.inputs(b, sizes) for b in plan.of(s)] for s in Stage if plan.of(s)}
-        return sum((max if plan.policy.pool_cost == "max" else sum)(sizes) for sizes in found.values())
 
     def layers(self, bucket: Bucket) -> int:
         """Layers that a graph holds."""
@@ -258,7 +262,10 @@ class Sized:
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
             attention += self._gathered(stage, size, width, heads)
-        attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
+        if self.seen_work is not None:
+            attention += self.seen_work(bucket, self._sizes(block_size))
+        else:
+            attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
         narrow = streams + max(attention, self._mlp(size))
         return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
 
@@ -281,9 +288,10 @@ class Sized:
 
     def shared(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
-        stage, dims, seen = bucket.stage, bucket.dims, seen_rows(self.model, bucket)
+        stage, dims = bucket.stage, bucket.dims
+        seen = seen_rows(self.model, bucket) if self.seen_work is None else 0
         if stage is Stage.VISION:
-            return 9 * dims[0]
+            return (9 + bool(self.model.vision and self.model.vision.slot.ghosts)) * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
             return seen
         size, blocks = dims
@@ -334,27 +342,27 @@ class Sized:
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
             leaving += gathering.kept(self.model, size, self.itemsize) if self.graphs.cached else 0
-            sizes = v.hidden, v.head_dim, v.crossing, v.heads, -(-8 // v.slot.cell)
-            return self._layers_keep(bucket, self.towers, *sizes) + leaving
+            first = 8 * v.head_dim * v.rotary - (-8 // v.slot.cell)
+            return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.crossing, v.heads, first) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
             return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
         if bucket.stage in HEADS:
             return 0
         crossing = CROSSING + (1 if t.place == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 16)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 8 * t.head_dim + 16)
         gated = seen_keeps(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
     def _layers_keep(
-        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, indices: int
+        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, first: int
     ) -> int:
         """``kept`` of layers of these sizes.
 
         Args:
             ranks: that share the layers.
             crossing: widths of the stream that cross the cuts before a layer's two collectives.
-            indices: bytes of a token's indices in the type of the body.
+            first: bytes of a token's rotary factors, and of its indices in the type of the body, at the first cut.
         """
         layers, size = self.layers(bucket), padded_tokens(bucket)
         if not self.graphs.cached:
@@ -363,7 +371,7 @@ class Sized:
         if ranks > 1:
             cuts, each = layers, crossing * width + -(-heads * d // ranks)
         once = self.shared(bucket) if cuts else 0
-        return kept_by_cuts(size, each * self.itemsize, cuts, 8 * d + indices) + once
+        return kept_by_cuts(size, each * self.itemsize, cuts, first) + once
 
 
 def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:

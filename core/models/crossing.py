@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from trencadis.core.launches.tensors import first_rows
 from trencadis.core.layers.crossing import CrossLayer, arena_rows
 from trencadis.core.layers.embedding import Embedding
 from trencadis.core.models.decoder import Decoder, Entry
-from trencadis.core.models.interface import Persistent
+from trencadis.core.models.interface import Persistent, SeeingOps
 
 
 class CrossDecoder(Decoder):
@@ -48,7 +48,9 @@ class CrossDecoder(Decoder):
         p, ops = self.persistent, self.ops
         x, residual, rotary, *_ = first_rows(self._start(inputs), len(inputs.out_row))
         attn = ops.prepare_attn(inputs.attn, self.first.heads, self.first.kv)
-        rows = None if inputs.seen is None else ops.region(self._rows, inputs.seen.units)
+        rows = None
+        if inputs.seen is not None and cast(SeeingOps, ops).gathers:
+            rows = ops.region(self._rows, inputs.seen.units)
         for place, layer in enumerate(self.layers):
             if place not in self.config.text.cross:
                 x, residual = ops.layer(layer, x, residual, rotary, attn)

@@ -72,6 +72,19 @@ class DrawingOps(Protocol):
 class SeeingOps(Protocol):
     """What ``Ops`` have besides where layers attend to rows of pictures (``TextConfig.cross``)."""
 
+    gathers: bool
+    """Whether ``attend_pictures`` reads rows of the arena by their numbers."""
+
+    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
+        """Attention [n, h, d] of q [n, h, d] over pictures whose keys and values lie in the arena.
+
+        Args:
+            held: [arena rows, 2 x g x d] keys of one layer, then its values: columns of the arena.
+            rows: int64 [units x length] of ``held``; None where this does not gather.
+            seen: as in ``attend_rows``.
+        """
+        ...
+
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, seen: SeenTensors, scale: float) -> Tensor:
         """Attention [n, h, d] of q [n, h, d] over k and v [units, length, g, d].
 

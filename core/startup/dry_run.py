@@ -147,8 +147,8 @@ class DryRun:
         """The model on one device."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        graphs, form = policy.graph_memory, policy.quantised
-        return Sized(self.model, device.itemsize, device.ranks, inputs, block, graphs, form, policy.aligned)
+        graphs, form, seen = policy.graph_memory, policy.quantised, policy.seen_work
+        return Sized(self.model, device.itemsize, device.ranks, inputs, block, graphs, form, policy.aligned, seen)
 
     @property
     def multimodal(self) -> bool:

@@ -78,7 +78,7 @@ class TwoStackTower(TileTower):
 
     @property
     def slot(self) -> SlotForm:
-        return SlotForm(CHANNELS * self.patch**2, 1, ghosts=True)
+        return SlotForm(CHANNELS * self.patch**2, 1, ghosts=True, unit=self.unit)
 
     @property
     def biases(self) -> tuple[bool, bool]:

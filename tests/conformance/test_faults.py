@@ -35,7 +35,7 @@ def test_named_on_the_example() -> None:
     of = of_kind("numpy")
     rest = [name for name in GENERAL if name not in CHEAP]
     cheap = noticeable(of, CHEAP)
-    assert len(cheap) == len(CHEAP) - 3, "the example attends causally to all keys"
+    assert len(cheap) == len(CHEAP) - 5, "the example attends causally to all keys, and to no pictures"
     chosen = [*random.Random(11).sample(cheap, 5), *random.Random(12).sample(rest, 2)]
     missed = {name: said for name in chosen if (said := verdict(of, FAULTS[name]))}
     assert not missed
@@ -54,5 +54,5 @@ def test_every_fault_on_every_device(kind: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"{kind}: {found['checks']} checks, {found['named']} faults named, missed {found['missed'] or 'none'}")
     assert not found["clean"] and not found["missed"]
-    unpromised = 3 if kind == "numpy" else 0
+    unpromised = 5 if kind == "numpy" else 0
     assert found["named"] >= (len(FAULTS) if kind == "hpu" else len(GENERAL)) - unpromised

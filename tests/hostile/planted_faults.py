@@ -186,6 +186,14 @@ def _shorter(x: Any) -> Any:
     return dataclasses.replace(x, upto=(x.upto - 1).clip(own))
 
 
+def _nearer(x: Any) -> Any:
+    seen = getattr(x, "seen", None)
+    if seen is None or not hasattr(seen, "reach"):
+        return x
+    reach = (seen.reach - (seen.reach > 1)).astype(seen.reach.dtype)
+    return dataclasses.replace(x, seen=dataclasses.replace(seen, reach=reach))
+
+
 def _wider(attend: Any, *args: Any) -> Any:
     """One key more; a device that has made ready for its model's windows alone takes another layer's."""
     try:
@@ -243,6 +251,11 @@ FAULTS: dict[str, Fault] = {
     "window off by one": Fault(op("attend", _wider), "op.attend.window", "off by", promise="windows"),
     "window forgotten": Fault(op("attend", lambda f, *a: f(*a[:6])), "op.attend.window", "off by", promise="windows"),
     "spans end one token early": Fault(filling(_shorter), "op.attend.upto", "off by", promise="upto"),
+    "a row of a picture unseen": Fault(filling(_nearer), "op.attend_pictures", "off by", promise="seen"),
+    "a picture seen twice counts once": Fault(
+        op("attend_pictures", lambda f, q, held, rows, seen, scale: f(
+            q, held, rows, seen._replace(times=(seen.times > 0).to(seen.times.dtype)), scale)),
+        "op.attend_pictures", "off by", promise="seen"),
     "rotary sign": Fault(op("rotary", lambda f, *a: Rotary(f(*a).cos, -f(*a).sin)), "op.rotary", "sin: off by"),
     "mask ignored": Fault(
         op("sample", lambda f, logits, head, state, full: f(

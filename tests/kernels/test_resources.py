@@ -113,6 +113,8 @@ def test_faults_are_named() -> None:
     ):
         assert said in faults([Report(**{**vars(good), **changed})])[0]
     assert not faults([Report(**{**vars(good), "case": "float32 head 64", "stack": 8})])
+    for kernel in ("pictures_kernel", "pictures_join_kernel"):
+        assert "spills 8 bytes" in faults([Report(**{**vars(good), "kernel": kernel, "stack": 8})])[0]
     assert "**stack 8**" in markdown(rows([Report(**{**vars(good), "stack": 8})], "3"))
 
 
@@ -135,7 +137,8 @@ def test_the_data_file_knows_every_tile() -> None:
             assert (kernel, f"{m}x{n}", warps, stages) in known, f"{path.name}: {line}"
 
 
-ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_kernel": "attend_images"}
+ATTENTION = {"items_kernel": "", "windows_kernel": "attend_windows", "images_kernel": "attend_images",
+             "pictures_kernel": "attend_pictures"}  # fmt: skip
 
 
 def test_the_bound_of_shared_memory_holds_what_the_compiler_takes() -> None:

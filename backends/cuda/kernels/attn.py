@@ -40,6 +40,34 @@ class SingleAttn(ItemAttn):
     """``ItemAttn`` of a launch whose rows have one token each."""
 
 
+class SeenItems(NamedTuple):
+    """``core.launches.tensors.SeenTensors`` as work items (launches/sights.py).
+
+    Item i: the block of queries from token ``sight_token[i]`` of the launch on (-1: no item) attends to the pictures
+    whose columns of ``reach`` are ``sight_unit[i] : sight_last[i]``, as far as its tokens see each. Its result is whole
+    where ``sight_part[i]`` is -1. Else it is the partial result of that number: of one span, which begins with row
+    ``sight_begin[i]`` of its only picture. Join j: the results ``merge_part[j] : merge_part[j + 1]`` together are those
+    of the block from token ``merge_token[j]`` on (-1: no join).
+    """
+
+    units: Tensor  # int32 [u]
+    reach: Tensor  # int32 [tokens, u]
+    times: Tensor  # int32 [tokens, u]
+    gate: Tensor  # int32 [tokens]
+    unit_row: Tensor  # int32 [u] the first arena row of each picture
+    sight_token: Tensor  # int32 [items]
+    sight_unit: Tensor  # int32 [items]
+    sight_last: Tensor  # int32 [items]
+    sight_begin: Tensor  # int32 [items]
+    sight_part: Tensor  # int32 [items]
+    merge_token: Tensor  # int32 [joins]
+    merge_part: Tensor  # int32 [joins + 1]
+
+
+class SingleSeen(SeenItems):
+    """``SeenItems`` of a launch whose rows have one token each."""
+
+
 class CudaSegments(NamedTuple):
     """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image.
 

@@ -8,6 +8,13 @@ SPAN = 1024
 SINGLE, SHORT, LONG = 16, 32, 128
 """Query heads times tokens of a block of queries, in launches of one token a row, of few tokens, and of many."""
 
+PICTURE_SPAN = 512
+"""Rows of a picture between two places where attention to it may be cut, in every launch: each span is attended to by
+itself, so that where the cuts lie changes no bit."""
+
+DRAWN, READ = 16, 64
+"""Query heads times tokens of a block that attends to pictures, in launches of one token a row, and in all others."""
+
 FEW = 512
 """Launches of fewer tokens have short blocks, which keep more processors busy."""
 
@@ -15,3 +22,8 @@ FEW = 512
 def lanes_of(tokens: int, alike: bool) -> int:
     """Query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any length."""
     return SHORT if alike or tokens < FEW else LONG
+
+
+def picture_lanes(single: bool) -> int:
+    """Query heads times tokens of a block that attends to pictures; ``single``: in a launch of one token a row."""
+    return DRAWN if single else READ

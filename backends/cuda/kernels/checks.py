@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trencadis.backends.cuda.kernels.attn import SeenItems
 from trencadis.core.backend import LayerKV
 from trencadis.core.errors import StartupError
 
@@ -42,6 +43,19 @@ def paged(q: Tensor, kv: LayerKV, out: Tensor) -> None:
     assert out.shape == q.shape and out.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     assert k.shape == v.shape and k.shape[3] == q.shape[2] and q.shape[1] % k.shape[2] == 0
     assert q.dtype == out.dtype and k.dtype == v.dtype and (q.dtype == k.dtype or kv.k_scale is not None)
+
+
+def seen(q: Tensor, k: Tensor, v: Tensor, items: SeenItems, out: Tensor) -> None:
+    """Pictures: q and out [tokens, heads, d]; k and v [rows, KV heads x d], columns of one arena, from 16 bytes on."""
+    _packed_heads(q)
+    tokens, heads, d = q.shape
+    assert out.shape == q.shape and out.is_contiguous() and q.dtype == out.dtype == k.dtype == v.dtype
+    assert k.shape == v.shape and k.shape[1] % d == 0 and heads % (k.shape[1] // d) == 0
+    for t in (k, v):
+        assert t.stride() == (k.stride(0), 1)
+        assert not any(n * t.itemsize % 16 for n in (t.storage_offset(), t.stride(0)))
+    assert items.reach.shape == items.times.shape == (tokens, items.unit_row.shape[0])
+    assert items.reach.is_contiguous() and items.times.is_contiguous()
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cuda.launches.inputs import Sizes, arrays, growing
-from trencadis.backends.cuda.launches.items import ItemPlans
+from trencadis.backends.cuda.launches.sights import LaunchPlans
 from trencadis.backends.cuda.launches.sizes import aligned
 from trencadis.backends.cuda.protocol import Runtime, Stream
 from trencadis.core.backend import Inputs
@@ -100,7 +100,7 @@ class Buffers:
     beside: Callable[[Mapping[str, Array]], None] | None = None
 
     def __init__(self, bucket: Bucket, sizes: Sizes, runtime: Runtime, room: StageBuffer | None = None) -> None:
-        self.bucket, self.sizes, self.plans = bucket, sizes, ItemPlans()
+        self.bucket, self.sizes, self.plans = bucket, sizes, LaunchPlans()
         self._grows, self._at, shapes, self.bytes = _layout(bucket, sizes)
         self.room = room or StageBuffer(self.bytes, runtime)
         assert self.room.bytes >= self.bytes, f"{bucket} needs {self.bytes} bytes, there are {self.room.bytes}"

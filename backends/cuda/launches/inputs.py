@@ -26,9 +26,9 @@ from trencadis.backends.cpu.padding import (
     upto_of,
     windows,
 )
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SingleAttn
-from trencadis.backends.cuda.launches.items import ItemPlans
-from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_room
+from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SeenItems, SingleAttn, SingleSeen
+from trencadis.backends.cuda.launches.sights import LaunchPlans, first_rows_of
+from trencadis.backends.cuda.launches.sizes import ItemRoom, block_tokens, item_room, sight_room, sight_tokens
 from trencadis.core.backend import Inputs, TextTensors, VisionTensors
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
@@ -67,8 +67,12 @@ class Sizes:
         longest = self.row_blocks * self.block_size
         return item_room(bucket, self.group, self.processors, self.kv_heads, longest, self.invariant)
 
+    def sight_room(self, bucket: Bucket) -> ItemRoom:
+        """Room of a text launch that sees pictures for work items of that."""
+        return sight_room(bucket, self.group, self.processors, self.kv_heads, self.slot.unit)
 
-def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: ItemPlans | None = None) -> Any:
+
+def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPlans | None = None) -> Any:
     """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded.
 
     Args:
@@ -76,7 +80,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: ItemPlans
     """
     match inputs if inputs is not None else nothing(bucket.stage, sizes.vocab, sizes.slot):
         case StepInputs() as x:
-            return text(bucket, x, sizes, plans or ItemPlans())
+            return text(bucket, x, sizes, plans or LaunchPlans())
         case VisionInputs() as x:
             return _vision(x, bucket.dims[0], sizes.slot)
         case HeadInputs() as x:
@@ -109,7 +113,7 @@ def growing(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
             return "counts", (size, sizes.vocab)
 
 
-def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
+def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
     """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
     count = bucket.dims[0]
     return TextTensors(
@@ -119,11 +123,11 @@ def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
         image_row=pad(x.image_row, (count,), np.int32),
         out_row=pad(x.out_row, (count,), np.int64),
         attn=_attn(bucket, x, sizes, plans),
-        seen=sight(x, count, planned_units(bucket.variant)),
+        seen=_seen(bucket, x, sizes, plans),
     )
 
 
-def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
+def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
     count, rows, room = bucket.dims[0], bucket.dims[-1], sizes.room(bucket)
     row_start, context, counts, blocks, block_start = _rows(x, count, rows, sizes.block_size)
     stored, surplus = slot_map(x, count, sizes.block_size), count - len(x.tokens)
@@ -136,6 +140,15 @@ def _attn(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: ItemPlans) -> Any:
     planned = plans.several(x.context, counts, surplus, each, room, upto)
     padded = None if upto is None else pad(upto, (count,), np.int32)
     return ItemAttn(*_any(*lists, *planned, padded))
+
+
+def _seen(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
+    made: Any = sight(x, bucket.dims[0], planned_units(bucket.variant))
+    if made is None:
+        return None
+    each, rows = sight_tokens(bucket, sizes.group), first_rows_of(made.units, sizes.slot.unit)
+    kind = SingleSeen if bucket.stage is Stage.DECODE else SeenItems
+    return kind(*made, *_any(rows, *plans.sights.of(made.reach, each, sizes.sight_room(bucket))))
 
 
 def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:

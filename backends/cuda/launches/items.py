@@ -67,7 +67,7 @@ def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = N
 
 def plan(blocks: QueryBlocks, room: ItemRoom) -> Items:
     """Items by descending length, each with the place of its partial result or -1 where its result is whole."""
-    each, share = _cut(blocks.keys, room)
+    each, share = cut(blocks.keys, room)
     item = np.repeat(np.arange(len(each)), each)
     piece = np.arange(len(item)) - np.repeat(each.cumsum() - each, each)
     begin = piece * share[item]
@@ -86,18 +86,18 @@ def plan(blocks: QueryBlocks, room: ItemRoom) -> Items:
     join_part = np.full(room.joins + 1, ends[-1] if len(ends) else 0, np.int32)
     join_part[: len(joined)] = ends - parts
     return Items(
-        _padded(blocks.row[item][order], room.items, -1),
-        _padded(blocks.token[item][order], room.items),
-        _padded(begin[order], room.items),
-        _padded(stop[order], room.items),
-        _padded(part[order], room.items, -1),
-        _padded(blocks.row[joined], room.joins, -1),
-        _padded(blocks.token[joined], room.joins),
+        padded(blocks.row[item][order], room.items, -1),
+        padded(blocks.token[item][order], room.items),
+        padded(begin[order], room.items),
+        padded(stop[order], room.items),
+        padded(part[order], room.items, -1),
+        padded(blocks.row[joined], room.joins, -1),
+        padded(blocks.token[joined], room.joins),
         join_part,
     )
 
 
-def _cut(keys: Int32, room: ItemRoom) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def cut(keys: Int32, room: ItemRoom) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(pieces of each block, keys of each piece but the last) that there is room for."""
     step = room.span or STEP
     share = max(int(keys.sum()) // room.shares // step * step, LEAST, step)
@@ -114,7 +114,8 @@ def _cut(keys: Int32, room: ItemRoom) -> tuple[NDArray[np.int64], NDArray[np.int
     return each, size
 
 
-def _padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
+def padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
+    """int32 [size]: ``values``, then ``rest``."""
     assert len(values) <= size, f"{len(values)} items do not fit {size}"
     out = np.full(size, rest, np.int32)
     out[: len(values)] = values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trencadis.backends.cuda.kernels.blocks import SPAN, lanes_of
+from trencadis.backends.cuda.kernels.blocks import LONG, PICTURE_SPAN, SPAN, lanes_of, picture_lanes
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.seen import planned_units
@@ -63,6 +63,33 @@ def item_room(bucket: Bucket, group: int, processors: int, kv_heads: int, longes
     )
 
 
+def sight_tokens(bucket: Bucket, group: int) -> int:
+    """Tokens of a block of queries that attends to pictures; ``group``: query heads of a KV head."""
+    return max(picture_lanes(bucket.stage is Stage.DECODE) // max(group, 1), 1)
+
+
+def sight_room(bucket: Bucket, group: int, processors: int, kv_heads: int, length: int) -> ItemRoom:
+    """What attention to pictures needs in any launch of ``bucket``; ``length``: arena rows of a picture.
+
+    Partial results take as much memory as those of text at most: where they are smaller, there are more of them.
+    """
+    heads, lanes = max(kv_heads, 1), picture_lanes(bucket.stage is Stage.DECODE)
+    blocks = -(-bucket.dims[0] // sight_tokens(bucket, group))
+    spans = planned_units(bucket.variant) * -(-length // PICTURE_SPAN)
+    parts = max(min(blocks * spans, ROOM * processors * (LONG // lanes) // heads), 2)
+    joins = max(min(blocks, parts // 2), 1)
+    return ItemRoom(0, blocks + parts, joins, parts, max(WAVES * processors // heads, 1), PICTURE_SPAN)
+
+
+def sight_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS) -> int:
+    """Bytes of partial results of attention to pictures, which a text launch holds at a time."""
+    if not planned_units(bucket.variant):
+        return 0
+    room = sight_room(bucket, sizes.group, processors, sizes.kv_heads, sizes.slot.unit)
+    lanes = picture_lanes(bucket.stage is Stage.DECODE)
+    return 4 * room.parts * sizes.kv_heads * lanes * (sizes.head_dim + 2)
+
+
 def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
     """Bytes of all of a bucket's input tensors (``inputs.arrays`` makes them)."""
     return sum(map(aligned, _tensors(bucket, sizes, processors, invariant)))
@@ -80,7 +107,9 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
             if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
                 yield 4 * count
             if units := planned_units(bucket.variant):
-                yield from (4 * units, *(4 * count * units,) * 2, 4 * count)
+                sights = sight_room(bucket, sizes.group, processors, sizes.kv_heads, sizes.slot.unit)
+                yield from (*(4 * units,) * 2, *(4 * count * units,) * 2, 4 * count, *(4 * sights.items,) * 5)
+                yield from (4 * sights.joins, 4 * (sights.joins + 1))
         case Stage.VISION:
             windows = count // 64
             yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)

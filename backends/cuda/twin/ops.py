@@ -27,6 +27,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
+from trencadis.core.launches.tensors import SeenTensors
 from trencadis.core.layout import ZERO_BLOCK
 from trencadis.core.quant.tensor import QTensor
 
@@ -72,6 +73,14 @@ class TwinOps(HostLayerOps, ReferenceOps):
         out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, getattr(attn, "upto", None), scale, window)
         return out
 
+    gathers = False
+
+    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
+        """As far as any token sees into each picture."""
+        found = seen.reach, seen.times, seen.unit_row  # type: ignore[attr-defined]
+        out: Tensor = torch.ops.trencadis_twin.attend_pictures(q, held, *found, scale)
+        return out
+
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         out: Tensor = torch.ops.trencadis_twin.attend_windows(q, k, v, seg.segment, seg.real, scale)
         return out
@@ -90,6 +99,13 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     table, kv = rectangle(blocks, block_start), LayerKV(k, v, k_scale, v_scale, kept, pairs)
     return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window)
+
+
+def _attend_pictures(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_row: Tensor, scale: float) -> Tensor:
+    length = max(int(reach.max()), 1)
+    rows = (unit_row[:, None] + torch.arange(length, dtype=unit_row.dtype)).flatten().long()
+    seen = SeenTensors(unit_row, reach, times, reach[:, 0])
+    return BY_LENGTH.attend_pictures(q, held, rows, seen, scale)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -141,6 +157,10 @@ _offer(
     "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, "
     "float scale, int window) -> Tensor",
     _attend,
+)
+_offer(
+    "attend_pictures(Tensor q, Tensor held, Tensor reach, Tensor times, Tensor unit_row, float scale) -> Tensor",
+    _attend_pictures,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
 _offer("attend_windows" + _SEGMENTS, _attend_windows)

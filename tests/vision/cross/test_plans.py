@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from tests.fakes.meta_start import GIB, config_of, on_paper
 from tests.vision import test_plans
-from trencadis.core.buckets import Stage
+from trencadis.backends.cuda.launches.sizes import sight_bytes
+from trencadis.backends.cuda.policy import policy
+from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import arena_width
+from trencadis.core.memory.estimate import Sized, arena_width
 from trencadis.core.memory.host_plan import CacheOptions, plan_cpu
 from trencadis.core.models.registry import image_needs
 from trencadis.core.shapes.seen import planned_units
@@ -59,7 +62,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
 
 
-@pytest.mark.long
 def test_a_plan_is_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of the 11B in few layers."""
     monkeypatch.setitem(test_plans.HUB, NAME, SHALLOW)
@@ -105,6 +107,18 @@ def test_too_small_a_device_is_refused_with_what_fits(eleven: Any) -> None:
         plan_cpu(eleven, asked, 2, (23 << 30), needs.tokens)
     with pytest.raises(StartupError, match=r"not one fits, .* are missing"):
         plan_cpu(eleven, asked, 2, (21 << 30), needs.tokens)
+
+
+def test_a_card_counts_partial_results_in_place_of_gathered_rows(eleven: Any) -> None:
+    """Where keys and values of 16 pictures would be gathered, and the scores held, by every layer."""
+    sizes = InputSizes(eleven.text.vocab, 16, 8192, 8, eleven.vision.slot, group=4, head_dim=128)
+    assert (eleven.vision.slot.unit, policy("").seen_work) == (6404, sight_bytes)
+    for bucket in (Bucket(Stage.DECODE, (32,), "pictures16"), Bucket(Stage.PREFILL, (2048, 32), "pictures16")):
+        gathers = Sized(eleven).activations(bucket, 16)
+        reads = Sized(eleven, seen_work=sight_bytes).activations(bucket, 16)
+        plain = Sized(eleven).activations(replace(bucket, variant=""), 16)
+        assert gathers - reads > 800 << 20 and 0 <= reads - plain <= sight_bytes(bucket, sizes) <= 80 << 20
+        assert sight_bytes(replace(bucket, variant=""), sizes) == 0
 
 
 @pytest.mark.long
