@@ -63,7 +63,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     whole_layers: ClassVar[bool] = True
     """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
-    gathers: ClassVar[bool] = False
+    gathers = False
     alike: ClassVar[bool] = False
     """Whether a query's sums over a picture run in one order in all launches."""
 

@@ -43,10 +43,10 @@ def plan(reach: Int32, each: int, room: ItemRoom) -> SightItems:
     there = spans[whole] > 0
     begins = np.where(there.any(1), there.argmax(1), 0)
     ends = np.where(there.any(1), there.shape[1] - there[:, ::-1].argmax(1), 0)
-    each = spans[cuts].ravel()
-    unit = np.repeat(np.tile(np.arange(spans.shape[1]), len(cuts)), each)
+    of_unit = spans[cuts].ravel()
+    unit = np.repeat(np.tile(np.arange(spans.shape[1]), len(cuts)), of_unit)
     place = np.arange(len(unit))
-    begin = (place - np.repeat(each.cumsum() - each, each)) * room.span
+    begin = (place - np.repeat(of_unit.cumsum() - of_unit, of_unit)) * room.span
     order = np.argsort(-np.concatenate([count[whole], np.ones(len(unit), np.int32)]), kind="stable")
     nothing = np.zeros(len(whole), np.int32)
     columns = (
@@ -54,11 +54,9 @@ def plan(reach: Int32, each: int, room: ItemRoom) -> SightItems:
         (nothing, begin, 0), (nothing - 1, place, -1),
     )  # fmt: skip
     parts = np.concatenate([[0], count[cuts].cumsum()])
-    return SightItems(
-        *(padded(np.concatenate([of, more])[order], room.items, rest) for of, more, rest in columns),
-        padded(first[cuts], room.joins, -1),
-        padded(parts, room.joins + 1, parts[-1]),
-    )
+    items = (padded(np.concatenate([of, more])[order], room.items, rest) for of, more, rest in columns)
+    joins = padded(first[cuts], room.joins, -1), padded(parts, room.joins + 1, parts[-1])
+    return SightItems._make((*items, *joins))
 
 
 class SightPlans:
