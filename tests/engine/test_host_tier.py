@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,14 @@ def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", "64,128,256")
 
 
-def answers(path: Path, device: str, count: int, **flags: Any) -> tuple[Engine, dict[tuple[str, int], list[int]]]:
-    """What a run of random requests answers; the engine is closed."""
+def answers(path: Path, device: str, count: int, **flags: Any) -> Traffic:
+    """A run of random requests; its engine is closed."""
     engine = create_engine(EngineConfig(model=str(path), **{**FLAGS, **DEVICES[device], **flags}))
     run = Traffic(engine, 3, count, LENGTH, engine.info().vocab_size, most=8)
     run.run()
     engine.scheduler.check()
     engine.close()
-    return engine, run.tokens
+    return run
 
 
 @pytest.mark.usefixtures("settled")
@@ -114,13 +115,18 @@ def test_answers_are_equal_with_host_memory_long(device: str, depth: int, vl_che
 
 
 def compare(path: Path, device: str, depth: int, count: int, **flags: Any) -> Engine:
-    """Equal answers with and without; the engine with it."""
-    _, want = answers(path, device, count, async_depth=depth, **flags)
-    engine, got = answers(path, device, count, async_depth=depth, kv_offloading_size=SOME, **flags)
+    """Equal answers with and without; the engine with it. What is aborted, and when, depends on the steps."""
+    without = answers(path, device, count, async_depth=depth, **flags)
+    run = answers(path, device, count, async_depth=depth, kv_offloading_size=SOME, **flags)
+    engine = run.engine
     host, stats = engine.scheduler.pool.host, engine.stats()
     assert host is not None and stats.host_total == host.size > 100
     assert stats.host_hits >= 16 and stats.prefix_hits >= stats.host_hits and host.stored and host.restored
-    assert got == want
+    gone = without.gone | run.gone
+    assert len(gone) < count // 4
+    for key in without.tokens | run.tokens:
+        got, want = run.tokens.get(key, []), without.tokens.get(key, [])
+        assert got == want or (key[0] in gone and all(map(eq, got, want))), key
     assert any(note.startswith(f"host memory: {host.size} KV blocks") for note in engine.info().notes)
     return engine
 

@@ -97,6 +97,7 @@ class Traffic:
     wild: bool = False
     extras: float = 0.0
     sent: int = 0
+    gone: set[str] = field(default_factory=set)
     stopped: dict[tuple[str, int], int] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -117,9 +118,10 @@ class Traffic:
                 self.engine.add(request)
                 self.sent += 1
             if live and rng.random() < self.aborts:
-                gone = rng.choice(sorted(live))
-                self.engine.abort(gone)
-                live.discard(gone)
+                name = rng.choice(sorted(live))
+                self.engine.abort(name)
+                live.discard(name)
+                self.gone.add(name)
             for delta in self.engine.step():
                 assert delta.finish != "error", delta.message
                 self.take(delta)
