@@ -87,8 +87,8 @@ class Defaults:
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
     def least(self, max_tokens: int | None) -> int:
-        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none."""
-        return self.min_tokens if max_tokens is None else min(self.min_tokens, max_tokens)
+        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none; never below 0."""
+        return self.min_tokens if max_tokens is None else min(self.min_tokens, max(max_tokens, 0))
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v:g}" for k, v in self.values.items()) + (

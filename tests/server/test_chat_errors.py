@@ -53,6 +53,8 @@ FIELDS = [
     ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"stop_token_ids": [1000]}, "stop_token_ids", "outside the vocabulary"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "cannot be greater"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens must be in [1,"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be in [1,"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be in [1,"),
     ({"max_completion_tokens": 3, "max_tokens": 50, "min_tokens": 9}, "min_tokens", "than max_completion_tokens=3."),
     ({"seed": 2**64}, "seed", "seed"),
