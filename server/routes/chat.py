@@ -189,8 +189,11 @@ class ChatRoute:
         return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids)
 
 
-async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> Prompt:
+async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
     """The prompt of a conversation, with its media.
+
+    Args:
+        most: tokens of the prompt; 0: what the context has room for.
 
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
@@ -201,8 +204,9 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     side, scope = body.truncation_side or "left", state.scope(body, http, ticket)
     try:
         return await state.service.chat_prompt(
-            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, told=False, **how
-        )
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, told=False,
+            most=most, **how,
+        )  # fmt: skip
     except TrencadisError as error:
         if "content[" in (error.param or ""):
             state.metrics.media_error(error.type)
