@@ -241,7 +241,7 @@ async def prepare(
 
     Args:
         id: of the answer; "": one of a chat completion.
-        fits: whether an output limit beyond the context is lowered to what the prompt leaves, and not refused.
+        fits: whether an output limit beyond every context is lowered to what the prompt leaves, and not refused.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -266,9 +266,10 @@ def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> Sa
     """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
     name, asked = body.limit
     if fits and asked is not None:
-        asked = min(asked, max(1, state.service.max_model_len - prompt))
+        asked = min(asked, state.service.max_model_len)
     try:
-        limit = output_limit(name, asked, state.service.defaults.limit(prompt), prompt, state.service.max_model_len)
+        defaults, most = state.service.defaults, state.service.max_model_len
+        limit = output_limit(name, asked, defaults.limit(prompt), prompt, most, defaults.cap)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return sampling_params(body, state.service, limit, logprobs, body.prompt_logprobs)
     except BadRequest as error:
