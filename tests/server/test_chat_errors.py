@@ -20,6 +20,10 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def allowed(mode: str, tools: list[Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 TOOL = tool()
 
 FIELDS = [
@@ -84,6 +88,11 @@ FIELDS = [
     ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "which tools lack"),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "must be"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    ({"tools": [TOOL], "tool_choice": allowed("required", [])}, "tool_choice.allowed_tools", "functions by name"),
+    ({"tools": [TOOL], "tool_choice": allowed("never", [NAMED])}, "tool_choice.allowed_tools", "must hold a mode"),
+    ({"tools": [TOOL], "tool_choice": allowed("auto", [5])}, "tool_choice.allowed_tools", "functions by name"),
+    ({"tools": [TOOL], "tool_choice": allowed("auto", [{**NAMED, "function": {"name": "g"}}])}, "tool_choice",
+     "which tools lack"),
     ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "needs a function with a name"),
     ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 128 characters"),
