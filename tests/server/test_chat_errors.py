@@ -67,6 +67,8 @@ FIELDS = [
      "missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
      "response_format.json_schema.schema.not", "not supported"),
+    ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema.not",
+     "not supported"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "Only one form"),
     ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice", "Only one form"),
     ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml", "no field"),
