@@ -38,9 +38,8 @@ def router(state: AppState) -> APIRouter:
     async def prompt_of(body: TokenizeRequest, scope: MediaScope) -> Prompt:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("Give either prompt or messages.", param="prompt")
-        most = state.service.counted
         if body.messages is None:
-            special = body.add_special_tokens is not False
+            special, most = body.add_special_tokens is not False, state.service.counted
             return await state.service.raw_prompt(body.prompt or "", add_special_tokens=special, most=most)
         state.check_template(body.chat_template)
         return await state.service.chat_prompt(
@@ -51,7 +50,7 @@ def router(state: AppState) -> APIRouter:
             kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             scope=scope,
-            most=most,
+            most=state.service.counted,
         )
 
     async def tokenized(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
