@@ -231,7 +231,7 @@ def test_tags_of_a_form_that_only_the_flag_names_stay_text_too(serve: Any) -> No
 def test_allowed_tools_leave_some_of_the_tools(serve: Any) -> None:
     rig = serve(HERMES, ANSWERS["hermes"])
     named = [{"type": "function", "function": {"name": "now"}}]
-    only = [tool for tool in TOOLS if tool["function"]["name"] == "now"]
+    only = [tool for tool, name in zip(TOOLS, SCHEMAS, strict=True) if name == "now"]
     for mode in ("auto", "required"):
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
         assert rig.chat(tools=TOOLS, tool_choice=choice).status_code == 200
