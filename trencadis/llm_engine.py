@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from trencadis.beams import EngineParams, GenerationParams, engine_params
 from trencadis.core.config import EngineConfig
-from trencadis.core.errors import BadRequest, TrencadisError, from_status
+from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
 from trencadis.core.links import elsewhere
 from trencadis.core.links.topology import topology
 from trencadis.core.process import settling, torch_build
@@ -271,7 +271,14 @@ class LLMEngine(NotBuiltMethods):
     # The rest
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` on the loop that fetches and decodes media."""
+        """Runs ``work`` on the loop that fetches and decodes media.
+
+        Raises:
+            Unavailable: the engine is closed, and its loop has ended.
+        """
+        if self._closed:
+            work.close()
+            raise Unavailable("This engine was closed; make another one.")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def default_params(self) -> SamplingParams:

@@ -67,6 +67,7 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
     server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
     bounds.check(engine, sources)
     bounds.check(server, sources)
+    _no_blanks(server)
     if server.ssl_keyfile and not server.ssl_certfile:
         raise StartupError("--ssl-keyfile needs --ssl-certfile.")
     if server.ssl_cert_reqs and not server.ssl_certfile:
@@ -74,6 +75,16 @@ def resolve(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> 
     notes += bucket_env.read(environ).notes
     notes += _without_graphs(engine, sources, environ)
     return Settings(engine, server, sources, notes, _shapes(environ))
+
+
+def _no_blanks(server: ServerConfig) -> None:
+    """Refuses a key or a name that is empty, as a script's unset variable is: such a key would leave the door open."""
+    for given, flag, what in (
+        (server.api_key, "--api-key", "a key is empty, which guards nothing; leave the flag out to serve everybody"),
+        (server.served_model_name, "--served-model-name", "a name is empty"),
+    ):
+        if any(not one.strip() for one in given):
+            raise StartupError(f"{flag}: {what}.")
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

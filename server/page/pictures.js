@@ -70,7 +70,9 @@ export class Pictures {
     const content = [{ type: "image_url", image_url: { url: picture.url } }];
     const body = { model: this.page.model(), messages: [{ role: "user", content }], return_image_sizes: true };
     try {
-      picture.size = (await json("/tokenize", { body })).images?.[0] ?? null;
+      const told = await json("/tokenize", { body });
+      if (told.count > told.max_model_len) throw new Error(`${told.count} tokens; the model reads ${told.max_model_len}`);
+      picture.size = told.images?.[0] ?? null;
       picture.note = picture.size ? null : "";
     } catch (error) {
       picture.note = error.message;

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Defaults:
         max_length: most tokens of prompt and answer together, if ``max_tokens`` is None.
         min_tokens: fewest tokens of an answer.
         greedy: the checkpoint wants greedy sampling (``do_sample: false``); several choices are sampled all the same.
+        cap: most tokens of an answer, whatever a request asks for: ``max_new_tokens`` of the flag, or of a folder that
+            ``--generation-config`` names.
     """
 
     values: Mapping[str, float] = field(default_factory=lambda: dict(OPENAI))
@@ -55,6 +57,7 @@ class Defaults:
     max_length: int | None = None
     min_tokens: int = 0
     greedy: bool = False
+    cap: int | None = None
 
     @classmethod
     def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> Defaults:
@@ -74,7 +77,9 @@ class Defaults:
         kept = {k: v for k, v in file.items() if v is not None and k not in (override or {})}
         if "temperature" in given:
             kept.pop("do_sample", None)
-        return _defaults(_Places(Fields(given, FLAG), Fields(kept, where, hint=HINT)))
+        made = _defaults(_Places(Fields(given, FLAG), Fields(kept, where, hint=HINT)))
+        operators = "max_new_tokens" in given or mode not in ("auto", "vllm")
+        return replace(made, cap=made.max_tokens) if operators else made
 
     def limit(self, prompt: int) -> int | None:
         """Most tokens of an answer to ``prompt`` tokens if the request sets none; None: as many as fit."""
@@ -87,8 +92,8 @@ class Defaults:
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
     def least(self, max_tokens: int | None) -> int:
-        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none."""
-        return self.min_tokens if max_tokens is None else min(self.min_tokens, max_tokens)
+        """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none; never below 0."""
+        return self.min_tokens if max_tokens is None else min(self.min_tokens, max(max_tokens, 0))
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v:g}" for k, v in self.values.items()) + (

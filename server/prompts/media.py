@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -14,6 +14,7 @@ from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.models.family import VisionSide
 from trencadis.core.models.registry import family_of, loaded
+from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 
 if TYPE_CHECKING:
@@ -101,6 +102,30 @@ class VideoSource(Protocol):
         ``room``: tokens that the prompt leaves for each.
         """
         ...
+
+
+async def prepared(
+    parts: Sequence[MediaPart], images: ImageSource | None, videos: VideoSource | None, room: int, scope: MediaScope
+) -> list[Medium]:
+    """Prepares media of both kinds concurrently: images come first.
+
+    Args:
+        room: tokens that the prompt leaves to each video.
+
+    Raises:
+        BadRequest: nobody prepares one of the kinds.
+    """
+    stills = [p for p in parts if p.kind == "image"]
+    clips = [p for p in parts if p.kind == "video"]
+    for kind, some, source in (("image", stills, images), ("video", clips, videos)):
+        if some and source is None:
+            raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
+    running: list[Awaitable[Sequence[Medium]]] = []
+    if images is not None and stills:
+        running.append(images.prepare(stills, scope))
+    if videos is not None and clips:
+        running.append(videos.prepare(clips, room, scope))
+    return [one for some in await gather_or_cancel(running) for one in some]
 
 
 def is_video(medium: Medium) -> bool:

@@ -100,30 +100,26 @@ def sent_as(error: BadRequest, **names: str) -> BadRequest:
     return BadRequest(message, param=param)
 
 
-def output_limit(name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int) -> int:
-    """Most tokens of an answer: as asked, else the default, at most the rest of the context.
+def output_limit(
+    name: str, asked: int | None, default: int | None, prompt: int, max_model_len: int, cap: int | None = None
+) -> int:
+    """Most tokens of an answer: as asked, else the default; at most the rest of the context and the operator's ``cap``.
+
+    A client that always asks for the same number keeps its answers while its conversation grows, as with vLLM.
 
     Raises:
-        BadRequest: the prompt leaves no room, or the request asks for more than the context has.
+        BadRequest: the prompt leaves no room, or the request asks for more than any context has.
     """
     too_long(prompt, max_model_len)
     rest = max_model_len - prompt
     if asked is None:
-        return rest if default is None else min(rest, max(default, 1))
-    if asked > rest:
-        raise BadRequest(_too_much(name, asked, prompt, max_model_len), param=name)
-    return asked
-
-
-def _too_much(name: str, asked: int, prompt: int, max_model_len: int) -> str:
-    if asked > max_model_len:
-        return (
-            f"{name}={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens."
+        asked = rest if default is None else max(default, 1)
+    elif asked > max_model_len:
+        raise BadRequest(
+            f"{name}={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens.",
+            param=name,
         )
-    return (
-        f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} output "
-        f"tokens and your prompt contains {prompt} input tokens. Please reduce one of them."
-    )
+    return min(asked, rest, rest if cap is None else cap)
 
 
 def too_long(prompt: int, max_model_len: int, room: int = 1) -> None:

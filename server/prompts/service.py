@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -12,7 +12,6 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest
 from trencadis.core.models.registry import family_of
 from trencadis.core.request import SamplingParams
-from trencadis.multimodal.gather import gather_or_cancel
 from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.placeholders import Numbered
 from trencadis.multimodal.stages import record_media_times
@@ -22,12 +21,12 @@ from trencadis.server.prompts.generation_config import Defaults
 from trencadis.server.prompts.media import (
     ImageSource,
     Joiner,
-    Medium,
     PlaceholderJoiner,
     VideoSource,
     arranged,
     check_tokens,
     placed,
+    prepared,
 )
 from trencadis.server.prompts.output import ChoiceStream
 from trencadis.server.prompts.params import RequestLimits
@@ -44,9 +43,10 @@ log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 KINDS = ("image", "video")
 _OFF_LOOP = OffLoop("text")
-_Preparing = Awaitable[Sequence[Medium]]
 DEFAULT_MEDIA = 999
 """Most media of each kind in a prompt, unless ``--limit-mm-per-prompt`` says otherwise."""
+COUNTED_TOKENS = 1 << 18
+"""Most tokens of a prompt that is only counted, unless twice the context are more."""
 
 
 class TextService:
@@ -99,6 +99,11 @@ class TextService:
         self._template = template
         self._messages = None if template is None else self._rules(template)
 
+    @property
+    def counted(self) -> int:
+        """Most tokens of a prompt that is counted and not run; a client asks how much must go."""
+        return max(2 * self.max_model_len, COUNTED_TOKENS)
+
     @classmethod
     def load(
         cls,
@@ -133,12 +138,14 @@ class TextService:
         truncation_side: str = "left",
         scope: MediaScope = NO_SCOPE,
         told: bool = True,
+        most: int = 0,
         **how: Unpack[Rendering],
     ) -> Prompt:
         """Renders and encodes a conversation and puts its media into the prompt.
 
         Args:
             told: whether the prompt has its text beside its ids.
+            most: tokens of a prompt that is counted and not run; 0: it runs, and the context has room for it.
 
         Raises:
             BadRequest: a message, a medium or the length is wrong.
@@ -155,16 +162,16 @@ class TextService:
             text = self._with_room(text, marked=True) if self._around else text
             whole = self.tokenizer.unmark(text) if told else None
             if talk.media and self._marks is not None:
-                return talk.media, self._apart(text, check, marked=True), whole
+                return talk.media, self._apart(text, check, most, marked=True), whole
             cut = truncate is not None and truncation_side != "right" and not talk.media
-            return talk.media, self._encode(text, check, marked=True, cut=cut), whole
+            return talk.media, self._encode(text, check, most, marked=True, cut=cut), whole
 
         media, tokens, text = await _run(read, messages, *how.values())
         if media:
-            return self._whole(await self._joined(tokens, media, scope, text), truncate)
+            return self._whole(await self._joined(tokens, media, scope, text, most), truncate)
         if truncate is not None:
             tokens = self._truncated(tokens, truncate, truncation_side)
-        params.too_long(len(tokens), self.max_model_len, self.room)
+        self._fits(len(tokens), most)
         return Prompt(tokens, text, salt=scope.salt)
 
     async def raw_prompt(
@@ -174,16 +181,18 @@ class TextService:
         add_special_tokens: bool = True,
         truncate: int | None = None,
         truncation_side: str = "",
+        most: int = 0,
     ) -> Prompt:
-        """A prompt without a template; special tokens in its text count as tokens.
+        """A prompt without a template; special tokens in its text count as tokens. ``most``: as ``chat_prompt``.
 
         Raises:
             BadRequest: the prompt is empty or too long, or has ids outside the vocabulary or of media.
         """
-        made = await self.raw_prompts(
-            [prompt], add_special_tokens=add_special_tokens, truncate=truncate, truncation_side=truncation_side
-        )
-        return made[0]
+        (made,) = await self.raw_prompts(
+            [prompt], add_special_tokens=add_special_tokens, truncate=truncate, truncation_side=truncation_side,
+            most=most,
+        )  # fmt: skip
+        return made
 
     async def raw_prompts(
         self,
@@ -192,6 +201,7 @@ class TextService:
         add_special_tokens: bool = True,
         truncate: int | None = None,
         truncation_side: str = "",
+        most: int = 0,
     ) -> list[Prompt]:
         """Several prompts as ``raw_prompt`` reads them; off the event loop if they are long together.
 
@@ -201,35 +211,33 @@ class TextService:
             BadRequest: as ``raw_prompt``.
         """
 
-        def read(check: Check) -> list[Prompt]:
-            return [self._raw(p, check, add_special_tokens, truncate, truncation_side) for p in prompts]
-
-        return await _run(read, prompts)
+        how = add_special_tokens, truncate, truncation_side, most
+        return await _run(lambda check: [self._raw(p, check, *how) for p in prompts], prompts)
 
     def _raw(
-        self, prompt: str | Sequence[int], check: Check, add_special_tokens: bool, truncate: int | None, side: str
+        self, prompt: str | Sequence[int], check: Check, special: bool, truncate: int | None, side: str, most: int
     ) -> Prompt:
         check()
         side = side or ("left" if self.config.text.causal else "right")
-        if isinstance(prompt, str) and truncate is not None and add_special_tokens and not self.config.text.causal:
+        if isinstance(prompt, str) and truncate is not None and special and not self.config.text.causal:
             check_json(prompt, "prompt")
             tokens = cut_text(self.tokenizer, prompt, self._most(truncate), side)
         elif isinstance(prompt, str):
             # For a text that is too long only its end is encoded, which suffices only if truncation keeps the end.
             cut = truncate is not None and side == "left"
-            tokens = self._encode(prompt, check, add_special_tokens=add_special_tokens, cut=cut)
+            tokens = self._encode(prompt, check, most, add_special_tokens=special, cut=cut)
         else:
             tokens = list(prompt)
             bad = next((t for t in tokens if not 0 <= t < self.config.text.vocab), None)
             if bad is not None:
                 raise BadRequest(f"Token id {bad} is out of vocabulary.", param="prompt")
-        if not tokens:
+        if not tokens and not most:
             raise BadRequest("The prompt is empty.", param="prompt")
         media = {t for t in (self.config.placed, self.config.video_token) if t >= 0}
-        if media.intersection(tokens):
+        if media.intersection(tokens) and not most:
             raise BadRequest("The prompt holds image tokens without an image; use chat completions.", param="prompt")
         kept = tokens if truncate is None else self._truncated(tokens, truncate, side)
-        params.too_long(len(kept), self.max_model_len, self.room)
+        self._fits(len(kept), most)
         text = prompt if isinstance(prompt, str) and len(kept) == len(tokens) else None
         return Prompt(kept, text, None if self.config.text.causal else placed(self.config.text, kept))
 
@@ -271,31 +279,20 @@ class TextService:
         return await self._joined(tokens, parts, scope, prompt)
 
     async def _joined(
-        self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None
+        self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope, text: str | None, most: int = 0
     ) -> Prompt:
         """Prepares all media concurrently and puts them into the prompt."""
-        params.too_long(len(tokens), self.max_model_len, self.room)
+        self._fits(len(tokens), most)
         with record_media_times() as times:
             if self.images is None or any(p.kind == "video" for p in parts):
-                made = await self._with_videos(tokens, parts, scope)
+                room = self.max_model_len - len(tokens)
+                media = await prepared(parts, self.images, self.videos, room, scope)
+                made = arranged(tokens, self.config.placed, self.config.video_token, media)
             else:
                 made = [*await self.images.prepare(parts, scope)]
         expanded = self._join(tokens, made)
-        params.too_long(len(expanded.tokens), self.max_model_len, self.room)
+        self._fits(len(expanded.tokens), most)
         return Prompt(expanded.tokens, text, expanded, made, scope.salt, times)
-
-    async def _with_videos(self, tokens: list[int], parts: Sequence[MediaPart], scope: MediaScope) -> list[Medium]:
-        """Prepares media that are not all images, or refuses them."""
-        stills = [p for p in parts if p.kind == "image"]
-        clips = [p for p in parts if p.kind == "video"]
-        for kind, some, frontend in (("image", stills, self.images), ("video", clips, self.videos)):
-            if some and frontend is None:
-                raise BadRequest(f"At most 0 {kind}(s) may be provided in one prompt.", param=kind)
-        room = self.max_model_len - len(tokens)
-        images: _Preparing = self.images.prepare(stills, scope) if self.images and stills else _nothing()
-        videos: _Preparing = self.videos.prepare(clips, room, scope) if self.videos and clips else _nothing()
-        made = [one for some in await gather_or_cancel((images, videos)) for one in some]
-        return arranged(tokens, self.config.placed, self.config.video_token, made)
 
     def stream(self, sampling: SamplingParams, prompt: Prompt) -> ChoiceStream:
         """The output side of one choice."""
@@ -330,14 +327,14 @@ class TextService:
         mark = self.tokenizer.mark(name) if marked else name
         return text.replace(mark, f"{before}{mark}{behind}") if mark else text
 
-    def _apart(self, text: str, check: Check, *, marked: bool) -> list[int]:
+    def _apart(self, text: str, check: Check, most: int = 0, *, marked: bool) -> list[int]:
         """The ids of a text whose parts between pictures are prompts of their own."""
         name = self.tokenizer.token(self.config.placed) or ""
         begin, end = self.tokenizer.framing if marked else ([], [])
         tokens: list[int] = []
         for i, part in enumerate(text.split(self.tokenizer.mark(name) if marked else name)):
             tokens += [self.config.placed] * (i > 0)
-            tokens += [*begin, *self._encode(part, check, marked=marked, add_special_tokens=True), *end]
+            tokens += [*begin, *self._encode(part, check, most, marked=marked, add_special_tokens=True), *end]
         return tokens
 
     def _placeholder(self, token: int) -> str:
@@ -347,32 +344,38 @@ class TextService:
         return self.tokenizer.mark(name.join(around) if len(around) == 2 else name)
 
     def _encode(
-        self, text: str, check: Check, *, marked: bool = False, add_special_tokens: bool = False, cut: bool = False
-    ) -> list[int]:
+        self, text: str, check: Check, most: int = 0, *,
+        marked: bool = False, add_special_tokens: bool = False, cut: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The ids of a text; ``cut``: of its end at least, since the caller keeps no more than that.
 
         Raises:
             BadRequest: the text is far too long.
         """
-        if len(text) > most_characters(self.max_model_len):
+        if len(text) > most_characters(max(self.max_model_len, most)):
             params.too_long(max(len(text) // LONGEST_TOKEN, self.max_model_len), self.max_model_len)
         check_json(text, "messages" if marked else "prompt")
         if len(text) > COUNTED:
-            text = self._counted(text, check, marked, cut)
+            text = self._counted(text, check, max(2 * self.max_model_len, most), marked, cut)
         tokenizer = self.tokenizer
         return tokenizer.encode_marked(text) if marked else tokenizer.encode(text, True, add_special_tokens)
 
-    def _counted(self, text: str, check: Check, marked: bool, truncated: bool) -> str:
+    def _counted(self, text: str, check: Check, most: int, marked: bool, truncated: bool) -> str:
         """A long text, or that of its end which may be kept where it is ``truncated``.
 
         Raises:
             BadRequest: it has far too many tokens.
         """
-        end, count = self.tokenizer.kept(text, 2 * self.max_model_len, check, marked)
+        end, count = self.tokenizer.kept(text, most, check, marked)
         if not truncated and len(end) < len(text):
             params.too_long(count, self.max_model_len)
         check()
         return end
+
+    def _fits(self, tokens: int, most: int) -> None:
+        """Raises BadRequest for a prompt of more than ``most`` tokens; 0: one that leaves no room to its answer."""
+        if tokens > most:
+            params.too_long(tokens, self.max_model_len, self.room)
 
     def _whole(self, prompt: Prompt, limit: int | None) -> Prompt:
         """A prompt with media, which no ``truncate_prompt_tokens`` may cut."""
@@ -394,7 +397,3 @@ class TextService:
 async def _run(work: Callable[[Check], T], *values: Any) -> T:
     """Runs ``work``: here if a request's ``values`` are small, else off the event loop."""
     return work(no_check) if small(*values) else await _OFF_LOOP.run(work)
-
-
-async def _nothing() -> list[Medium]:
-    return []

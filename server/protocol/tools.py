@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from trencadis.core.errors import BadRequest
 
@@ -63,17 +63,51 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> str:
 def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> None:
     if choice in (None, "none", "auto", "required"):
         return
-    name = chosen(choice)
-    if not isinstance(name, str):
+    wanted: Sequence[str | None] = _among(choice) if _is_subset(choice) else [chosen(choice)]
+    for name in wanted:
+        if name is None:
+            raise BadRequest(
+                'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}.',
+                param="tool_choice",
+            )
+        if name not in names:
+            raise BadRequest(f"tool_choice names the function {name[:60]!r}, which tools lack.", param="tool_choice")
+
+
+def _is_subset(choice: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+
+
+def _among(choice: Mapping[str, Any]) -> list[str]:
+    """The functions that a choice of ``allowed_tools`` names.
+
+    Raises:
+        BadRequest: it has no mode, or names none.
+    """
+    inner = choice.get("allowed_tools")
+    inner = inner if isinstance(inner, Mapping) else {}
+    tools = inner.get("tools")
+    names = [chosen(tool) for tool in tools] if isinstance(tools, list) else []
+    found = [name for name in names if name is not None]
+    if not found or len(found) < len(names) or inner.get("mode") not in ("auto", "required"):
         raise BadRequest(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}.',
-            param="tool_choice",
+            "tool_choice.allowed_tools must hold a mode, 'auto' or 'required', and functions by name.",
+            param="tool_choice.allowed_tools",
         )
-    if name not in names:
-        raise BadRequest(f"tool_choice names the function {name[:60]!r}, which tools lack.", param="tool_choice")
+    return found
 
 
-def chosen(choice: str | Mapping[str, Any] | None) -> str | None:
+def among(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Checked tools and choice without ``allowed_tools``: the tools that it leaves, and its mode."""
+    if tools is None or not _is_subset(choice):
+        return tools, choice
+    names = _among(choice)
+    return [tool for tool in tools if tool["function"]["name"] in names], choice["allowed_tools"]["mode"]
+
+
+def chosen(choice: Any) -> str | None:
     """The function that ``tool_choice`` names; None if it names none."""
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None

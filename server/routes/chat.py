@@ -189,8 +189,11 @@ class ChatRoute:
         return chat_logprobs(self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids)
 
 
-async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: Ticket) -> Prompt:
+async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
     """The prompt of a conversation, with its media.
+
+    Args:
+        most: tokens of the prompt; 0: what the context has room for.
 
     Raises:
         TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
@@ -201,8 +204,9 @@ async def prompt_of(state: AppState, body: ChatRequest, http: Request, ticket: T
     side, scope = body.truncation_side or "left", state.scope(body, http, ticket)
     try:
         return await state.service.chat_prompt(
-            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, told=False, **how
-        )
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, told=False,
+            most=most, **how,
+        )  # fmt: skip
     except TrencadisError as error:
         if "content[" in (error.param or ""):
             state.metrics.media_error(error.type)
@@ -237,7 +241,7 @@ async def prepare(
 
     Args:
         id: of the answer; "": one of a chat completion.
-        fits: whether an output limit beyond the context is lowered to what the prompt leaves, and not refused.
+        fits: whether an output limit beyond every context is lowered to what the prompt leaves, and not refused.
 
     Raises:
         TrencadisError: the request cannot run.
@@ -262,9 +266,10 @@ def _sampling(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> Sa
     """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
     name, asked = body.limit
     if fits and asked is not None:
-        asked = min(asked, max(1, state.service.max_model_len - prompt))
+        asked = min(asked, state.service.max_model_len)
     try:
-        limit = output_limit(name, asked, state.service.defaults.limit(prompt), prompt, state.service.max_model_len)
+        defaults, most = state.service.defaults, state.service.max_model_len
+        limit = output_limit(name, asked, defaults.limit(prompt), prompt, most, defaults.cap)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return sampling_params(body, state.service, limit, logprobs, body.prompt_logprobs)
     except BadRequest as error:

@@ -204,8 +204,9 @@ def _generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: st
         too_long(len(prompt.tokens), state.service.max_model_len)
         scored = scored or 0
     else:
-        default = state.service.defaults.limit(len(prompt.tokens))
-        limit = output_limit("max_tokens", limit, default, len(prompt.tokens), state.service.max_model_len)
+        defaults, tokens = state.service.defaults, len(prompt.tokens)
+        most = state.service.max_model_len
+        limit = output_limit("max_tokens", limit, defaults.limit(tokens), tokens, most, defaults.cap)
     sampling = sampling_params(body, state.service, limit, body.logprobs, scored)
     return state.generation(id, prompt, sampling, body)
 

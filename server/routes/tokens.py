@@ -39,8 +39,8 @@ def router(state: AppState) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("Give either prompt or messages.", param="prompt")
         if body.messages is None:
-            special = body.add_special_tokens is not False
-            return await state.service.raw_prompt(body.prompt or "", add_special_tokens=special)
+            special, most = body.add_special_tokens is not False, state.service.counted
+            return await state.service.raw_prompt(body.prompt or "", add_special_tokens=special, most=most)
         state.check_template(body.chat_template)
         return await state.service.chat_prompt(
             body.messages,
@@ -50,6 +50,7 @@ def router(state: AppState) -> APIRouter:
             kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             chat_template=body.chat_template,
             scope=scope,
+            most=state.service.counted,
         )
 
     async def tokenized(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
@@ -72,7 +73,7 @@ def router(state: AppState) -> APIRouter:
 
     @routes.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-        """The ids of a raw prompt or a conversation, with expanded placeholders of images."""
+        """The ids of a raw prompt or a conversation, placeholders of images expanded; also of more than the context."""
         state.check_model(body.model)
         body.check_salt()
         headers = state.check_fields(body)

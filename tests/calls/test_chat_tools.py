@@ -226,3 +226,15 @@ def test_tags_of_a_form_that_only_the_flag_names_stay_text_too(serve: Any) -> No
         rig.chat(f"a {tag}")
         assert rig.tokenizer.token_id(tag) not in rig.engine.submitted[0][0].tokens
         assert rig.tokenizer.decode(rig.engine.submitted[0][0].tokens).count(tag) == 1
+
+
+def test_allowed_tools_leave_some_of_the_tools(serve: Any) -> None:
+    rig = serve(HERMES, ANSWERS["hermes"])
+    named = [{"type": "function", "function": {"name": "now"}}]
+    only = [tool for tool, name in zip(TOOLS, SCHEMAS, strict=True) if name == "now"]
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        assert rig.chat(tools=TOOLS, tool_choice=choice).status_code == 200
+        assert rig.chat(tools=only, tool_choice=mode).status_code == 200
+        first, second = (request for request, _ in rig.engine.submitted[-2:])
+        assert first.tokens == second.tokens and first.rule == second.rule and (first.rule is None) == (mode == "auto")

@@ -193,6 +193,16 @@ def test_precedence_and_sources(tmp_path):
     assert settings("", {"VLLM_API_KEY": "env"}).server.api_key == ["env"]
 
 
+def test_an_empty_key_or_name_stops_the_start(tmp_path):
+    """Scripts write ``--api-key "$KEY"``; where KEY is unset the server must not be open without a word."""
+    file = tmp_path / "c.yaml"
+    file.write_text("api-key: ''\n")
+    for words in (["--api-key", ""], ["--api-key", "a", " "], ["--api-key="], ["--config", str(file)]):
+        assert "--api-key: a key is empty, which guards nothing" in refused(words)
+    assert "--served-model-name: a name is empty" in refused(["--served-model-name", ""])
+    assert settings("", {"VLLM_API_KEY": ""}).server.api_key == []
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [

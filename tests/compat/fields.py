@@ -140,6 +140,8 @@ CHAT: Cases = SAMPLING | {
     "tool_choice": [
         Case("auto", TOOLS, same="the default"), Case("none", TOOLS), Case("required", TOOLS),
         Case({"type": "function", "function": {"name": "f"}}, TOOLS, shown="a named function"),
+        Case({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+            {"type": "function", "function": {"name": "f"}}]}}, TOOLS, shown="some of the functions"),
     ],
     "parallel_tool_calls": [Case(False, TOOLS), Case(True, TOOLS, same="the default"), Case(False)],
     "functions": one([{"name": "f"}]),

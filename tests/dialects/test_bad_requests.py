@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -214,6 +215,9 @@ def test_an_answer_that_the_context_cuts_off_says_so(serve: Any) -> None:
         assert made["stop_reason"] == reason
     made = rig.call("/v1/responses", {"input": "a", "max_output_tokens": 100_000}).json()
     assert made["incomplete_details"] == {"reason": "max_output_tokens"} and made["max_output_tokens"] == 100_000
+    rig.service.defaults = replace(rig.service.defaults, cap=5)
+    made = rig.call("/v1/messages", {"max_tokens": 100_000, "messages": [USER]}).json()
+    assert (made["stop_reason"], made["usage"]["output_tokens"]) == ("max_tokens", 5), "the operator's limit"
 
 
 def test_truncation_drops_the_beginning(serve: Any) -> None:

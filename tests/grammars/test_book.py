@@ -91,6 +91,11 @@ def test_options_of_blanks_may_stand_beside_a_format() -> None:
     form = {"type": "json_object"}
     found = asked_form(form, {"disable_any_whitespace": True}, {})
     assert found is not None and found.kind == "json_object" and not found.spaces.pattern
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    found = asked_form({**form, "schema": schema}, None, {})
+    assert found is not None and (found.kind, found.value, found.where) == ("json", schema, "response_format.schema")
+    found = asked_form({**form, "schema": {}}, None, {})
+    assert found is not None and found.kind == "json_object", "an object, whatever it holds"
     assert asked_form({"type": "text"}, {}, {}) is None and asked_form(None, {"json_object": False}, {}) is None
 
 

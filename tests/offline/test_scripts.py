@@ -145,6 +145,19 @@ process_requests(engine, [
 engine.close()
 """
 
+CLOSED = """
+from vllm import LLM, TrencadisError
+
+with LLM(model=MODEL, SMALL) as llm:
+    pass
+for call in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}]),
+             lambda text: llm.llm_engine.add_request("1", text)):
+    try:
+        call("Hello")
+    except TrencadisError as error:
+        print(error, end=" ")
+"""
+
 
 def run(script: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines that a script prints once it imports from here."""
@@ -174,3 +187,8 @@ def test_async_streaming_with_abort(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_engine_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(run(ENGINE_LOOP, capsys)) == ["0 4", "1 5", "3 3"]
+
+
+def test_a_closed_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = run(CLOSED, capsys)
+    assert line == "This engine was closed; make another one. " * 3

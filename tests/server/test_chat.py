@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,3 +211,23 @@ def test_ignored_fields_are_named(rig: Any) -> None:
     assert "x-ignored-fields" not in rig.chat().headers
     rig.app(strict_request_fields=True)
     assert rig.chat(nonsense=1).json()["error"]["param"] == "nonsense"
+
+
+def test_an_output_limit_ends_where_the_context_does(rig: Any) -> None:
+    """A client that always asks for the same number is served until its prompt fills the context."""
+    rig.app()
+    most = rig.service.max_model_len
+    for fields in ({"max_tokens": most}, {"max_completion_tokens": most - 1}):
+        assert rig.chat(**fields).status_code == 200
+        request = rig.engine.submitted[-1][0]
+        assert request.params.max_tokens == most - len(request.tokens)
+    assert rig.complete([300] * (most - 3)).status_code == 200, "16 is the default, which nobody asked for"
+    assert rig.engine.submitted[-1][0].params.max_tokens == 3
+    rig.service.defaults = replace(rig.service.defaults, cap=5)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        for asked, given in ((3, 3), (100, 5)):
+            assert rig.call(path, {**fields, "max_tokens": asked}).status_code == 200
+            assert rig.engine.submitted[-1][0].params.max_tokens == given

@@ -20,6 +20,10 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def allowed(mode: str, tools: list[Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 TOOL = tool()
 
 FIELDS = [
@@ -31,7 +35,6 @@ FIELDS = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
     ({"max_tokens": 5000}, "max_tokens",
      "max_tokens=5000 cannot be greater than max_model_len=1024. Please request fewer output tokens."),
-    ({"max_tokens": 1020}, "max_tokens", "This model's maximum context length is 1024 tokens. However, you requested"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ({"max_tokens": "x"}, "max_tokens", "max_tokens: Input should be a valid integer"),
     ({"n": 0}, "n", "n must"),
@@ -53,6 +56,8 @@ FIELDS = [
     ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"stop_token_ids": [1000]}, "stop_token_ids", "outside the vocabulary"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "cannot be greater"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens must be in [1,"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be in [1,"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be in [1,"),
     ({"max_completion_tokens": 3, "max_tokens": 50, "min_tokens": 9}, "min_tokens", "than max_completion_tokens=3."),
     ({"seed": 2**64}, "seed", "seed"),
@@ -62,6 +67,8 @@ FIELDS = [
      "missing"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
      "response_format.json_schema.schema.not", "not supported"),
+    ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema.not",
+     "not supported"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "Only one form"),
     ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice", "Only one form"),
     ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml", "no field"),
@@ -83,6 +90,11 @@ FIELDS = [
     ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "which tools lack"),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "must be"),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    ({"tools": [TOOL], "tool_choice": allowed("required", [])}, "tool_choice.allowed_tools", "functions by name"),
+    ({"tools": [TOOL], "tool_choice": allowed("never", [NAMED])}, "tool_choice.allowed_tools", "must hold a mode"),
+    ({"tools": [TOOL], "tool_choice": allowed("auto", [5])}, "tool_choice.allowed_tools", "functions by name"),
+    ({"tools": [TOOL], "tool_choice": allowed("auto", [{**NAMED, "function": {"name": "g"}}])}, "tool_choice",
+     "which tools lack"),
     ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "needs a function with a name"),
     ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name", "1 to 128 characters"),

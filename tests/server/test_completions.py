@@ -142,3 +142,28 @@ def test_one_failure_ends_all(rig: Any) -> None:
     assert response.status_code == 503
     assert {i for i, _ in rig.engine.aborted} == {r.id for r, _ in rig.engine.submitted}
     assert rig.made.state.trencadis.admission.inside == [0, 0, 0]
+
+
+def test_more_tokens_than_the_context_are_counted(rig: Any) -> None:
+    """A client counts in order to know how much must go."""
+    rig.app()
+    most, words = rig.service.max_model_len, "one two " * 3000
+    ids = rig.tokenizer.encode(words)
+    assert len(ids) > 2 * most and rig.complete(words).status_code == 400
+    told = rig.call("/tokenize", {"prompt": words}).json()
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), most)
+    talk = [{"role": "user", "content": words}]
+    count = rig.call("/tokenize", {"messages": talk}).json()["count"]
+    assert (
+        count > len(ids) and rig.call("/v1/messages/count_tokens", {"messages": talk}).json()["input_tokens"] == count
+    )
+    endless = rig.call("/tokenize", {"prompt": words * 100})
+    assert endless.status_code == 400 and endless.json()["error"]["param"] == "input_tokens"
+
+
+def test_what_cannot_run_has_tokens_too(rig: Any) -> None:
+    rig.app()
+    assert rig.call("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    placeholder = rig.tokenizer.token(rig.service.config.placed)
+    assert rig.call("/tokenize", {"prompt": placeholder}).json()["tokens"] == [rig.service.config.placed]
+    assert rig.complete("").status_code == rig.complete(placeholder).status_code == 400

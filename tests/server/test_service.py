@@ -50,6 +50,8 @@ def test_defaults(tmp_path: Path) -> None:
     assert read.max_tokens == 7 and "temperature=0.1" in str(read)
     assert Defaults.read(tmp_path, override={"temperature": 0.9}).values["temperature"] == 0.9
     assert Defaults.read(tmp_path, "vllm").values["temperature"] == 1.0
+    assert read.cap is None and Defaults.read(tmp_path, override={"max_new_tokens": 9}).cap == 9
+    assert Defaults.read(Path("/none"), str(tmp_path)).cap == 7
     assert Defaults.read(Path("/none"), str(tmp_path)).values["top_k"] == 1
 
 
@@ -58,7 +60,10 @@ def test_output_limit() -> None:
     assert output_limit("max_tokens", None, 5, 10, 100) == 5
     assert output_limit("max_tokens", None, 500, 10, 100) == 90
     assert output_limit("max_tokens", 90, 5, 10, 100) == 90
-    for asked, prompt in ((91, 10), (101, 10), (1, 100)):
+    assert output_limit("max_tokens", 91, None, 10, 100) == output_limit("max_tokens", 100, None, 10, 100) == 90
+    assert output_limit("max_tokens", 80, None, 10, 100, cap=7) == output_limit("max_tokens", None, 9, 10, 100, 7) == 7
+    assert output_limit("max_tokens", 3, None, 10, 100, cap=7) == 3
+    for asked, prompt in ((101, 10), (1, 100)):
         with pytest.raises(BadRequest):
             output_limit("max_tokens", asked, None, prompt, 100)
 

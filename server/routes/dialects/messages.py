@@ -87,11 +87,12 @@ def stop_reason(chat: ChatRoute, last: TextPiece, asked: int) -> tuple[str, str 
     """Anthropic's stop reason, and the stop sequence that has ended the answer.
 
     Args:
-        asked: most tokens of the answer, as the client has it; the context may hold fewer.
+        asked: most tokens of the answer, as the client has it; the context may hold fewer, the operator allow fewer.
     """
     if last.finish_reason == "length":
-        limit = chat.generation.params.max_tokens
-        return "max_tokens" if limit is None or limit >= asked else "model_context_window_exceeded", None
+        limit = chat.generation.params.max_tokens or asked
+        full = limit < asked and chat.prompt_tokens + limit >= chat.state.service.max_model_len
+        return "model_context_window_exceeded" if full else "max_tokens", None
     if chat.generation.streams[0].calls:
         return "tool_use", None
     if isinstance(last.stop_reason, str):

@@ -126,7 +126,8 @@ async def counted(state: AppState, http: Request, inner: InnerRequest) -> int:
     """The tokens of a translated request's prompt, images included."""
     ticket = state.admission.enter()
     with told_in(inner.names):
-        return len((await ticketed(http, ticket, prompt_of(state, inner.chat, http, ticket))).tokens)
+        prompt = prompt_of(state, inner.chat, http, ticket, state.service.counted)
+        return len((await ticketed(http, ticket, prompt)).tokens)
 
 
 async def translated(
