@@ -76,7 +76,7 @@ class CudaRuntime:
         torch.cuda.set_stream(self._streams[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
-        with torch.cuda.stream(self._streams[Stream.PROGRAMS]):  # another thread's current stream is not this one
+        with self._on(Stream.PROGRAMS):  # another thread's current stream is not this one
             return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -104,22 +104,21 @@ class CudaRuntime:
         return area.numpy()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
+        with self._on(Stream.UPLOADS):
             target.copy_(source, non_blocking=True)
 
     def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
+        with self._on(Stream.UPLOADS):
             call()
 
     def bring(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[Stream.WEIGHTS]):
+        with self._on(Stream.WEIGHTS):
             target.copy_(source, non_blocking=True)
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        stream = self._streams[Stream.DOWNLOADS]
         # The output of a launch without a graph may be freed before the copy runs.
-        source.record_stream(stream)
-        with torch.cuda.stream(stream):
+        source.record_stream(self._streams[Stream.DOWNLOADS])
+        with self._on(Stream.DOWNLOADS):
             target.copy_(source, non_blocking=True)
 
     def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
@@ -183,11 +182,20 @@ class CudaRuntime:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def _on(self, stream: Stream) -> Any:
+        """Makes a stream the thread's current one for a while. torch then goes back to the card that was current, card
+        0 in a new thread, and CUDA makes a context there, of some 500 MiB, where the process has none: such a thread
+        stays on this card."""
+        current = torch.cuda.current_device()
+        if current != self.device.index and not torch._C._cuda_hasPrimaryContext(current):
+            torch.cuda.set_device(self.device)
+        return torch.cuda.stream(self._streams[stream])
+
     @contextmanager
     def _programs(self) -> Iterator[None]:
         """Runs on the stream of programs, without gradients; torch's out-of-memory error becomes the engine's."""
         try:
-            with torch.cuda.stream(self._streams[Stream.PROGRAMS]), torch.no_grad():
+            with self._on(Stream.PROGRAMS), torch.no_grad():
                 yield
         except RuntimeError as error:
             if lack := _lack(error):

@@ -62,6 +62,36 @@ def test_a_device_without_an_index_is_the_current_one(runtime: Any) -> None:
     assert runtime.device == torch.device("cuda", 0)
 
 
+def test_no_thread_makes_a_context_on_another_card(books: fake_cuda.Books) -> None:
+    """A context takes half a GiB of a card, or cannot be made there."""
+    from trencadis.backends.cuda.runtime import CudaRuntime
+
+    runtime: Any = CudaRuntime(torch.device("cuda", 2))
+    here, there = torch.zeros(1), torch.zeros(1)
+
+    def step() -> None:
+        runtime.launch("DECODE", lambda inputs: None, None, here)
+        runtime.upload(here, there)
+        runtime.on_uploads(lambda: None, [])
+        runtime.bring(here, there)
+        runtime.replay(capture(runtime))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert books.contexts == {2}
+
+
+def test_a_thread_stays_on_a_card_that_it_works_on(books: fake_cuda.Books) -> None:
+    """Whoever calls may use another card beside this one's."""
+    from trencadis.backends.cuda.runtime import CudaRuntime
+
+    runtime: Any = CudaRuntime(torch.device("cuda", 1))
+    torch.cuda.set_device(0)
+    runtime.launch("DECODE", lambda inputs: None, None, torch.zeros(1))
+    assert torch.cuda.current_device() == 0
+
+
 def test_graphs_of_a_stage_share_a_pool(runtime: Any, books: fake_cuda.Books) -> None:
     graphs = [capture(runtime) for _ in range(3)]
     assert books.uses == {graphs[0].memory.handle: 3}

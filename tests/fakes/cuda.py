@@ -10,6 +10,9 @@ graph that was captured over it goes on using it. ``reset`` of a graph whose cap
 the stream that it was captured on, and so does its destructor: of all threads where the books are of one process
 (torch 2.11 to 2.13), of the calling thread where they are of a thread (pytorch #180283, reverted by #193033, to come
 again). There the end of a thread drops its own. A thread's first product makes a handle, which no capture permits.
+
+A thread begins on card 0. To make a stream current takes the thread to the stream's card, and so does going back to the
+stream before (torch/csrc/cuda/Module.cpp, ``THCPModule_setStream_wrap``); from CUDA 12 on that makes a context there.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ class Books:
     """The next capture cannot be ended: something in it was not permitted."""
     unbuilt: bool = False
     """The next capture ends, and no graph can be made of it."""
+    contexts: set[int] = field(default_factory=set)
+    """Cards on which this process has a context."""
 
     def handle(self) -> Pool:
         self.made += 1
@@ -190,33 +195,44 @@ def install(patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True
         threads: whether workspaces are booked by thread.
         drops: whether torch has its call that drops workspaces.
     """
-    books = Books(threads)
+    books, here = Books(threads), threading.local()
 
-    def indexed(device: Any) -> None:
+    def current_device() -> int:
+        return getattr(here, "card", 0)
+
+    def set_device(device: Any) -> None:
         if not isinstance(device, int) and device.index is None:
             raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        here.card = device if isinstance(device, int) else device.index
+        books.contexts.add(here.card)
+
+    def set_stream(s: Any) -> None:
+        set_device(s.device)
+        Stream.make_current(s)
 
     @contextmanager
     def stream(s: Any) -> Iterator[None]:
-        before = Stream.current()
-        Stream.make_current(s)
+        before, card = Stream.current(), current_device()
+        set_stream(s)
         try:
             yield
         finally:
+            set_device(card)
             Stream.make_current(before)
 
     graph = type("Graph", (Graph,), {"books": books})
     fakes: dict[str, Any] = {
         "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "stream": stream,
-        "set_device": indexed, "current_device": lambda: 0, "synchronize": lambda device=None: None,
+        "set_device": set_device, "current_device": current_device, "synchronize": lambda device=None: None,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),
-        "set_stream": Stream.make_current, "empty_cache": books.empty,
+        "set_stream": set_stream, "empty_cache": books.empty,
     }  # fmt: skip
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(Stream, "_here", threading.local())
     patch.setattr(torch._C, "_cuda_endAllocateToPool", books.end, raising=False)
     patch.setattr(torch._C, "_cuda_releasePool", books.release, raising=False)
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda card: card in books.contexts, raising=False)
     if drops:
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", books.drop, raising=False)
     else:
