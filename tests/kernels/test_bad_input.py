@@ -151,3 +151,17 @@ def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
     assert pick_dtype(asked, stored) is want
     with pytest.raises(StartupError, match="--dtype float8 is not supported on cuda"):
         pick_dtype("float8", stored)
+
+
+@pytest.mark.parametrize(("dtype", "left"), [(torch.float32, "highest"), (torch.bfloat16, "high")])
+def test_products_of_float32_are_exact(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, left: str) -> None:
+    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which torch begins as if by "high" (TF32). What a
+    caller has chosen for other work of the process stays where an engine has no such products."""
+    monkeypatch.setattr(capability, "pick_device", lambda *_: torch.device("cpu"))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        make_backend(BackendConfig(dtype=dtype))
+        assert torch.get_float32_matmul_precision() == left
+    finally:
+        torch.set_float32_matmul_precision(before)
