@@ -155,7 +155,7 @@ def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "left"), [(torch.float32, "highest"), (torch.bfloat16, "high")])
 def test_products_of_float32_are_exact(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, left: str) -> None:
-    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which torch begins as if by "high" (TF32). What a
+    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which torch begins at "high" (TF32). What a
     caller has chosen for other work of the process stays where an engine has no such products."""
     monkeypatch.setattr(capability, "pick_device", lambda *_: torch.device("cpu"))
     before = torch.get_float32_matmul_precision()
