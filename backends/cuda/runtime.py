@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.captured import Captured, CudaGraph, GraphPool
+from trencadis.backends.cuda.captured import Captured, CudaGraph, GraphPool, unended
 from trencadis.backends.cuda.compilations import Compilations
 from trencadis.backends.cuda.protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
@@ -150,15 +150,12 @@ class CudaRuntime:
             return CudaGraph(graph, out, memory, self._captured.end)
 
     def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
-        """Ends a capture. A capture that cannot end leaves torch's allocator recording into the pool: this stops the
-        recording, and the next graphs of the stage take another pool."""
+        """Ends a capture. After one that cannot end, the next graphs of the stage take another pool."""
         try:
             graph.capture_end()
         except BaseException:
             self._captured.abandon(memory)
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, memory.handle)
-                torch._C._cuda_releasePool(self.device.index, memory.handle)
+            unended(graph, memory, self.device.index)
             raise
 
     def replay(self, graph: Graph) -> None:

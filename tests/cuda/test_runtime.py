@@ -290,17 +290,33 @@ def test_after_the_last_graph_another_pool_begins(runtime: Any, books: fake_cuda
     assert third.memory is not second.memory and books.uses[third.memory.handle] == 1
 
 
+@pytest.mark.parametrize("books", [(False, True, (2, minor)) for minor in (11, 12, 13, 14)], indirect=True)
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), None])
 def test_a_capture_that_cannot_be_ended(runtime: Any, books: fake_cuda.Books, error: Any) -> None:
-    """The allocator stops recording, older graphs keep their pool, later ones take another; lack of memory is told."""
+    """Whatever torch does of it itself: the allocator stops recording, older graphs keep their pool, later ones take
+    another; lack of memory is told."""
     first = capture(runtime)
     books.invalid = True
     with pytest.raises(RuntimeError) as caught:
         capture(runtime, fails(error) if error else lambda inputs: inputs)
     assert isinstance(caught.value, OutOfDeviceMemory) is (error is not None)
     assert not books.recording and books.uses == {first.memory.handle: 1}
+    gc.collect()
     later = capture(runtime)
     assert later.memory is not first.memory
     runtime.release(first)
     runtime.release(later)
     assert not books.uses
+
+
+@pytest.mark.parametrize("books", [(False, True, (2, minor)) for minor in (11, 13, 14)], indirect=True)
+def test_a_capture_of_which_no_graph_can_be_made(runtime: Any, books: fake_cuda.Books) -> None:
+    """There was no memory for its nodes: the capture has ended, and its pool is released once."""
+    first = capture(runtime)
+    books.unbuilt = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture(runtime)
+    gc.collect()
+    assert not books.recording and books.uses == {first.memory.handle: 1}
+    runtime.replay(first)
+    runtime.replay(capture(runtime))

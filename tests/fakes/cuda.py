@@ -18,6 +18,7 @@ stream before (torch/csrc/cuda/Module.cpp, ``THCPModule_setStream_wrap``); from 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,11 @@ import pytest
 import torch
 
 Pool = tuple[int, int]
+
+ENDS, RELEASES = (2, 13), (2, 14)
+"""Versions of torch from which on a capture that fails ends the recording into its pool (pytorch #180395), and from
+which on ``reset`` releases the pool of such a capture (#190348). Before, both are left to the caller, and a filter of
+the host allocator stays, which points to the graph."""
 
 
 class Refused(RuntimeError):
@@ -76,6 +82,10 @@ class Books:
     """The next capture cannot be ended: something in it was not permitted."""
     unbuilt: bool = False
     """The next capture ends, and no graph can be made of it."""
+    version: tuple[int, int] = (2, 11)
+    """Of torch."""
+    filters: list[weakref.ref[Graph]] = field(default_factory=list)
+    """By which the allocator of pinned memory tells what is allocated within a capture: each asks its graph."""
     contexts: set[int] = field(default_factory=set)
     """Cards on which this process has a context."""
 
@@ -93,7 +103,7 @@ class Books:
             self.handles.add(me)
         mine = self.workspaces.setdefault(me, {})
         if stream not in mine:
-            mine[stream] = Workspace(None if graph is None else graph.pool)
+            mine[stream] = Workspace(None if graph is None else graph.mempool)
         if graph is not None:
             graph.workspaces.add(mine[stream])
 
@@ -126,6 +136,12 @@ class Books:
 
     def release(self, device: int, pool: Pool) -> None:
         self.uses[pool] -= 1
+        if self.uses[pool] < 0:
+            raise Refused("uc >= 0 INTERNAL ASSERT FAILED")
+
+    def check_filters(self) -> None:
+        if any(graph() is None for graph in self.filters):
+            raise Refused("a filter of the host allocator reads a graph that is gone")
 
     def empty(self) -> None:
         """``empty_cache``."""
@@ -141,7 +157,8 @@ class Graph:
     books: Books
 
     def __init__(self) -> None:
-        self.pool: Pool | None = None
+        self.begun = False
+        self.mempool: Pool | None = None
         self.ended = False
         self.stream: Any = None
         self.workspaces: set[Workspace] = set()
@@ -156,46 +173,65 @@ class Graph:
             raise Refused("INTERNAL ASSERT FAILED: use_count > 0")
         if pool in b.recording:
             raise Refused("already recording to mempool_id")
-        self.pool, self.stream = pool, Stream.current()
+        self.mempool, self.stream = pool, Stream.current()
         b.uses[pool] = b.uses.get(pool, 0) + 1
         b.recording[pool] = self
+        b.check_filters()
+        b.filters.append(weakref.ref(self))
+        self.begun = True
 
     def capture_end(self) -> None:
-        assert self.pool is not None
+        assert self.mempool is not None
         if self.books.invalid:
             self.books.invalid = False
+            if self.books.version >= ENDS:
+                self._end()
             raise Refused("CUDA error: operation failed due to a previous error during capture")
-        self.books.end(0, self.pool)
+        self._end()
         self.ended = True
         if self.books.unbuilt:
             self.books.unbuilt = False
             raise Refused("CUDA error: out of memory (cudaGraphInstantiate)")
 
+    def _end(self) -> None:
+        assert self.mempool is not None
+        self.books.end(0, self.mempool)
+        self.books.filters.remove(weakref.ref(self))
+
+    def pool(self) -> Pool:
+        if not self.ended:
+            raise Refused("Called CUDAGraph::pool() without a preceding successful capture.")
+        assert self.mempool is not None
+        return self.mempool
+
     def replay(self) -> None:
-        assert self.ended and self.pool is not None
+        assert self.ended and self.mempool is not None
         self.books.settle()
-        if not all(self.books.valid(w, self.pool) for w in self.workspaces):
+        if not all(self.books.valid(w, self.mempool) for w in self.workspaces):
             raise Refused("CUDA error: an illegal memory access was encountered (a workspace that was freed)")
 
     def reset(self) -> None:
-        if self.ended:
-            assert self.pool is not None
+        if self.ended or (self.begun and self.books.version >= RELEASES):
+            assert self.mempool is not None
             self.books.drop(self.stream)
-            self.books.release(0, self.pool)
-            self.ended = False
+            self.books.release(0, self.mempool)
+        self.ended = self.begun = False
 
     def __del__(self) -> None:
         self.reset()
 
 
-def install(patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True) -> Books:
+def install(
+    patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
+) -> Books:
     """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
 
     Args:
         threads: whether workspaces are booked by thread.
         drops: whether torch has its call that drops workspaces.
+        version: of torch.
     """
-    books, here = Books(threads), threading.local()
+    books, here = Books(threads, version=version), threading.local()
 
     def current_device() -> int:
         return getattr(here, "card", 0)
@@ -230,6 +266,7 @@ def install(patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(Stream, "_here", threading.local())
+    patch.setattr(torch, "__version__", f"{version[0]}.{version[1]}.0+cu130")
     patch.setattr(torch._C, "_cuda_endAllocateToPool", books.end, raising=False)
     patch.setattr(torch._C, "_cuda_releasePool", books.release, raising=False)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda card: card in books.contexts, raising=False)
