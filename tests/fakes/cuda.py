@@ -243,7 +243,7 @@ def install(
         books.contexts.add(here.card)
 
     def set_stream(s: Any) -> None:
-        set_device(s.device)
+        set_device(s.device.index or 0)
         Stream.make_current(s)
 
     @contextmanager
