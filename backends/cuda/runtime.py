@@ -8,10 +8,13 @@ the same calls to ``twin.device.TwinRuntime``, which records them, so their orde
 from __future__ import annotations
 
 import gc
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +25,11 @@ from trencadis.backends.hooks import Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
 
 T = TypeVar("T")
+
+LARGE = 128 << 20
+"""Bytes of page-locked memory from which on it is not torch's: torch locks the next power of two, and keeps it."""
+
+PAGE = 4096
 
 
 @contextmanager
@@ -80,7 +88,25 @@ class CudaRuntime:
             return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        area = self._locked(size) if size >= LARGE else None
+        if area is not None:
+            return area.view(dtype).view(tuple(shape))
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def _locked(self, size: int) -> Tensor | None:
+        """uint8 [size] of its own pages, locked as long as a tensor lies there; None where the driver locks none."""
+        whole = -(-size // PAGE) * PAGE
+        held: Any = np.empty(whole + PAGE, np.uint8)
+        begin = -held.ctypes.data % PAGE
+        address, driver = held.ctypes.data + begin, torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            if int(driver.cudaHostRegister(address, whole, 0)):
+                with suppress(RuntimeError):  # torch takes it for a failure of the next kernel: let that be this one
+                    torch.empty(1, device=self.device).fill_(0)
+                return None
+        weakref.finalize(held, driver.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(held)[begin : begin + size]
 
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -92,6 +92,32 @@ def test_a_thread_stays_on_a_card_that_it_works_on(books: fake_cuda.Books) -> No
     assert torch.cuda.current_device() == 0
 
 
+def test_large_host_memory_takes_what_it_holds(runtime: Any, books: fake_cuda.Books, monkeypatch: Any) -> None:
+    """torch would lock 64 GiB where 40 are asked for."""
+    monkeypatch.setattr("trencadis.backends.cuda.runtime.LARGE", 1 << 20)
+    held = runtime.pinned((5, 300_000), torch.float16)
+    assert held.shape == (5, 300_000) and held.dtype is torch.float16 and held.nbytes <= books.locked <= 3_100_000
+    part = held[2]
+    del held
+    gc.collect()
+    part.fill_(1)
+    assert books.registered
+    del part
+    gc.collect()
+    assert not books.registered and not books.locked
+    runtime.pinned((1000,), torch.uint8)
+    assert books.locked == 1024
+
+
+def test_host_memory_that_the_driver_does_not_lock_comes_from_torch(
+    runtime: Any, books: fake_cuda.Books, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("trencadis.backends.cuda.runtime.LARGE", 1 << 20)
+    books.lockable = False
+    assert runtime.pinned((3 << 20,), torch.uint8).numel() == 3 << 20
+    assert books.locked == 4 << 20 and not books.stale
+
+
 def test_graphs_of_a_stage_share_a_pool(runtime: Any, books: fake_cuda.Books) -> None:
     graphs = [capture(runtime) for _ in range(3)]
     assert books.uses == {graphs[0].memory.handle: 3}

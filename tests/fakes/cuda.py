@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +86,14 @@ class Books:
     """Of torch."""
     filters: list[weakref.ref[Graph]] = field(default_factory=list)
     """By which the allocator of pinned memory tells what is allocated within a capture: each asks its graph."""
+    locked: int = 0
+    """Bytes of page-locked memory: torch's allocator takes powers of two (ATen/core/CachingHostAllocator.h)."""
+    registered: dict[int, int] = field(default_factory=dict)
+    """Memory of others that is page-locked: bytes by address."""
+    lockable: bool = True
+    """Whether the driver locks memory of others."""
+    stale: bool = False
+    """A call of CUDA has failed, and torch takes it for a failure of the next kernel that it launches."""
     contexts: set[int] = field(default_factory=set)
     """Cards on which this process has a context."""
 
@@ -256,12 +264,37 @@ def install(
             set_device(card)
             Stream.make_current(before)
 
+    empty = torch.empty
+
+    def pinned_empty(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        if device is not None and books.stale:  # whatever is made there is filled at once
+            books.stale = False
+            raise Refused("CUDA error: operation not supported")
+        books.locked += 1 << (made.nbytes - 1).bit_length() if pin_memory else 0
+        return made
+
+    def register(address: int, size: int, flags: int) -> int:
+        if not books.lockable:
+            books.stale = True
+            return 801
+        assert address % 4096 == 0 and not size % 4096, "a page that two areas share cannot be locked twice"
+        books.locked += size
+        books.registered[address] = size
+        return 0
+
+    def unregister(address: int) -> int:
+        books.locked -= books.registered.pop(address)
+        return 0
+
+    patch.setattr(torch, "empty", pinned_empty)
     graph = type("Graph", (Graph,), {"books": books})
     fakes: dict[str, Any] = {
         "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "stream": stream,
         "set_device": set_device, "current_device": current_device, "synchronize": lambda device=None: None,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),
-        "set_stream": set_stream, "empty_cache": books.empty,
+        "set_stream": set_stream, "empty_cache": books.empty, "device": lambda card: nullcontext(),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
     }  # fmt: skip
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
