@@ -99,7 +99,7 @@ class CudaRuntime:
         whole = -(-size // PAGE) * PAGE
         held: Any = np.empty(whole + PAGE, np.uint8)
         begin = -held.ctypes.data % PAGE
-        address, driver = held.ctypes.data + begin, torch.cuda.cudart()
+        address, driver = held.ctypes.data + begin, torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
             if int(driver.cudaHostRegister(address, whole, 0)):
                 with suppress(RuntimeError):  # torch takes it for a failure of the next kernel: let that be this one
@@ -210,8 +210,10 @@ class CudaRuntime:
         0 in a new thread, and CUDA makes a context there, of some 500 MiB, where the process has none: such a thread
         stays on this card."""
         current = torch.cuda.current_device()
-        if current != self.device.index and not torch._C._cuda_hasPrimaryContext(current):
-            torch.cuda.set_device(self.device)
+        if current != self.device.index:
+            known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+            if known is None or not known(current):
+                torch.cuda.set_device(self.device)
         return torch.cuda.stream(self._streams[stream])
 
     @contextmanager
