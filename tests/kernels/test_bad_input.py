@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
         ({"block_size": 8}, ("--block-size 8", "16, 32, 64, 128")),
         ({"dtype": torch.float64}, ("float64", "bfloat16")),
         ({"vocab_size": 1 << 21}, ("2097152", "1048576")),
+        ({"max_tokens": 1 << 20, "batch_invariant": True}, ("--max-num-batched-tokens 1048576", "65535", "259000")),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
