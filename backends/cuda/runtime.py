@@ -216,16 +216,29 @@ class CudaRuntime:
                 torch.cuda.set_device(self.device)
         return torch.cuda.stream(self._streams[stream])
 
-    @contextmanager
-    def _programs(self) -> Iterator[None]:
-        """Runs on the stream of programs, without gradients; torch's out-of-memory error becomes the engine's."""
-        try:
-            with self._on(Stream.PROGRAMS), torch.no_grad():
-                yield
-        except RuntimeError as error:
-            if lack := _lack(error):
-                raise OutOfDeviceMemory(lack) from error
-            raise
+    def _programs(self) -> LaunchScope:
+        return LaunchScope(self._on(Stream.PROGRAMS))
+
+
+class LaunchScope:
+    """Runs on a stream, without gradients; torch's out-of-memory error becomes the engine's.
+
+    No generator: with Python 3.12 its frame, which stands in the traceback, leads to the frame that holds the error,
+    and what a launch held would stay until garbage is collected, while the launch is tried again.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._grad = stream, torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        self._grad.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._grad.__exit__(None, None, None)
+        self._stream.__exit__(None, None, None)
+        if isinstance(error, RuntimeError) and (lack := _lack(error)):
+            raise OutOfDeviceMemory(lack) from error
 
 
 def _lack(error: BaseException | None) -> str:

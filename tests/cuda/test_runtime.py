@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -287,6 +288,24 @@ def test_with_the_last_graph_all_memory_comes_back(runtime: Any, books: fake_cud
         runtime.release(graph)
     assert not books.uses
     runtime.replay(capture(runtime))
+
+
+def test_what_a_launch_without_memory_held_is_free_at_once(runtime: Any) -> None:
+    """It is tried again when a graph has made way: before garbage is collected, also with Python 3.12."""
+    held: list[Any] = []
+
+    def body(inputs: Any) -> None:
+        large = torch.zeros(1)
+        held.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gc.disable()
+    try:
+        with suppress(OutOfDeviceMemory):
+            runtime.launch("DECODE", body, None, torch.zeros(1))
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_failed_capture_leaves_the_pool_to_the_next(runtime: Any, books: fake_cuda.Books) -> None:
