@@ -229,17 +229,9 @@ class Graph:
         self.reset()
 
 
-def install(
-    patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
-) -> Books:
-    """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
-
-    Args:
-        threads: whether workspaces are booked by thread.
-        drops: whether torch has its call that drops workspaces.
-        version: of torch.
-    """
-    books, here = Books(threads, version=version), threading.local()
+def _current(books: Books) -> dict[str, Any]:
+    """Which card and stream are a thread's."""
+    here = threading.local()
 
     def current_device() -> int:
         return getattr(here, "card", 0)
@@ -264,6 +256,11 @@ def install(
             set_device(card)
             Stream.make_current(before)
 
+    return {"current_device": current_device, "set_device": set_device, "set_stream": set_stream, "stream": stream}
+
+
+def _locked(books: Books) -> tuple[Any, Any]:
+    """(``torch.empty``, ``torch.cuda.cudart``) with page-locked memory."""
     empty = torch.empty
 
     def pinned_empty(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -287,14 +284,28 @@ def install(
         books.locked -= books.registered.pop(address)
         return 0
 
-    patch.setattr(torch, "empty", pinned_empty)
+    return pinned_empty, lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+
+def install(
+    patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
+) -> Books:
+    """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
+
+    Args:
+        threads: whether workspaces are booked by thread.
+        drops: whether torch has its call that drops workspaces.
+        version: of torch.
+    """
+    books = Books(threads, version=version)
+    empty, cudart = _locked(books)
+    patch.setattr(torch, "empty", empty)
     graph = type("Graph", (Graph,), {"books": books})
     fakes: dict[str, Any] = {
-        "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "stream": stream,
-        "set_device": set_device, "current_device": current_device, "synchronize": lambda device=None: None,
+        "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "cudart": cudart,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),
-        "set_stream": set_stream, "empty_cache": books.empty, "device": lambda card: nullcontext(),
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
+        "synchronize": lambda device=None: None, "empty_cache": books.empty, "device": lambda card: nullcontext(),
+        **_current(books),
     }  # fmt: skip
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
