@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ T = TypeVar("T")
 LARGE = 128 << 20
 """Bytes of page-locked memory from which on it is not torch's: torch locks the next power of two, and keeps it."""
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 
 
 @contextmanager
