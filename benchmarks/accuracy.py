@@ -69,6 +69,7 @@ class Reference:
         from transformers import Qwen2_5_VLForConditionalGeneration
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+        torch.set_float32_matmul_precision("highest")  # NVIDIA's containers ask for TF32
         torch.backends.cudnn.allow_tf32 = (
             False  # transformers embeds patches by a convolution, which uses TF32 by default
         )

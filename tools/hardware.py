@@ -82,9 +82,11 @@ COMMANDS = """
 On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or newer, triton), from a checkout:
 
     export PYTHONPATH=$PWD TRITON_INTERPRET=0
-    python -m pytest tests/kernels --junitxml card.xml                           # values, orders, waits (xdist: -n 8)
+    python -m pytest -n 8 tests/kernels --junitxml card.xml                      # values, orders, waits
     python -m pytest tests/cuda/test_card.py                                     # graphs, memory: alone on the card
-    compute-sanitizer --tool memcheck python -m pytest tests/kernels -k "test_text or test_vision"   # bounds
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1                                      # for the next command alone: bounds
+    compute-sanitizer --tool memcheck python -m pytest tests/kernels/test_attention.py -k "test_text or test_vision"
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
     python -m benchmarks.gpu --only three,mixed --out results                    # ten minutes at most
     python -m benchmarks.gpu --only demo,engine,kernels --out results            # ten minutes at most
     python -m benchmarks.gpu --only quantised --out results                      # ten minutes at most
@@ -92,8 +94,10 @@ On a machine with an NVIDIA card (compute capability 8.0 or newer, torch 2.11 or
     python tools/hardware.py --card card.xml --name "$(nvidia-smi --query-gpu=name --format=csv,noheader)" --write
 
 `-m "long or not long"` runs every combination of head, group, block and dtype: some 5,000 compilations, an hour on one
-core. Where nothing that is written stays, `--out DIR --docs DIR` of `benchmarks.gpu` leave all that is worth keeping in
-one folder.
+core. Tests compile most of the time, so several processes share them (pytest-xdist's `-n`); `card.xml` is written at
+the end, also where SIGINT is what ends the run (`timeout -s INT 570` before the command). Without that variable torch
+cuts tensors out of large pieces of memory, and memcheck sees the bounds of those alone. Where nothing that is written
+stays, `--out DIR --docs DIR` of `benchmarks.gpu` leave all that is worth keeping in one folder.
 """
 
 

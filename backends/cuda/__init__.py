@@ -40,12 +40,14 @@ def make_backend(cfg: BackendConfig) -> Backend:
             f"--tensor-parallel-size 1, not {cfg.world}"
         )
     device = capability.pick_device(cfg.card, cfg.cards, cfg.dtype)
+    from trencadis.backends.cuda import dtypes
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
     from trencadis.backends.cuda.invariant import InvariantCudaOps
     from trencadis.backends.cuda.kernels import tiles
     from trencadis.backends.cuda.libraries.asked import AskedAttention
     from trencadis.backends.cuda.ops import CudaOps
 
+    dtypes.exact(cfg.dtype)
     asked = AskedAttention.of(cfg, tiles.arch_of(device))
     ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
     return asked.joined(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))

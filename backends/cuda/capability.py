@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from trencadis.backends.cuda.kernels import checks
+from trencadis.backends.cuda.launches.sizes import PROCESSORS, block_tokens, item_room
 from trencadis.backends.cuda.nodes import card_nodes
 from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
 
 LEAST_TRITON = 3, 6
@@ -134,7 +136,27 @@ def check_model(cfg: BackendConfig) -> None:
         checks.supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
     if cfg.vision_head_dim:
         checks.supported(cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, checks.VISION_HEADS)
+    _check_grid(cfg)
     if cfg.vocab_size > WIDEST_VOCABULARY:
         raise StartupError(
             f"a vocabulary of {cfg.vocab_size}: the cuda kernels take {WIDEST_VOCABULARY}; --device cpu takes any"
+        )
+
+
+MOST_ITEMS = 65_535
+"""Programs along the second axis of a grid (CUDA C++ Programming Guide, "Technical Specifications")."""
+
+
+def _check_grid(cfg: BackendConfig) -> None:
+    """Work items of the largest launch stand on one axis of a grid."""
+    group, longest = max(cfg.heads // max(cfg.kv_heads, 1), 1), cfg.max_blocks_per_row * cfg.block_size
+
+    largest = Bucket(Stage.PREFILL, (cfg.max_tokens, cfg.max_rows))
+    count = item_room(largest, group, PROCESSORS, cfg.kv_heads, longest, cfg.batch_invariant).items
+    if count > MOST_ITEMS:
+        each = block_tokens(largest, group, cfg.batch_invariant)
+        most = cfg.max_tokens - each * (count - MOST_ITEMS)
+        raise StartupError(
+            f"--max-num-batched-tokens {cfg.max_tokens}: attention would take {count} programs along an axis that has "
+            f"{MOST_ITEMS}; {most // 1000 * 1000} tokens are few enough"
         )

@@ -46,6 +46,29 @@ class CudaGraph:
         self.end.atexit = False
 
 
+RESET_RELEASES = 2, 14
+"""Version of torch from which on ``reset`` releases the pool of a capture that could not be ended (pytorch #190348)."""
+
+_UNENDED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture could not be ended. Before pytorch #180395 torch's allocator of pinned memory keeps a filter
+that asks the graph, whether or not it is still there."""
+
+
+def unended(graph: torch.cuda.CUDAGraph, memory: GraphPool, device: int) -> None:
+    """Does what is left after ``capture_end`` has raised, so that the allocator records into the pool no more, and
+    counts no graph that is not there. torch does none of it, some, or all: a pool that is released twice is freed under
+    the graphs that work in it."""
+    with suppress(RuntimeError):  # from pytorch #180395 on the recording has ended
+        torch._C._cuda_endAllocateToPool(device, memory.handle)
+    try:
+        graph.pool()
+    except RuntimeError:
+        _UNENDED.append(graph)
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < RESET_RELEASES:
+            torch._C._cuda_releasePool(device, memory.handle)
+    # Else the capture has ended, and no graph could be made of it, for want of memory: ``reset`` releases the pool.
+
+
 class Captured:
     """The graphs of one capture stream and their pools; every graph holds it, and it holds the thread.
 

@@ -19,3 +19,10 @@ def pick_dtype(asked: str, stored: str) -> torch.dtype:
         raise StartupError(f"--dtype {asked} is not supported on cuda; use {', '.join(TAKEN[:-1])} or {TAKEN[-1]}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def exact(dtype: torch.dtype) -> None:
+    """Has products of float32 computed in float32, where that is the ``dtype`` of an engine: torch takes TF32 for them
+    in NVIDIA's containers, which ask for it by the environment, or where the process asked for it."""
+    if dtype == torch.float32:
+        torch.set_float32_matmul_precision("highest")

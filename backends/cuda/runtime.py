@@ -8,20 +8,29 @@ the same calls to ``twin.device.TwinRuntime``, which records them, so their orde
 from __future__ import annotations
 
 import gc
+import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.captured import Captured, CudaGraph, GraphPool
+from trencadis.backends.cuda.captured import Captured, CudaGraph, GraphPool, unended
 from trencadis.backends.cuda.compilations import Compilations
 from trencadis.backends.cuda.protocol import Array, Graph, Stream
 from trencadis.backends.hooks import Hooks
 from trencadis.core.backend import Memory, OutOfDeviceMemory
 
 T = TypeVar("T")
+
+LARGE = 128 << 20
+"""Bytes of page-locked memory from which on it is not torch's: torch locks the next power of two, and keeps it."""
+
+PAGE = mmap.PAGESIZE
 
 
 @contextmanager
@@ -76,11 +85,29 @@ class CudaRuntime:
         torch.cuda.set_stream(self._streams[Stream.PROGRAMS])
 
     def buffer(self, size: int) -> Tensor:
-        with torch.cuda.stream(self._streams[Stream.PROGRAMS]):  # another thread's current stream is not this one
+        with self._on(Stream.PROGRAMS):  # another thread's current stream is not this one
             return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        area = self._locked(size) if size >= LARGE else None
+        if area is not None:
+            return area.view(dtype).view(tuple(shape))
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def _locked(self, size: int) -> Tensor | None:
+        """uint8 [size] of its own pages, locked as long as a tensor lies there; None where the driver locks none."""
+        whole = -(-size // PAGE) * PAGE
+        held: Any = np.empty(whole + PAGE, np.uint8)
+        begin = -held.ctypes.data % PAGE
+        address, driver = held.ctypes.data + begin, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            if int(driver.cudaHostRegister(address, whole, 0)):
+                with suppress(RuntimeError):  # torch takes it for a failure of the next kernel: let that be this one
+                    torch.empty(1, device=self.device).fill_(0)
+                return None
+        weakref.finalize(held, driver.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(held)[begin : begin + size]
 
     def event(self) -> Any:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -104,22 +131,21 @@ class CudaRuntime:
         return area.numpy()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
+        with self._on(Stream.UPLOADS):
             target.copy_(source, non_blocking=True)
 
     def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self._streams[Stream.UPLOADS]):
+        with self._on(Stream.UPLOADS):
             call()
 
     def bring(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[Stream.WEIGHTS]):
+        with self._on(Stream.WEIGHTS):
             target.copy_(source, non_blocking=True)
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        stream = self._streams[Stream.DOWNLOADS]
         # The output of a launch without a graph may be freed before the copy runs.
-        source.record_stream(stream)
-        with torch.cuda.stream(stream):
+        source.record_stream(self._streams[Stream.DOWNLOADS])
+        with self._on(Stream.DOWNLOADS):
             target.copy_(source, non_blocking=True)
 
     def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
@@ -151,15 +177,12 @@ class CudaRuntime:
             return CudaGraph(graph, out, memory, self._captured.end)
 
     def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
-        """Ends a capture. A capture that cannot end leaves torch's allocator recording into the pool: this stops the
-        recording, and the next graphs of the stage take another pool."""
+        """Ends a capture. After one that cannot end, the next graphs of the stage take another pool."""
         try:
             graph.capture_end()
         except BaseException:
             self._captured.abandon(memory)
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, memory.handle)
-                torch._C._cuda_releasePool(self.device.index, memory.handle)
+            unended(graph, memory, self.device.index)
             raise
 
     def replay(self, graph: Graph) -> None:
@@ -183,16 +206,40 @@ class CudaRuntime:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    @contextmanager
-    def _programs(self) -> Iterator[None]:
-        """Runs on the stream of programs, without gradients; torch's out-of-memory error becomes the engine's."""
-        try:
-            with torch.cuda.stream(self._streams[Stream.PROGRAMS]), torch.no_grad():
-                yield
-        except RuntimeError as error:
-            if lack := _lack(error):
-                raise OutOfDeviceMemory(lack) from error
-            raise
+    def _on(self, stream: Stream) -> Any:
+        """Makes a stream the thread's current one for a while. torch then goes back to the card that was current, card
+        0 in a new thread, and CUDA makes a context there, of some 500 MiB, where the process has none: such a thread
+        stays on this card."""
+        current = torch.cuda.current_device()
+        if current != self.device.index:
+            known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+            if known is None or not known(current):
+                torch.cuda.set_device(self.device)
+        return torch.cuda.stream(self._streams[stream])
+
+    def _programs(self) -> LaunchScope:
+        return LaunchScope(self._on(Stream.PROGRAMS))
+
+
+class LaunchScope:
+    """Runs on a stream, without gradients; torch's out-of-memory error becomes the engine's.
+
+    No generator: with Python 3.12 its frame, which stands in the traceback, leads to the frame that holds the error,
+    and what a launch held would stay until garbage is collected, while the launch is tried again.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._grad = stream, torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        self._grad.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._grad.__exit__(None, None, None)
+        self._stream.__exit__(None, None, None)
+        if isinstance(error, RuntimeError) and (lack := _lack(error)):
+            raise OutOfDeviceMemory(lack) from error
 
 
 def _lack(error: BaseException | None) -> str:

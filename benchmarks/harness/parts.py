@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.harness.claims import Claim, judge
 from benchmarks.harness.common import RESULTS, ROOT, environment, machine
+
+
+def ended(command: Sequence[str], left: float) -> subprocess.CompletedProcess[str]:
+    """Runs ``command`` in the checkout; keeps what it says on stderr.
+
+    Its own children end with it: they would hold memory of the card, and compute beside the next part. They are a group
+    of processes, not a session, which some machines let run on when this command is stopped.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran for ``left`` seconds.
+    """
+    env = environment() | {"HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, process_group=0) as child:
+        try:
+            said = child.communicate(timeout=left)[1]
+        except subprocess.TimeoutExpired as error:
+            _end(child.pid)
+            with suppress(subprocess.TimeoutExpired):
+                error.stderr = child.communicate(timeout=10)[1]
+            raise
+        finally:
+            _end(child.pid)
+    return subprocess.CompletedProcess(command, child.returncode, stderr=said)
+
+
+def _end(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 @dataclass
@@ -52,12 +83,12 @@ class PartRun:
         begun = time.monotonic()
         command = [sys.executable, "-P", "-m", f"benchmarks.{module}", *args]
         try:
-            env = environment() | {"HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=left)
+            done = ended(command, left)
             if done.returncode:
                 self.failures.append(f"{name}: ended with {done.returncode}: {done.stderr[-2000:]}")
-        except subprocess.TimeoutExpired:
-            self.failures.append(f"{name}: stopped after {left:.0f} s")
+        except subprocess.TimeoutExpired as error:
+            said = f": {str(error.stderr)[-2000:]}" if error.stderr else ""
+            self.failures.append(f"{name}: stopped after {left:.0f} s{said}")
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
         try:
             found = json.loads(out.read_text()) if out is not None else None

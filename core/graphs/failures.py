@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-OOM_PHRASES = ("out of memory", "outofdevicememory", "allocation failed", "failed to allocate", "not enough memory")
+OOM_PHRASES = (
+    "out of memory", "outofdevicememory", "allocation failed", "alloc failed", "failed to allocate",
+    "not enough memory",
+)  # fmt: skip
+"""Underscores, as in the names of status codes, count as spaces."""
 
 
 def ran_out(error: BaseException) -> bool:
     """Whether the error means that the device ran out of memory."""
-    text = f"{type(error).__name__} {error}".lower().replace("outofmemory", "out of memory")
+    text = f"{type(error).__name__} {error}".lower().replace("outofmemory", "out of memory").replace("_", " ")
     return isinstance(error, MemoryError) or any(s in text for s in OOM_PHRASES)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,17 +167,15 @@ class Card:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.figures, self.dies = dict(FIGURES), dict[str, BaseException | int]()
-        self.out, self.docs, self.run = folder / "out", folder / "docs", subprocess.run
+        self.out, self.docs = folder / "out", folder / "docs"
         patch.setattr(run, "card", lambda: "NVIDIA Test")
         for module in (run, part_runs):
             patch.setattr(module, "RESULTS", folder / "results")
         patch.setattr(run, "checkpoint", lambda name: Path("three"))
-        patch.setattr(part_runs.subprocess, "run", self.child)  # type: ignore[attr-defined]
+        patch.setattr(part_runs, "ended", self.child)
         patch.setattr(sys, "argv", ["gpu", "--out", str(self.out), "--docs", str(self.docs)])
 
-    def child(self, command: list[str], **kwargs: Any) -> Any:
-        if "benchmarks." not in command[3]:
-            return self.run(command, **kwargs)
+    def child(self, command: list[str], left: float) -> Any:
         module, *args = command[3].removeprefix("benchmarks."), *command[4:]
         at = {"gpu.probe": 1, "gpu.mixed": 1, "accuracy": 2}.get(module)
         file = run.RESULTS / "engine.json" if module == "engine" else self.out / "kernels.json"  # type: ignore[attr-defined]
@@ -238,6 +237,25 @@ def test_a_part_that_fails_takes_nothing_with_it(on_card: Card, capsys: pytest.C
     assert "PART FAILED  engine: KeyError" in capsys.readouterr().out
     page = (on_card.docs / "hardware.md").read_text()
     assert "holds on NVIDIA Test" in page and "unproven |" in page
+
+
+def test_what_a_part_started_ends_with_it() -> None:
+    """It would hold the card's memory beside the next part; what the part said is kept."""
+    code = """
+import subprocess, sys, time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stderr=subprocess.DEVNULL)
+print(inner.pid, file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        part_runs.ended([sys.executable, "-c", code], 2.0)
+    inner = int(str(caught.value.stderr))
+    for _ in range(100):
+        state = Path(f"/proc/{inner}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("it still runs")
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Random lives of graphs on a stand-in of ``torch.cuda``: no graph works in memory that is not its own, and all of it
-comes back. Whether torch books cuBLAS' workspaces by process or by thread, and whether it can drop them."""
+comes back. Whether torch books cuBLAS' workspaces by process or by thread, whether it can drop them, and
+whatever it does itself of a capture that fails."""
 
 from __future__ import annotations
 
@@ -116,14 +117,15 @@ class Life:
 
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("version", [(2, 11), (2, 13), (2, 14)])
 @pytest.mark.parametrize("lives", [5, pytest.param(10_000, marks=pytest.mark.long)])
 def test_no_graph_loses_what_it_works_in(
-    monkeypatch: pytest.MonkeyPatch, lives: int, threads: bool, drops: bool
+    monkeypatch: pytest.MonkeyPatch, lives: int, version: tuple[int, int], threads: bool, drops: bool
 ) -> None:
     """Memory comes back too. Graphs here lie in no cycle, so the collector is asked once, not before each capture."""
     monkeypatch.setattr(gc, "collect", lambda *args: 0)
     started = time.process_time()
     for seed in range(lives):
         with monkeypatch.context() as patch:
-            Life(fake_cuda.install(patch, threads, drops), seed).run()
+            Life(fake_cuda.install(patch, threads, drops, version), seed).run()
     print(f"{lives} lives of {GRAPHS} graphs in {time.process_time() - started:.0f} s")

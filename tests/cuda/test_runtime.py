@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -60,6 +61,62 @@ def fails(error: BaseException) -> Any:
 
 def test_a_device_without_an_index_is_the_current_one(runtime: Any) -> None:
     assert runtime.device == torch.device("cuda", 0)
+
+
+def test_no_thread_makes_a_context_on_another_card(books: fake_cuda.Books) -> None:
+    """A context takes half a GiB of a card, or cannot be made there."""
+    from trencadis.backends.cuda.runtime import CudaRuntime
+
+    runtime: Any = CudaRuntime(torch.device("cuda", 2))
+    here, there = torch.zeros(1), torch.zeros(1)
+
+    def step() -> None:
+        runtime.launch("DECODE", lambda inputs: None, None, here)
+        runtime.upload(here, there)
+        runtime.on_uploads(lambda: None, [])
+        runtime.bring(here, there)
+        runtime.replay(capture(runtime))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert books.contexts == {2}
+
+
+def test_a_thread_stays_on_a_card_that_it_works_on(books: fake_cuda.Books) -> None:
+    """Whoever calls may use another card beside this one's."""
+    from trencadis.backends.cuda.runtime import CudaRuntime
+
+    runtime: Any = CudaRuntime(torch.device("cuda", 1))
+    torch.cuda.set_device(0)
+    runtime.launch("DECODE", lambda inputs: None, None, torch.zeros(1))
+    assert torch.cuda.current_device() == 0
+
+
+def test_large_host_memory_takes_what_it_holds(runtime: Any, books: fake_cuda.Books, monkeypatch: Any) -> None:
+    """torch would lock 64 GiB where 40 are asked for."""
+    monkeypatch.setattr("trencadis.backends.cuda.runtime.LARGE", 1 << 20)
+    held = runtime.pinned((5, 300_000), torch.float16)
+    assert held.shape == (5, 300_000) and held.dtype is torch.float16 and held.nbytes <= books.locked <= 3_100_000
+    part = held[2]
+    del held
+    gc.collect()
+    part.fill_(1)
+    assert books.registered
+    del part
+    gc.collect()
+    assert not books.registered and not books.locked
+    runtime.pinned((1000,), torch.uint8)
+    assert books.locked.bit_count() == 1, "torch's own"
+
+
+def test_host_memory_that_the_driver_does_not_lock_comes_from_torch(
+    runtime: Any, books: fake_cuda.Books, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("trencadis.backends.cuda.runtime.LARGE", 1 << 20)
+    books.lockable = False
+    assert runtime.pinned((3 << 20,), torch.uint8).numel() == 3 << 20
+    assert books.locked == 4 << 20 and not books.stale
 
 
 def test_graphs_of_a_stage_share_a_pool(runtime: Any, books: fake_cuda.Books) -> None:
@@ -233,6 +290,24 @@ def test_with_the_last_graph_all_memory_comes_back(runtime: Any, books: fake_cud
     runtime.replay(capture(runtime))
 
 
+def test_what_a_launch_without_memory_held_is_free_at_once(runtime: Any) -> None:
+    """It is tried again when a graph has made way: before garbage is collected, also with Python 3.12."""
+    held: list[Any] = []
+
+    def body(inputs: Any) -> None:
+        large = torch.zeros(1)
+        held.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gc.disable()
+    try:
+        with suppress(OutOfDeviceMemory):
+            runtime.launch("DECODE", body, None, torch.zeros(1))
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_a_failed_capture_leaves_the_pool_to_the_next(runtime: Any, books: fake_cuda.Books) -> None:
     first = capture(runtime)
     with pytest.raises(OutOfDeviceMemory):
@@ -260,17 +335,33 @@ def test_after_the_last_graph_another_pool_begins(runtime: Any, books: fake_cuda
     assert third.memory is not second.memory and books.uses[third.memory.handle] == 1
 
 
+@pytest.mark.parametrize("books", [(False, True, (2, minor)) for minor in (11, 12, 13, 14)], indirect=True)
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), None])
 def test_a_capture_that_cannot_be_ended(runtime: Any, books: fake_cuda.Books, error: Any) -> None:
-    """The allocator stops recording, older graphs keep their pool, later ones take another; lack of memory is told."""
+    """Whatever torch does of it itself: the allocator stops recording, older graphs keep their pool, later ones take
+    another; lack of memory is told."""
     first = capture(runtime)
     books.invalid = True
     with pytest.raises(RuntimeError) as caught:
         capture(runtime, fails(error) if error else lambda inputs: inputs)
     assert isinstance(caught.value, OutOfDeviceMemory) is (error is not None)
     assert not books.recording and books.uses == {first.memory.handle: 1}
+    gc.collect()
     later = capture(runtime)
     assert later.memory is not first.memory
     runtime.release(first)
     runtime.release(later)
     assert not books.uses
+
+
+@pytest.mark.parametrize("books", [(False, True, (2, minor)) for minor in (11, 13, 14)], indirect=True)
+def test_a_capture_of_which_no_graph_can_be_made(runtime: Any, books: fake_cuda.Books) -> None:
+    """There was no memory for its nodes: the capture has ended, and its pool is released once."""
+    first = capture(runtime)
+    books.unbuilt = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture(runtime)
+    gc.collect()
+    assert not books.recording and books.uses == {first.memory.handle: 1}
+    runtime.replay(first)
+    runtime.replay(capture(runtime))

@@ -10,13 +10,17 @@ graph that was captured over it goes on using it. ``reset`` of a graph whose cap
 the stream that it was captured on, and so does its destructor: of all threads where the books are of one process
 (torch 2.11 to 2.13), of the calling thread where they are of a thread (pytorch #180283, reverted by #193033, to come
 again). There the end of a thread drops its own. A thread's first product makes a handle, which no capture permits.
+
+A thread begins on card 0. To make a stream current takes the thread to the stream's card, and so does going back to the
+stream before (torch/csrc/cuda/Module.cpp, ``THCPModule_setStream_wrap``); from CUDA 12 on that makes a context there.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +29,11 @@ import pytest
 import torch
 
 Pool = tuple[int, int]
+
+ENDS, RELEASES = (2, 13), (2, 14)
+"""Versions of torch from which on a capture that fails ends the recording into its pool (pytorch #180395), and from
+which on ``reset`` releases the pool of such a capture (#190348). Before, both are left to the caller, and a filter of
+the host allocator stays, which points to the graph."""
 
 
 class Refused(RuntimeError):
@@ -73,6 +82,20 @@ class Books:
     """The next capture cannot be ended: something in it was not permitted."""
     unbuilt: bool = False
     """The next capture ends, and no graph can be made of it."""
+    version: tuple[int, int] = (2, 11)
+    """Of torch."""
+    filters: list[weakref.ref[Graph]] = field(default_factory=list)
+    """By which the allocator of pinned memory tells what is allocated within a capture: each asks its graph."""
+    locked: int = 0
+    """Bytes of page-locked memory: torch's allocator takes powers of two (ATen/core/CachingHostAllocator.h)."""
+    registered: dict[int, int] = field(default_factory=dict)
+    """Memory of others that is page-locked: bytes by address."""
+    lockable: bool = True
+    """Whether the driver locks memory of others."""
+    stale: bool = False
+    """A call of CUDA has failed, and torch takes it for a failure of the next kernel that it launches."""
+    contexts: set[int] = field(default_factory=set)
+    """Cards on which this process has a context."""
 
     def handle(self) -> Pool:
         self.made += 1
@@ -88,7 +111,7 @@ class Books:
             self.handles.add(me)
         mine = self.workspaces.setdefault(me, {})
         if stream not in mine:
-            mine[stream] = Workspace(None if graph is None else graph.pool)
+            mine[stream] = Workspace(None if graph is None else graph.mempool)
         if graph is not None:
             graph.workspaces.add(mine[stream])
 
@@ -121,6 +144,12 @@ class Books:
 
     def release(self, device: int, pool: Pool) -> None:
         self.uses[pool] -= 1
+        if self.uses[pool] < 0:
+            raise Refused("uc >= 0 INTERNAL ASSERT FAILED")
+
+    def check_filters(self) -> None:
+        if any(graph() is None for graph in self.filters):
+            raise Refused("a filter of the host allocator reads a graph that is gone")
 
     def empty(self) -> None:
         """``empty_cache``."""
@@ -136,7 +165,8 @@ class Graph:
     books: Books
 
     def __init__(self) -> None:
-        self.pool: Pool | None = None
+        self.begun = False
+        self.mempool: Pool | None = None
         self.ended = False
         self.stream: Any = None
         self.workspaces: set[Workspace] = set()
@@ -151,72 +181,139 @@ class Graph:
             raise Refused("INTERNAL ASSERT FAILED: use_count > 0")
         if pool in b.recording:
             raise Refused("already recording to mempool_id")
-        self.pool, self.stream = pool, Stream.current()
+        self.mempool, self.stream = pool, Stream.current()
         b.uses[pool] = b.uses.get(pool, 0) + 1
         b.recording[pool] = self
+        b.check_filters()
+        b.filters.append(weakref.ref(self))
+        self.begun = True
 
     def capture_end(self) -> None:
-        assert self.pool is not None
+        assert self.mempool is not None
         if self.books.invalid:
             self.books.invalid = False
+            if self.books.version >= ENDS:
+                self._end()
             raise Refused("CUDA error: operation failed due to a previous error during capture")
-        self.books.end(0, self.pool)
+        self._end()
         self.ended = True
         if self.books.unbuilt:
             self.books.unbuilt = False
             raise Refused("CUDA error: out of memory (cudaGraphInstantiate)")
 
+    def _end(self) -> None:
+        assert self.mempool is not None
+        self.books.end(0, self.mempool)
+        self.books.filters.remove(weakref.ref(self))
+
+    def pool(self) -> Pool:
+        if not self.ended:
+            raise Refused("Called CUDAGraph::pool() without a preceding successful capture.")
+        assert self.mempool is not None
+        return self.mempool
+
     def replay(self) -> None:
-        assert self.ended and self.pool is not None
+        assert self.ended and self.mempool is not None
         self.books.settle()
-        if not all(self.books.valid(w, self.pool) for w in self.workspaces):
+        if not all(self.books.valid(w, self.mempool) for w in self.workspaces):
             raise Refused("CUDA error: an illegal memory access was encountered (a workspace that was freed)")
 
     def reset(self) -> None:
-        if self.ended:
-            assert self.pool is not None
+        if self.ended or (self.begun and self.books.version >= RELEASES):
+            assert self.mempool is not None
             self.books.drop(self.stream)
-            self.books.release(0, self.pool)
-            self.ended = False
+            self.books.release(0, self.mempool)
+        self.ended = self.begun = False
 
     def __del__(self) -> None:
         self.reset()
 
 
-def install(patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True) -> Books:
+def _current(books: Books) -> dict[str, Any]:
+    """Which card and stream are a thread's."""
+    here = threading.local()
+
+    def current_device() -> int:
+        return getattr(here, "card", 0)
+
+    def set_device(device: Any) -> None:
+        if not isinstance(device, int) and device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        here.card = device if isinstance(device, int) else device.index
+        books.contexts.add(here.card)
+
+    def set_stream(s: Any) -> None:
+        set_device(s.device.index or 0)
+        Stream.make_current(s)
+
+    @contextmanager
+    def stream(s: Any) -> Iterator[None]:
+        before, card = Stream.current(), current_device()
+        set_stream(s)
+        try:
+            yield
+        finally:
+            set_device(card)
+            Stream.make_current(before)
+
+    return {"current_device": current_device, "set_device": set_device, "set_stream": set_stream, "stream": stream}
+
+
+def _locked(books: Books) -> tuple[Any, Any]:
+    """(``torch.empty``, ``torch.cuda.cudart``) with page-locked memory."""
+    empty = torch.empty
+
+    def pinned_empty(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        if device is not None and books.stale:  # whatever is made there is filled at once
+            books.stale = False
+            raise Refused("CUDA error: operation not supported")
+        books.locked += 1 << (made.nbytes - 1).bit_length() if pin_memory else 0
+        return made
+
+    def register(address: int, size: int, flags: int) -> int:
+        if not books.lockable:
+            books.stale = True
+            return 801
+        assert address % 4096 == 0 and not size % 4096, "a page that two areas share cannot be locked twice"
+        books.locked += size
+        books.registered[address] = size
+        return 0
+
+    def unregister(address: int) -> int:
+        books.locked -= books.registered.pop(address)
+        return 0
+
+    return pinned_empty, lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+
+def install(
+    patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
+) -> Books:
     """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
 
     Args:
         threads: whether workspaces are booked by thread.
         drops: whether torch has its call that drops workspaces.
+        version: of torch.
     """
-    books = Books(threads)
-
-    def indexed(device: Any) -> None:
-        if not isinstance(device, int) and device.index is None:
-            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
-
-    @contextmanager
-    def stream(s: Any) -> Iterator[None]:
-        before = Stream.current()
-        Stream.make_current(s)
-        try:
-            yield
-        finally:
-            Stream.make_current(before)
-
+    books = Books(threads, version=version)
+    empty, cudart = _locked(books)
+    patch.setattr(torch, "empty", empty)
     graph = type("Graph", (Graph,), {"books": books})
     fakes: dict[str, Any] = {
-        "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "stream": stream,
-        "set_device": indexed, "current_device": lambda: 0, "synchronize": lambda device=None: None,
+        "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "cudart": cudart,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),
-        "set_stream": Stream.make_current, "empty_cache": books.empty,
+        "synchronize": lambda device=None: None, "empty_cache": books.empty, "device": lambda card: nullcontext(),
+        **_current(books),
     }  # fmt: skip
     for name, value in fakes.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(Stream, "_here", threading.local())
+    patch.setattr(torch, "__version__", f"{version[0]}.{version[1]}.0+cu130")
     patch.setattr(torch._C, "_cuda_endAllocateToPool", books.end, raising=False)
     patch.setattr(torch._C, "_cuda_releasePool", books.release, raising=False)
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda card: card in books.contexts, raising=False)
     if drops:
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", books.drop, raising=False)
     else:

@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
         ({"block_size": 8}, ("--block-size 8", "16, 32, 64, 128")),
         ({"dtype": torch.float64}, ("float64", "bfloat16")),
         ({"vocab_size": 1 << 21}, ("2097152", "1048576")),
+        ({"max_tokens": 1 << 20, "batch_invariant": True}, ("--max-num-batched-tokens 1048576", "65535", "259000")),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
@@ -151,3 +152,17 @@ def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
     assert pick_dtype(asked, stored) is want
     with pytest.raises(StartupError, match="--dtype float8 is not supported on cuda"):
         pick_dtype("float8", stored)
+
+
+@pytest.mark.parametrize(("dtype", "left"), [(torch.float32, "highest"), (torch.bfloat16, "high")])
+def test_products_of_float32_are_exact(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, left: str) -> None:
+    """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which torch begins at "high" (TF32). What a
+    caller has chosen for other work of the process stays where an engine has no such products."""
+    monkeypatch.setattr(capability, "pick_device", lambda *_: torch.device("cpu"))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        make_backend(BackendConfig(dtype=dtype))
+        assert torch.get_float32_matmul_precision() == left
+    finally:
+        torch.set_float32_matmul_precision(before)

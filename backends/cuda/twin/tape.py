@@ -15,8 +15,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+HOST_READS = (
+    "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive",
+    "equal", "is_nonzero", "bincount", "histc",
+)  # fmt: skip
 """Calls whose result depends on values: a capture cannot hold them."""
+
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+"""Calls that count the places of a mask on the host, where they are given one."""
+
+
+def unfit(func: Any, args: Any, kwargs: Any, out: Any) -> str:
+    """Why a capture does not permit a call; empty where it does."""
+    name = func.overloadpacket.__name__
+    masks = name in INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    filled = masks and len(args) > 2 and args[2].numel() == 1  # masked_fill serves
+    grows = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None and len(args) < 2
+    if name in HOST_READS or (masks and not filled) or grows:
+        return f"aten.{name} reads a value on the host, which a capture does not permit"
+    if name == "lift_fresh" and out.dim():  # a number is filled in, not copied
+        return "a copy from pageable memory waits for the card, which a capture does not permit"
+    return ""
 
 
 def finished(out: Any) -> list[Any]:
@@ -50,9 +69,6 @@ class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages that were there before the launch: weights, the KV cache, inputs. A view of one costs nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in HOST_READS:
-            raise RuntimeError(f"aten.{name} reads a value on the host, which a capture does not permit")
         flat, spec = tree_flatten((args, kwargs or {}))
         for x in flat:
             if isinstance(x, Tensor):
@@ -60,6 +76,8 @@ class TwinTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [self._slots.get(id(x), x) if isinstance(x, Tensor) else x for x in flat]
         self._standing.update(x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor))
         out = func(*args, **(kwargs or {}))
+        if why := unfit(func, args, kwargs, out):
+            raise RuntimeError(why)
         known = {id(x) for x in flat if isinstance(x, Tensor)}
         made: list[TapeSlot | None] = []
         for t in tree_flatten(out)[0]:

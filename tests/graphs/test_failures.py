@@ -1,0 +1,24 @@
+"""A lack of memory is told from other failures by what libraries say."""
+
+from __future__ import annotations
+
+import pytest
+
+from trencadis.core.graphs.failures import ran_out
+
+
+@pytest.mark.parametrize(
+    ("said", "lack"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB", True),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY", True),
+        ("NCCL error: unhandled cuda error, Last error: Cuda failure 2 'out of memory'", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+    ],
+)
+def test_what_a_lack_of_memory_says(said: str, lack: bool) -> None:
+    assert ran_out(RuntimeError(said)) is lack
