@@ -75,6 +75,7 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
     def reduced(x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
+        device.rewrite(x, "all_reduce")
         out: Tensor = device.kernel(_all_reduce, x)
         if device.scope is not None:
             device.scope.collective += out.numel() * out.dtype.itemsize
@@ -84,6 +85,16 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
         out: Tensor = device.kernel(_all_gather, x, world)
+        return out
+
+    def sent(x: Tensor, to: int) -> Tensor:
+        device.copied_out(x, "send")
+        out: Tensor = device.kernel(_send, x, to)
+        return out
+
+    def received(x: Tensor, source: int) -> Tensor:
+        device.rewrite(x, "receive")
+        out: Tensor = device.kernel(_receive, x, source)
         return out
 
     return EmulatedBridge(
@@ -101,8 +112,8 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         device_name=lambda: f"{device.profile.name} (emulated)",
         all_reduce=reduced,
         all_gather=gathered,
-        send=lambda x, to: device.kernel(_send, x, to),
-        receive=lambda x, source: device.kernel(_receive, x, source),
+        send=sent,
+        receive=received,
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
