@@ -91,7 +91,7 @@ def view_update(op: str) -> Refused:
 def new_version(op: str) -> Refused:
     return Refused(
         op,
-        "writes to a view between launches, which makes another version of its tensor: graphs go on reading the old one",
+        "writes to a view between launches, which makes another version of its tensor: graphs read the old one",
         "write the whole tensor, or let a launch do it: index_copy_ on the tensor itself",
     )
 

@@ -15,7 +15,7 @@ VISIBLE = "HABANA_VISIBLE_MODULES"
 GIVEN = "HABANA_VISIBLE_DEVICES"
 MODULE_ID = "HLS_MODULE_ID"
 LAUNCHED = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""What torchrun and MPI call a process's number on its machine: the plug-in takes it for a card's, whatever is asked."""
+"""torchrun's and MPI's names of a process's number on its machine, which the plug-in takes for a card's."""
 
 MOST = 8
 """Cards of one machine that the plug-in can number."""
