@@ -21,8 +21,10 @@ def held(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
 
 
 def kept(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
-    """Bytes that a graph keeps of it: the rows of all and their numbers, which collectives have written, and of a rank's
-    own, which cross the cut before, where the tensor cache is on."""
+    """Bytes that a graph keeps of it: the rows of all ranks and their numbers, which collectives have written.
+
+    With the tensor cache also those of a rank's own, which cross the cut before.
+    """
     if model.vision is None or not model.own_towers:
         return 0
     return slots // model.vision.slot.cell * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)

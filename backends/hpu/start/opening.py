@@ -103,9 +103,9 @@ def _unnumbered(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
-    core = import_module("habana_frameworks.torch.core")
-    hpu: Any = import_module("habana_frameworks.torch.hpu")
     with _unnumbered(environ):
+        core = import_module("habana_frameworks.torch.core")
+        hpu: Any = import_module("habana_frameworks.torch.hpu")
         import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
     is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
     wrong = environment.clash(environ, is_lazy())
