@@ -131,16 +131,18 @@ class Rig:
         p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
+        flat = [cache for kv in p.kv for cache in kv[:2]]  # whole: views are not written to between launches
         places: Any = (
-            *((cache, 0, SINK_BLOCK) for cache in self._caches()),
-            (p.arena, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)), (p.hidden, None, 0),
-        )  # fmt: skip
-        for tensor, zero, sink in places:
-            values = rng.standard_normal(tuple(tensor.shape), np.float32)
+            *((t, by_block(t, self.block).shape, 0, SINK_BLOCK) for t in flat),
+            (p.arena, p.arena.shape, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)),
+            (p.hidden, p.hidden.shape, None, 0),
+        )
+        for tensor, shape, zero, sink in places:
+            values = rng.standard_normal(tuple(shape), np.float32)
             if zero is not None:
                 values[zero] = 0
             values[sink] = bad
-            yield tensor, torch.from_numpy(values).to(tensor.dtype)
+            yield tensor, torch.from_numpy(values).to(tensor.dtype).view(tensor.shape)
         highs = {"last": self.vocab, "counts": 3, "seen": 256, "bias_id": self.vocab, "bias_value": 3}
         for name, high in highs.items():
             tensor = getattr(p.state, name)

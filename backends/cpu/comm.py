@@ -68,16 +68,19 @@ class GlooPipe:
         self._before, self._after, self._stages = cfg.number - cfg.world, cfg.number + cfg.world, cfg.stages
         self._leaving: deque[Leaving] = deque()
 
-    def send(self, rows: Tensor) -> None:
+    def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
+        """Nothing is prepared."""
+
+    def send(self, hidden: Tensor, count: int) -> None:
         """Waits for earlier rows only where there are more on their way than there are stages."""
         while self._leaving and (len(self._leaving) > self._stages or self._leaving[0].work.is_completed()):
             self._leaving.popleft().work.wait()
-        copy = rows.contiguous().view(torch.uint8).clone()
+        copy = hidden[1 : 1 + count].contiguous().view(torch.uint8).clone()
         self._leaving.append(Leaving(copy, self._group.send([copy], self._after, 0)))
 
-    def receive(self, rows: Tensor) -> None:
+    def receive(self, stream: Tensor, count: int) -> None:
         """Waits for them."""
-        self._group.recv([rows.view(torch.uint8)], self._before, 0).wait()
+        self._group.recv([stream[1 : 1 + count].view(torch.uint8)], self._before, 0).wait()
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return self._everyone.least(values)

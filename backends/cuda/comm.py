@@ -88,19 +88,26 @@ class CudaPipe:
         self._in_order = in_order
         self._before, self._after = cfg.number - cfg.world, cfg.number + cfg.world
         self._host: Any = torch.distributed.new_group(backend="gloo")
-        row = torch.zeros(1, device=device)
+        row = torch.zeros(2, device=device)
         if cfg.stage > 0:
-            self.receive(row)
+            self.receive(row, 1)
         if cfg.stage < cfg.stages - 1:
-            self.send(row)
+            self.send(row, 1)
 
-    def send(self, rows: Tensor) -> None:
+    def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
+        """Nothing is prepared."""
+
+    def send(self, hidden: Tensor, count: int) -> None:
+        rows = hidden[1 : 1 + count]
+
         def work() -> None:
             torch.distributed.send(rows, self._after)
 
         self._in_order(work)
 
-    def receive(self, rows: Tensor) -> None:
+    def receive(self, stream: Tensor, count: int) -> None:
+        rows = stream[1 : 1 + count]
+
         def work() -> None:
             torch.distributed.recv(rows, self._before)
 

@@ -68,13 +68,14 @@ class HpuBackend:
         if self.values:  # a card without values stands for all ranks
             join(cfg, self.bridge.collective_backend)
         self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
-        self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, alone=not self.values) if cfg.stages > 1 else None
+        self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
+        alone = not self.values
+        self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, self._staging, alone) if cfg.stages > 1 else None
         self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
         self.hooks = Hooks() if emulator is None else Hooks(emulator.run_out, emulator.no_sync)
         self._contexts = (
             LaunchContexts() if emulator is None else LaunchContexts(emulator.launch, self.bridge.compile_only)
         )
-        self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
         self._compiled = self.bridge.metric_localcontext("graph_compilation")
         self._metric = self._compiled.__enter__()
         self._fallen = self.bridge.metric_localcontext("cpu_fallback")

@@ -24,9 +24,22 @@ def all_reduce(x: Tensor) -> Tensor:
 
 def all_gather(x: Tensor, world: int) -> Tensor:
     """[n, width] of every rank side by side: [n, world * width]."""
-    parts = [torch.empty_like(x) for _ in range(world)]
-    torch.distributed.all_gather(parts, x, group=_stage)
-    return torch.cat(parts, dim=-1)
+    return beside(gathered(x, world), world)
+
+
+def gathered(x: Tensor, world: int) -> Tensor:
+    """[n, width] of every rank one below the other: [world * n, width].
+
+    Into one tensor: a list of tensors would be gathered into one all the same, and copied from there.
+    """
+    found = x.new_empty(world * x.shape[0], *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(found, x.contiguous(), group=_stage)
+    return found
+
+
+def beside(x: Tensor, world: int) -> Tensor:
+    """[world * n, width] -> [n, world * width]."""
+    return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1])
 
 
 def send(x: Tensor, to: int) -> Tensor:

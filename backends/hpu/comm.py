@@ -10,6 +10,8 @@ from torch import Tensor
 
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import within
+from trencadis.backends.hpu.launches.copies import Staging
+from trencadis.backends.hpu.launches.crossing import Crossing
 from trencadis.core.backend import BackendConfig
 
 
@@ -49,20 +51,41 @@ class HpuPipe:
         alone: as for ``HpuComm``; nothing is sent, and nobody is asked.
     """
 
-    def __init__(self, bridge: Bridge, cfg: BackendConfig, alone: bool = False) -> None:
-        self._bridge, self._alone = bridge, alone
+    def __init__(self, bridge: Bridge, cfg: BackendConfig, staging: Staging, alone: bool = False) -> None:
+        self._bridge, self._staging, self._alone = bridge, staging, alone
+        self._in: Crossing | None = None
+        self._out: Crossing | None = None
         self._before, self._after = cfg.number - cfg.world, cfg.number + cfg.world
         self._host: Any = None if alone else torch.distributed.new_group(backend="gloo")
 
-    def send(self, rows: Tensor) -> None:
-        if not self._alone:
-            self._bridge.mark_step()
-            self._bridge.send(rows, self._after)
+    def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
+        """In lazy mode rows go through buffers, whose launches are compiled here."""
+        if self._alone or not self._bridge.is_lazy():
+            return
+        if stream is not None:
+            self._in = Crossing(self._bridge, self._staging, stream, False, self._fill)
+        if hidden is not None:
+            self._out = Crossing(self._bridge, self._staging, hidden, True, self._hand)
 
-    def receive(self, rows: Tensor) -> None:
-        if not self._alone:
-            self._bridge.mark_step()
-            self._bridge.receive(rows, self._before)
+    def send(self, hidden: Tensor, count: int) -> None:
+        if self._out is not None:
+            self._out.cross(count)
+        elif not self._alone:
+            self._hand(hidden[1 : 1 + count])
+
+    def receive(self, stream: Tensor, count: int) -> None:
+        if self._in is not None:
+            self._in.cross(count)
+        elif not self._alone:
+            self._fill(stream[1 : 1 + count])
+
+    def _hand(self, rows: Tensor) -> None:
+        self._bridge.mark_step()
+        self._bridge.send(rows, self._after)
+
+    def _fill(self, rows: Tensor) -> None:
+        self._bridge.mark_step()
+        self._bridge.receive(rows, self._before)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
         return _least(values, self._host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 PIECES = (1, 4, 16, 64, 512, 4096)
@@ -22,9 +22,9 @@ class StoredPiece(NamedTuple):
     stop: int
 
 
-def pieces(rows: int) -> Iterator[StoredPiece]:
-    """Pieces of one size that cover ``rows`` > 0 of them; the last one may repeat rows of the one before."""
-    size = max(p for p in PIECES if p <= rows)
+def pieces(rows: int, sizes: Sequence[int] = PIECES) -> Iterator[StoredPiece]:
+    """Pieces of one of ``sizes`` that cover ``rows`` > 0 of them; the last one may repeat rows of the one before."""
+    size = max(p for p in sizes if p <= rows)
     for start in range(0, rows, size):
         begun = min(start, rows - size)
         yield StoredPiece(begun, begun + size)

@@ -44,12 +44,19 @@ class Pipe(Protocol):
     """What a backend has as ``pipe`` where ``BackendConfig.stages`` is above 1: links of a rank to its twins on the
     stages beside its own, in the order of launches."""
 
-    def send(self, rows: Tensor) -> None:
-        """Hands ``rows`` [n, hidden] to the next stage; the caller may write to them once it has launched more."""
+    def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
+        """Called once, before rows cross: the tensors [rows, hidden] that rows arrive in and leave from.
+
+        None: on the first stage, and on the last one.
+        """
         ...
 
-    def receive(self, rows: Tensor) -> None:
-        """Fills ``rows`` [n, hidden] with what the stage before sends, before later launches read them."""
+    def send(self, hidden: Tensor, count: int) -> None:
+        """Hands rows 1 to ``count`` to the next stage; the caller may write to them once it has launched more."""
+        ...
+
+    def receive(self, stream: Tensor, count: int) -> None:
+        """Fills rows 1 to ``count`` with what the stage before sends, before later launches read them."""
         ...
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ class Passage:
 
     def __init__(self, share: StageShare, pipe: Pipe, held: Persistent) -> None:
         self.share, self._pipe, self._held = share, pipe, held
+        pipe.bind(held.stream, None if share.ends else held.hidden)
 
     def inputs(self, x: StepInputs) -> StepInputs:
         """Host arrays of a launch here: rows that come in and go out are numbered from 1, in the launch's order."""
@@ -64,10 +65,10 @@ class Passage:
         """Before a launch: the rows of the stage before."""
         stream = self._held.stream
         if stream is not None:
-            self._pipe.receive(stream[1 : 1 + crossing(bucket, len(stream) - 1)])
+            self._pipe.receive(stream, crossing(bucket, len(stream) - 1))
 
     def give(self, bucket: Bucket) -> None:
         """Behind a launch: its rows for the next stage."""
         if not self.share.ends:
             hidden = self._held.hidden
-            self._pipe.send(hidden[1 : 1 + crossing(bucket, len(hidden) - 1)])
+            self._pipe.send(hidden, crossing(bucket, len(hidden) - 1))

@@ -335,17 +335,19 @@ class Sized:
         """Bytes of the tensors that a graph keeps: those that cross one of its cuts, each once.
 
         A layer hands on the residual stream and its own output; rotary factors and indices cross the first cut. Before
-        a collective, its operands and what made them cross too. Without the tensor cache only what collectives leave
-        in place stays.
+        a collective, its operands and what made them cross too. What collectives have written stays also without the
+        tensor cache: sums in place of their operands, and rows of all ranks.
         """
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            leaving += gathering.kept(self.model, size, self.itemsize) if self.graphs.cached else 0
+            leaving += gathering.kept(self.model, size, self.itemsize, self.ranks, self.graphs.cached)
             first = 8 * v.head_dim * v.rotary - (-8 // v.slot.cell)
             return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.crossing, v.heads, first) + leaving
-        if bucket.stage is Stage.SAMPLE and self.ranks > 1 and self.graphs.cached:
-            return size * ((self._share(t.vocab) + t.width) * self.itemsize + 36)
+        if bucket.stage is Stage.SAMPLE and self.ranks > 1:
+            share = self._share(t.vocab)
+            crossing = (share + t.width) * self.itemsize + 36 if self.graphs.cached else 0
+            return size * (self.ranks * share * self.itemsize + crossing)
         if bucket.stage in HEADS:
             return 0
         crossing = CROSSING + (1 if t.place == SANDWICH else 0)

@@ -20,8 +20,11 @@ def held(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
     return slots // model.vision.slot.cell * (1 + ranks) * (row_bytes(model, itemsize) + NUMBER)
 
 
-def kept(model: ModelConfig, slots: int, itemsize: int) -> int:
-    """Bytes that a graph keeps of it: a rank's own rows and their numbers, which cross the cut before collectives."""
+def kept(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
+    """Bytes that a graph keeps of it: the rows of all ranks and their numbers, which collectives have written.
+
+    With the tensor cache also those of a rank's own, which cross the cut before.
+    """
     if model.vision is None or not model.own_towers:
         return 0
-    return slots // model.vision.slot.cell * (row_bytes(model, itemsize) + NUMBER)
+    return slots // model.vision.slot.cell * (ranks + cached) * (row_bytes(model, itemsize) + NUMBER)

@@ -50,7 +50,10 @@ class Meeting:
         self.said: list[tuple[int, ...]] = []
         self.others, self.strict = others, strict
 
-    def send(self, rows: Any) -> None:
+    def bind(self, stream: Any, hidden: Any) -> None:
+        """Nothing is prepared."""
+
+    def send(self, hidden: Any, count: int) -> None:
         raise AssertionError("a start-up sends no rows")
 
     receive = send

@@ -105,6 +105,7 @@ class Store:
         self.born = 0 if live is None else live.cuts
         self.twin: Any = None
         self.untouched = False  # still the zeros that it was made of
+        self.captured = False  # a graph reads it, or writes to it
 
     def shadow(self) -> Any:
         """A storage without values on torch's meta device: views of this storage stay views of each other there."""

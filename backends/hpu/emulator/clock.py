@@ -9,6 +9,13 @@ from contextlib import contextmanager
 from trencadis.backends.hpu.emulator.profiles import Profile
 from trencadis.backends.hpu.emulator.recipes.saved import SavedRecipes
 
+METRICS = ("graph_compilation", "cpu_fallback", "memory_defragmentation")
+"""Names that ``metric_localcontext`` takes."""
+
+
+class MetricNotFound(Exception):
+    """The plug-in counts nothing of that name."""
+
 
 class Metric:
     """What ``metric_localcontext`` yields: events of one kind while it is open."""
@@ -74,7 +81,13 @@ class Clock:
 
     @contextmanager
     def metric(self, name: str) -> Iterator[Metric]:
-        """Counts events called ``name`` until the block ends."""
+        """Counts events called ``name`` until the block ends.
+
+        Raises:
+            MetricNotFound: for a name that the plug-in has no metric of.
+        """
+        if name not in METRICS:
+            raise MetricNotFound(f"Metric with given name ({name}) doesn't exist.")
         found = Metric(name)
         self._open.append(found)
         try:

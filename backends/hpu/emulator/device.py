@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.hpu.emulator import refusals
 from trencadis.backends.hpu.emulator.allocator import Allocator, Store
-from trencadis.backends.hpu.emulator.checks import checked, is_view, look
+from trencadis.backends.hpu.emulator.checks import checked, is_view, look, written
 from trencadis.backends.hpu.emulator.clock import Clock
 from trencadis.backends.hpu.emulator.faults import EmulatedFaults
 from trencadis.backends.hpu.emulator.op_table import OpTable
@@ -80,6 +80,9 @@ class EmulatedDevice:
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One ATen call from Python."""
         leaves = flatten((args, kwargs))
+        if self.scope is None:
+            for target in written(func, args):
+                self.rewrite(target, str(func))
         if func is aten._to_copy.default or func is aten.copy_.default:
             moved = self._move(func, args, kwargs)
             if moved is not None:
@@ -186,6 +189,28 @@ class EmulatedDevice:
         if self.computes or self.scope is None:
             return run(*args)
         return self.scope.repeats.layer(self.scope, run, args)
+
+    def rewrite(self, target: Any, name: str) -> None:
+        """A write to ``target`` that no capture may hold, and that between launches makes a view's whole tensor anew.
+
+        Raises:
+            Refused: a view in a capture, or one of a tensor that a graph has captured as it was.
+        """
+        if not self.lazy or not isinstance(target, DeviceTensor) or not target.is_view:
+            return
+        if self.scope is not None:
+            if self.scope.tape is not None:
+                raise refusals.view_update(name)
+            return
+        if target.store.captured:
+            raise refusals.new_version(name)
+        self.clock.recipe(("inserted", name, target.storage_offset(), target.store.bytes, leaf_key(target)), 1)
+        self.clock.copied(target.store.bytes)
+
+    def copied_out(self, source: Any, name: str) -> None:
+        """A collective between launches reads ``source``: in lazy mode a view is first copied, by a recipe."""
+        if self.scope is None and self.lazy and isinstance(source, DeviceTensor) and source.is_view:
+            self.clock.recipe(("taken out", name, source.storage_offset(), leaf_key(source)), 1)
 
     def cut(self) -> None:
         """``mark_step``: ends the recipe that is being collected."""

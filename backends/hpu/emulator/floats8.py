@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
+WIDE = (torch.float32, torch.bfloat16)
+"""Types that casts take and give."""
+
 BEYOND = 464.0
 """Half a step above the largest e4m3, 448: values above it round to none."""
 
@@ -19,6 +22,8 @@ NAN = 0x7F
 
 def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
     """e4m3 of x [..., k] times ``scale``, which broadcasts to it."""
+    if x.dtype not in WIDE:
+        raise RuntimeError(f"cast_to_fp8_v2 takes float32 and bfloat16, not {x.dtype}")
     if scale is not None and not _fits(scale, tuple(x.shape)):
         raise RuntimeError(f"cast_to_fp8_v2: a scale of shape {list(scale.shape)} does not fit {list(x.shape)}")
     wide = x.float() if scale is None else x.float() * scale.float()
@@ -35,6 +40,8 @@ def cast_from_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | None, limit: fl
     """e4m3 times ``scale``, of ``dtype``."""
     if x.dtype != E4M3:
         raise RuntimeError(f"cast_from_fp8 takes 8-bit floats, not {x.dtype}")
+    if dtype not in WIDE:
+        raise RuntimeError(f"cast_from_fp8 gives float32 and bfloat16, not {dtype}")
     values = _values(x, limit)
     return (values if scale is None else values * scale.float()).to(dtype)
 
@@ -45,7 +52,7 @@ def fp8_gemm_v2(
     """[n, k] x [m, k] -> [n, m] of bfloat16 or float32; scales broadcast to a and to b transposed."""
     if a.dtype != E4M3 or b.dtype != E4M3:
         raise RuntimeError(f"fp8_gemm_v2 multiplies 8-bit floats, not {a.dtype} by {b.dtype}")
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in WIDE:
         raise RuntimeError(f"fp8_gemm_v2 gives bfloat16 or float32, not {dtype}")
     turned = (b.shape[1], b.shape[0])
     for name, scale, shape in (("A", a_scale, tuple(a.shape)), ("B", b_scale, turned)):

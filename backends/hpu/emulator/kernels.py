@@ -95,8 +95,15 @@ def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def summed(x: Tensor) -> None:
+    """Raises RuntimeError for types that HCCL does not add: the plug-in would go through float32, or end."""
+    if x.dtype not in floats8.WIDE:
+        raise RuntimeError(f"HCCL supports only float or bfloat16 reduction, not {x.dtype}")
+
+
 def all_reduced(x: Tensor) -> Tensor:
     """The sum over the ranks, as a new tensor."""
+    summed(x)
     return x.clone() if x.is_meta else all_reduce(x.clone())
 
 
@@ -200,6 +207,8 @@ class Kernels:
             raise AssertionError("a mask must contain causality itself")
         if q.dim() != 4 or k.dim() != 4 or q.shape[1] % k.shape[1]:
             raise AssertionError("the kernel takes [B, H, S, D] and whole groups of heads")
+        if mask is not None and mask.dim() != 4:
+            raise ValueError(f"the kernel takes a mask of 4 dimensions, not {mask.dim()}")
         if mask is not None and mask.shape[-2] * mask.shape[-1] * MASK_ITEM > MASK_BYTES:
             raise refusals.mask_too_large("FusedSDPA", mask.shape[-2] * mask.shape[-1] * MASK_ITEM)
 

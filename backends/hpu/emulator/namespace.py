@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
-from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
+from trencadis.backends.hpu.collectives import all_reduce, beside, gathered, receive, send
 from trencadis.backends.hpu.emulation import EmulatedBridge, EmulatorHooks
 from trencadis.backends.hpu.emulator.device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
 from trencadis.backends.hpu.emulator.graphs import wrap
-from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels
+from trencadis.backends.hpu.emulator.kernels import BLOCKWISE, Kernels, summed
 from trencadis.backends.hpu.emulator.op_table import RELEASE
 from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.queue import QueueEvent
@@ -72,19 +72,7 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
     kernels = Kernels(device)
     device.lazy = lazy
 
-    def reduced(x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
-        out: Tensor = device.kernel(_all_reduce, x)
-        if device.scope is not None:
-            device.scope.collective += out.numel() * out.dtype.itemsize
-        return out
-
-    def gathered(x: Tensor, world: int) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
-        out: Tensor = device.kernel(_all_gather, x, world)
-        return out
+    between = Collectives(device)
 
     return EmulatedBridge(
         label="hpu (emulated)",
@@ -99,10 +87,10 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         out_of_memory=lambda error: isinstance(error, EmulatedOutOfMemory),
         metric_localcontext=device.clock.metric,
         device_name=lambda: f"{device.profile.name} (emulated)",
-        all_reduce=reduced,
-        all_gather=gathered,
-        send=lambda x, to: device.kernel(_send, x, to),
-        receive=lambda x, source: device.kernel(_receive, x, source),
+        all_reduce=between.all_reduce,
+        all_gather=between.all_gather,
+        send=between.send,
+        receive=between.receive,
         collective_backend="gloo",
         fused_sdpa=kernels.sdpa,
         fused_rms_norm=kernels.rms,
@@ -119,6 +107,42 @@ def of(device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cach
         event=lambda: QueueEvent(device.queue),
         hooks=_hooks(device, lazy, backed),
     )
+
+
+class Collectives:
+    """What crosses between ranks, over gloo; in lazy mode a wait follows each, which ends the recipe."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_reduce(x)  # type: ignore[no-any-return]
+        self.device.rewrite(x, "all_reduce")
+        return self._left(self.device.kernel(_all_reduce, x))
+
+    def all_gather(self, x: Tensor, world: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.all_gather(x, world)  # type: ignore[no-any-return]
+        return beside(self._left(self.device.kernel(_all_gather, x, world)), world)
+
+    def send(self, x: Tensor, to: int) -> Tensor:
+        self.device.copied_out(x, "send")
+        out: Tensor = self.device.kernel(_send, x, to)
+        return out
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        self.device.rewrite(x, "receive")
+        out: Tensor = self.device.kernel(_receive, x, source)
+        return out
+
+    def _left(self, x: Tensor) -> Tensor:
+        """A graph keeps what a collective has written, whatever its cache."""
+        if self.device.scope is not None:
+            self.device.scope.collective += x.numel() * x.dtype.itemsize
+            if self.device.lazy:
+                self.device.cut()
+        return x
 
 
 def _hooks(device: EmulatedDevice, lazy: bool, backed: int) -> EmulatorHooks:
@@ -160,6 +184,7 @@ def _quiet() -> None:
 
 
 def _all_reduce(x: Tensor) -> Tensor:
+    summed(x)
     return x if x.is_meta else all_reduce(x)
 
 
@@ -172,4 +197,4 @@ def _receive(x: Tensor, source: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, world: int) -> Tensor:
-    return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
+    return torch.cat([x] * world) if x.is_meta else gathered(x, world)

@@ -88,6 +88,14 @@ def view_update(op: str) -> Refused:
     )
 
 
+def new_version(op: str) -> Refused:
+    return Refused(
+        op,
+        "writes to a view between launches, which makes another version of its tensor: graphs read the old one",
+        "write the whole tensor, or let a launch do it: index_copy_ on the tensor itself",
+    )
+
+
 def too_many_ops(count: int, limit: int) -> Refused:
     return Refused("cut", f"{count} operations without a graph cut (limit {limit})", 'call ops.cut("layer") more often')
 

@@ -70,6 +70,7 @@ class RecordedTape:
             return leaf.slot
         if leaf.owner.computes and leaf.held.is_meta:
             raise refusals.no_values("capture")
+        leaf.store.captured = True
         return leaf.held
 
     def finish(self, outputs: list[DeviceTensor]) -> int:

@@ -14,6 +14,9 @@ ROOT = "TRENCADIS_MACHINE_ROOT"
 VISIBLE = "HABANA_VISIBLE_MODULES"
 GIVEN = "HABANA_VISIBLE_DEVICES"
 MODULE_ID = "HLS_MODULE_ID"
+LAUNCHED = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""torchrun's and MPI's names of a process's number on its machine, which the plug-in takes for a card's."""
+
 MOST = 8
 """Cards of one machine that the plug-in can number."""
 
@@ -106,6 +109,22 @@ def check_index(environ: Mapping[str, str], machine: Machine, index: int, world:
         raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and {why}.")
     if index >= count:
         raise StartupError(f"--device hpu:{index}: card {index} is asked for and {why}, from 0.")
+
+
+def check_module(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:
+    """Raises StartupError where a module is named that is not card ``index``: the plug-in would open it all the same.
+
+    A process that asks for no card in particular gets the one that is named.
+    """
+    text = environ.get(MODULE_ID, "")
+    if not text or (index == 0 and world == 1):
+        return
+    ids = visible(environ, machine) or tuple(range(MOST))
+    if index >= len(ids) or text != str(ids[index]):
+        raise StartupError(
+            f"{MODULE_ID}={text} names another card than card {index}: unset it; a process that has opened a card "
+            "keeps it"
+        )
 
 
 def variables(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> dict[str, str]:

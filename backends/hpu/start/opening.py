@@ -15,7 +15,7 @@ from torch import Tensor
 import trencadis.backends.hpu.start.environment as environment
 from trencadis.backends.hpu.bridge import Bridge
 from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
-from trencadis.backends.hpu.start import capability, settling, stack
+from trencadis.backends.hpu.start import capability, machine, settling, stack
 from trencadis.backends.hpu.symbols import offered
 from trencadis.core.errors import StartupError
 from trencadis.core.graphs.failures import line
@@ -92,15 +92,27 @@ def _take(hpu: Any, index: int, world: int) -> None:
         raise StartupError(f"card {index} cannot be opened ({line(error)}): hl-smi shows who holds it") from None
 
 
+@contextmanager
+def _unnumbered(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Without a launcher's number of this process, by which the plug-in would choose a card at its import."""
+    hidden = {name: environ.pop(name) for name in machine.LAUNCHED if name in environ}
+    try:
+        yield
+    finally:
+        environ.update(hidden)
+
+
 def _opened(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
-    core = import_module("habana_frameworks.torch.core")
-    hpu: Any = import_module("habana_frameworks.torch.hpu")
-    import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
+    with _unnumbered(environ):
+        core = import_module("habana_frameworks.torch.core")
+        hpu: Any = import_module("habana_frameworks.torch.hpu")
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
     is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
     wrong = environment.clash(environ, is_lazy())
     if wrong is not None:
         raise StartupError(wrong)
     wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
+    machine.check_module(environ, machine.find(environ), index, world)
     _take(hpu, index, world)
     kernels = _optional("habana_frameworks.torch.hpex.kernels")
     norms = _optional("habana_frameworks.torch.hpex.normalization")

@@ -74,6 +74,23 @@ def test_what_a_collective_leaves_stays_without_the_cache() -> None:
     assert card.allocator.used["graphs"] == card.profile.graph_bytes + 4000 + 4000
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_gathered_stays_beside_its_rows(cached: bool) -> None:
+    """The card's tensor of all ranks, of which rows beside rows are a copy; with the cache its source too."""
+    card = use(EmulatedDevice(Profile("card", 64 * MIB), computes=False))
+    made = of(card, cached=cached)
+
+    class Gathered(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            card.cut()
+            return made.all_gather(y, 2)
+
+    out = made.wrap_in_hpu_graph(Gathered()).forward(torch.ones(10, 100).to(DEVICE))
+    assert tuple(out.shape) == (10, 200)
+    assert card.allocator.used["graphs"] == card.profile.graph_bytes + 8000 + 8000 + (4000 if cached else 0)
+
+
 @pytest.mark.parametrize(("text", "cached"), [("", True), ("0", True), ("true", True), ("1", False)])
 def test_the_plug_ins_variable(text: str, cached: bool) -> None:
     made = bridge({"PT_HPUGRAPH_DISABLE_TENSOR_CACHE": text})

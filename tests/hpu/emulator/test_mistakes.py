@@ -306,6 +306,7 @@ def test_every_mistake_is_documented() -> None:
         valid-length-with-mask causal-with-mask flat-rms-norm stale-length stale-branch python-state
         replaced-weight forgotten-input opaque-input early-refill late-read no-wait event-alone all-masked-row
         poisoned-padding request-shape request-constant wide-number overtaken-fetch array-by-array staged
+        new-version narrow-cast flat-mask unknown-metric whole-number-sum
     """
     names = [*REFUSED, *others.split()]
     assert len(names) >= 30

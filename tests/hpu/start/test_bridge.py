@@ -67,7 +67,7 @@ print("fine")
 
 def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/stubs")])
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TRENCADIS_", "HLS_", "OMPI_"))}
     full = {**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run([sys.executable, "-P", "-c", code, *args], env=full, capture_output=True, text=True)
 
@@ -76,6 +76,40 @@ def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
     done = run(CODE, lazy, **env)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
+
+
+NUMBERED = """
+import os, sys
+from trencadis.backends.hpu.start import machine, stack
+stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+machine.find = lambda environ: machine.Machine(8, 8, tuple(range(8)))
+from trencadis.backends.hpu.start.opening import open_bridge
+from trencadis.core.errors import StartupError
+try:
+    open_bridge(int(sys.argv[1]), world=int(sys.argv[2]))
+    from habana_frameworks.torch.hpu import CHOSEN
+    print(CHOSEN, os.environ.get("LOCAL_RANK"))
+except StartupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("card", "world", "env", "says"), [
+    ("1", "2", {}, "[1] None"),
+    ("1", "2", {"HABANA_VISIBLE_MODULES": "6,3"}, "[3] None"),
+    ("4", "1", {"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, "[4] 0"),
+    ("1", "2", {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "HABANA_VISIBLE_MODULES": "6,3"}, "[3] 0"),
+    ("1", "2", {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+     "[1] None"),
+    ("1", "2", {"HLS_MODULE_ID": "1"}, "[1] None"),
+    ("0", "1", {"HLS_MODULE_ID": "5"}, "[5] None"),
+    ("1", "2", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 1: unset it"),
+    ("2", "1", {"HLS_MODULE_ID": "0"}, "HLS_MODULE_ID=0 names another card than card 2: unset it"),
+])  # fmt: skip
+def test_the_card_that_is_asked_for_is_opened(card: str, world: str, env: dict[str, str], says: str) -> None:
+    """The plug-in numbers cards by what torchrun, MPI or an earlier opening left in the environment."""
+    done = run(NUMBERED, card, world, HABANA_STUB_CARDS="8", **env)
+    assert done.stdout.startswith(says), (done.stdout, done.stderr)
 
 
 def test_cpu_imports_neither_bridge_nor_emulator() -> None:

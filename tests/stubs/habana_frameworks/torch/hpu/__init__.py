@@ -9,6 +9,7 @@ if is_lazy():
     from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph as wrap_in_hpu_graph
 
 CHOSEN: list[int] = []
+"""Modules that ``set_device`` has chosen."""
 
 
 def is_available() -> bool:
@@ -19,15 +20,29 @@ def device_count() -> int:
     return int(os.environ.get("HABANA_STUB_CARDS", "1"))
 
 
+def modules() -> list[int]:
+    """Of the cards that a process may number."""
+    return [int(n) for n in os.environ.get("HABANA_VISIBLE_MODULES", "0,1,2,3,4,5,6,7").split(",")]
+
+
 def set_device(device: int) -> None:
-    CHOSEN.append(device)
+    """A module that is named already wins over ``device``; otherwise the card is named by its place."""
+    available, chosen = modules(), int(os.environ.get("HLS_MODULE_ID") or -1)
+    if chosen >= 0:
+        device = next((i for i in range(device_count()) if available[i] == chosen), device)
+        assert available[device] == chosen, "another module was set before"
+    if chosen == -1 and "HABANA_VISIBLE_MODULES" not in os.environ and device_count() < 8:
+        assert device == 0, "HABANA_VISIBLE_MODULES is not provided"
+    else:
+        os.environ["HLS_MODULE_ID"] = str(available[device])
+    CHOSEN.append(available[device])
 
 
 def get_device_name(device: int | None = None) -> str:
-    return "GAUDI2"
+    return os.environ.get("HABANA_STUB_CARD", "GAUDI2")
 
 
-def synchronize(device: int | None = None) -> None: ...
+def synchronize() -> None: ...
 
 
 def mem_get_info(device: int | None = None) -> tuple[int, int]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import habana_frameworks.torch.operations  # noqa: F401
 import torch
 
 
@@ -39,32 +40,9 @@ class FusedSDPA(torch.autograd.Function):
         if valid_seq_len is not None:
             assert is_causal and attn_mask is None
         assert softmax_mode in ("None", "fast", "fp32") and seq_padding_type in ("left", "right")
+        assert softmax_mode != "fp32" or q.dtype == torch.bfloat16, "fp32 is supported for BF16 alone"
+        assert q.dim() == k.dim() == v.dim() == 4 and (attn_mask is None or attn_mask.dim() == 4)
+        assert not is_causal or attn_mask is None
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
         )
-
-
-def _parts(
-    q: Any, k: Any, v: Any, mask: Any, p: float, scale: float, is_causal: bool, backward: bool, mode: str,
-    valid_seq_len: Any, side: str,
-) -> Any:  # fmt: skip
-    """The signature and shapes of the plug-in's operation: [B, g, h / g, S, d] over [B, g, 1, T, d]."""
-    assert p == 0.0 and backward and valid_seq_len is None and mode in ("None", "fast", "fp32")
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    high = scores.amax(-1, keepdim=True).to(q.dtype)
-    share = (scores - high.float()).exp()
-    total = share.sum(-1, keepdim=True)
-    return ((share / total).to(q.dtype) @ v), high, total.reciprocal(), torch.zeros(1, dtype=torch.int32)
-
-
-OPS = torch.library.Library("hpu", "DEF")  # type: ignore[no-untyped-call]
-OPS.define(
-    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, bool is_causal, "
-    "bool requires_backward, str softmax_mode, Tensor? valid_seq_len, str seq_padding_type) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-OPS.impl("sdpa_recomp_fwd", _parts, "CPU")

@@ -22,6 +22,15 @@ class Metric:
         return [("TotalNumber", count), ("TotalTime", 1000 * count), ("AvgTime", 1000 if count else 0)]
 
 
+NAMES = ("graph_compilation", "cpu_fallback", "memory_defragmentation")
+
+
+class MetricNotFound(Exception):
+    """The plug-in has no metric of that name."""
+
+
 @contextmanager
 def metric_localcontext(name: str) -> Iterator[Metric]:
+    if name not in NAMES:
+        raise MetricNotFound(f"Metric with given name ({name}) doesn't exist.")
     yield Metric(name)
