@@ -218,7 +218,8 @@ def _small_need(bucket: Bucket) -> Bucket:
 
 def _check_first_op(bucket: Bucket, seen: Counter[Any]) -> None:
     """The first op of a body must run over as many tokens, slots or rows as the bucket has."""
-    first = {Stage.VISION: "patches", Stage.SAMPLE: "sample", Stage.RESET: "reset", Stage.POOL: "pool"}.get(
+    sampling = "draw" if bucket.variant == "draw" else "sample"
+    first = {Stage.VISION: "patches", Stage.SAMPLE: sampling, Stage.RESET: "reset", Stage.POOL: "pool"}.get(
         bucket.stage, "embed"
     )
     found = [dims for name, dims in seen if name == first]

@@ -98,8 +98,8 @@ class Rig:
         self.model.bind(made)
         self.bodies = {
             "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
-            "full": lambda t: self.model.head(t, True), "vision": self.model.vision, "reset": self.model.reset,
-            "pool": self.model.pool,
+            "full": lambda t: self.model.head(t, True), "draw": lambda t: self.model.drawn_head(t),
+            "vision": self.model.vision, "reset": self.model.reset, "pool": self.model.pool,
         }  # fmt: skip
 
     @property
@@ -199,8 +199,9 @@ class Rig:
             return made, 0
         real = max(bucket.dims[0] - 1, 1)
         if bucket.stage is Stage.SAMPLE:
-            full = bucket.variant == "full"
-            sample = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), True) if full else Sample()
+            told = 1 if bucket.variant == "full" else -1
+            drawn = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), told)
+            sample = Sample() if bucket.variant == "greedy" else drawn
             first = int(rng.integers(1, 60))
             return host.head_inputs([host.SampleRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
         if bucket.stage is Stage.POOL:

@@ -56,7 +56,8 @@ class CrossAttention:
     def stored(self, x: Tensor) -> Tensor:
         """What an arena row holds for this layer, [s, 2 x width], of rows [s, hidden] of pictures."""
         k, v = torch.split(self.kv(x), self.width, dim=1)
-        k = self.norms[1].heads(k.reshape(len(k), -1, self.head_dim)).view(len(k), -1)
+        # A single head's columns would stay a view, whose rows lie apart: norms take rows that follow each other.
+        k = self.norms[1].heads(k.contiguous().view(len(k), -1, self.head_dim)).view(len(k), -1)
         return torch.cat([k, v], dim=1)
 
     def __call__(self, x: Tensor, seen: SeenTensors, rows: Tensor | None, arena: Tensor) -> Tensor:
