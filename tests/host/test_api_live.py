@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.fleet.test_live import picture
-from tests.traffic.server_process import ROOT, RunningServer, server
+from tests.traffic.server_process import ROOT, RunningServer, server, words_of
 
 pytestmark = pytest.mark.long
 
@@ -55,7 +55,7 @@ def texts(running: RunningServer, count: int) -> list[list[str]]:
 
 def api_pids(running: RunningServer) -> list[int]:
     children = psutil.Process(running.process.pid).children()
-    return [child.pid for child in children if "trencadis.server.cli.api.process" in child.cmdline()]
+    return [child.pid for child in children if "trencadis.server.cli.api.process" in words_of(child)]
 
 
 def listening(running: RunningServer) -> list[int]:

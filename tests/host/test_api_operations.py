@@ -26,7 +26,7 @@ from tests.host.test_api_processes import ANN, BEN, DEADLINE, ENGINE, LONG, Pace
 from tests.operations.fake_server import FakeServer
 from tests.operations.test_tls import certificate, needs_openssl, put
 from tests.traffic.image_chats import data_url
-from tests.traffic.server_process import RunningServer, server
+from tests.traffic.server_process import RunningServer, server, words_of
 from trencadis.server.tenants.registry import LOOK_EVERY
 
 pytestmark = pytest.mark.long
@@ -195,7 +195,7 @@ def _asked(client: httpx.Client) -> None:
 
 def engines(made: Several) -> list[int]:
     """The engines' processes."""
-    return [child.pid for child in made.front.children() if any("core.process" in word for word in child.cmdline())]
+    return [child.pid for child in made.front.children() if any("core.process" in word for word in words_of(child))]
 
 
 def test_a_server_without_requests_falls_asleep_and_any_process_wakes_it(tmp_path: Path) -> None:

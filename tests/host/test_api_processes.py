@@ -19,6 +19,7 @@ import pytest
 
 from tests.host.paced_engine import PACED
 from tests.operations.fake_server import FakeServer
+from tests.traffic.server_process import words_of
 
 ENGINE = ("--engine", "tests.host.paced_engine:PacedEngine.create")
 DEADLINE = 180.0
@@ -43,7 +44,7 @@ class Several:
         """Process ids by index."""
         found: dict[int, int] = {}
         for child in self.front.children():
-            words = child.cmdline()
+            words = words_of(child)
             if any(word.endswith(API) for word in words):
                 found[int(words[-1])] = child.pid
         return found
@@ -231,7 +232,7 @@ def test_a_killed_process_takes_its_own_requests_along_and_is_started_again(seve
 def test_a_signal_lets_both_finish_and_leaves_nothing_behind(several: Several) -> None:
     shared = set(os.listdir("/dev/shm"))
     children = several.front.children(recursive=True)
-    assert sum(API in " ".join(child.cmdline()) for child in children) == 2
+    assert sum(API in " ".join(words_of(child)) for child in children) == 2
     other, clients = several.client(1), [several.client(i) for i in range(2)]
     streams = [PacedStream(client, 150) for client in clients]
     several.server.process.send_signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 START = 450.0
@@ -86,3 +87,11 @@ DECODE_WORKER = "trencadis.multimodal.workers.worker"
 def is_decode_worker(pid: int) -> bool:
     """Whether process ``pid`` decodes media."""
     return DECODE_WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """A process's command line; none where it has just ended, as a zombie that nobody has waited for yet."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
