@@ -53,7 +53,8 @@ class GatheredRows:
     def _gather(self, rows: Tensor, arena: Tensor) -> None:
         own, places = self._ops.gather_rows(arena, rows), rows.view(-1, 1)
         self._ops.cut("collective")
-        values, places = self._comm.all_gather(own), self._comm.all_gather(places)
+        places = self._comm.all_gather(places)  # first: what stands between two collectives is kept by a graph
+        values = self._comm.all_gather(own)
         self._ops.scatter_rows(arena, places.reshape(-1), values.reshape(-1, own.shape[1]))
 
     def exchange(self, shares: Sequence[Sequence[Encode]]) -> None:
