@@ -90,7 +90,7 @@ def _of_format(given: Mapping[str, Any] | None) -> _Found | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        # Clients of llama.cpp and of some hosts put a schema here.
+        # Some clients put a schema here.
         schema = given.get("schema")
         return ("json_object", True, param) if schema in (None, {}, True) else ("json", schema, f"{param}.schema")
     if kind == "json_schema":

@@ -11,7 +11,7 @@ from pydantic import Field
 from trencadis.core.errors import BadRequest
 from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
 from trencadis.server.protocol.fields import Object, Objects, Text
-from trencadis.server.protocol.tools import among, check_tools
+from trencadis.server.protocol.tools import among, check_tools, is_subset
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that requests set by fields of their own."""
@@ -63,7 +63,8 @@ class ChatRequest(GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
         check_tools(self.tools, self.tool_choice)
-        self.tools, self.tool_choice = among(self.tools, self.tool_choice)
+        if is_subset(self.tool_choice):  # what is assigned counts as sent
+            self.tools, self.tool_choice = among(self.tools, self.tool_choice)
         if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
             raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
         if any(m != "text" for m in self.modalities or []):

@@ -63,7 +63,7 @@ def _check_tool(tool: Mapping[str, Any], path: str) -> str:
 def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> None:
     if choice in (None, "none", "auto", "required"):
         return
-    wanted: Sequence[str | None] = _among(choice) if _is_subset(choice) else [chosen(choice)]
+    wanted: Sequence[str | None] = _among(choice) if is_subset(choice) else [chosen(choice)]
     for name in wanted:
         if name is None:
             raise BadRequest(
@@ -74,7 +74,8 @@ def _check_choice(choice: str | Mapping[str, Any] | None, names: set[str]) -> No
             raise BadRequest(f"tool_choice names the function {name[:60]!r}, which tools lack.", param="tool_choice")
 
 
-def _is_subset(choice: Any) -> TypeGuard[dict[str, Any]]:
+def is_subset(choice: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a choice names functions that may be called, of those that a request has."""
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
@@ -101,7 +102,7 @@ def among(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
     """Checked tools and choice without ``allowed_tools``: the tools that it leaves, and its mode."""
-    if tools is None or not _is_subset(choice):
+    if tools is None or not is_subset(choice):
         return tools, choice
     names = _among(choice)
     return [tool for tool in tools if tool["function"]["name"] in names], choice["allowed_tools"]["mode"]
