@@ -32,6 +32,7 @@ class HpuComm:
         if cfg.stages > 1:
             self._host = _of_stages(bridge, cfg)
         elif cfg.world > 1:
+            within(None)  # an engine of stages in this process has left its own
             self._host = torch.distributed.new_group(backend="gloo")
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.fakes import two_ranks
+from trencadis.backends.hpu import collectives
+from trencadis.backends.hpu.comm import HpuComm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -37,6 +40,17 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, vl_checkpoint: Path, eve
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, vl_checkpoint: Path) -> list[Any]:
     return run_ranks(tmp_path_factory, vl_checkpoint, 2)
+
+
+def test_an_engine_without_stages_leaves_the_group_of_one_with_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in one process, one after the other; the group of the first is gone."""
+    monkeypatch.setattr(torch.distributed, "new_group", lambda members=None, backend="": (members, backend))
+    monkeypatch.setattr(collectives, "_stage", None)
+    bridge: Any = SimpleNamespace(collective_backend="hccl")
+    for stages, group in ((2, ([2, 3], "hccl")), (1, None)):
+        cfg: Any = SimpleNamespace(rank=0, world=2, stages=stages, stage=stages - 1)
+        HpuComm(bridge, cfg)
+        assert collectives._stage == group
 
 
 def close(one: Any, other: Any) -> None:
