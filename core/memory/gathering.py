@@ -14,10 +14,13 @@ def row_bytes(model: ModelConfig, itemsize: int) -> int:
 
 
 def held(model: ModelConfig, slots: int, itemsize: int, ranks: int) -> int:
-    """Bytes that a launch of ``slots`` slots holds while it gathers: a rank's own rows, and those of all."""
+    """Bytes that a launch of ``slots`` slots holds while it gathers: a rank's own rows, and those of all.
+
+    The latter twice: one below the other, as they arrive, and side by side.
+    """
     if model.vision is None or not model.own_towers:
         return 0
-    return slots // model.vision.slot.cell * (1 + ranks) * (row_bytes(model, itemsize) + NUMBER)
+    return slots // model.vision.slot.cell * (1 + 2 * ranks) * (row_bytes(model, itemsize) + NUMBER)
 
 
 def kept(model: ModelConfig, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
