@@ -39,8 +39,7 @@ class GatheredRows:
 
     def __init__(self, backend: Backend, held: Persistent, parts: int) -> None:
         self._comm, self._ops, self._device = backend.comm, backend.ops, backend.device
-        self._arena = held.arena.view(-1, parts * held.arena.shape[1])
-        """A row with all its parts."""
+        self._arena, self._parts = held.arena, parts
 
     def within(self, rows: Tensor) -> None:
         """The end of a VISION launch: stores the rows of all ranks, whose launches have the same bucket.
@@ -51,15 +50,22 @@ class GatheredRows:
         self._ops.by_rows(self._gather, (rows,), self._arena)
 
     def _gather(self, rows: Tensor, arena: Tensor) -> None:
-        own, places = self._ops.gather_rows(arena, rows), rows.view(-1, 1)
+        """Stores a part at a time: Gaudi's captures hold no write to a view that would make one row of all parts."""
+        width = arena.shape[1]
+        own, places = self._ops.gather_rows(arena.view(-1, self._parts * width), rows), rows.view(-1, 1)
         self._ops.cut("collective")
-        places = self._comm.all_gather(places)  # first: what stands between two collectives is kept by a graph
-        values = self._comm.all_gather(own)
-        self._ops.scatter_rows(arena, places.reshape(-1), values.reshape(-1, own.shape[1]))
+        places = self._comm.all_gather(places).reshape(-1)  # first: what stands between two is kept by a graph
+        values = self._comm.all_gather(own).reshape(-1, self._parts * width)
+        for i in range(self._parts):
+            self._ops.scatter_rows(arena, self._of(places, i), values[:, i * width : (i + 1) * width])
+
+    def _of(self, rows: Tensor, part: int) -> Tensor:
+        """The rows of the arena's tensor that hold a part of ``rows``."""
+        return rows if self._parts == 1 else rows * self._parts + part
 
     def exchange(self, shares: Sequence[Sequence[Encode]]) -> None:
         """Stores the rows that the other ranks have encoded; ``shares`` are ``dealt``'s, on all ranks the same."""
-        comm, arena = self._comm, self._arena
+        comm, arena = self._comm, self._arena.view(-1, self._parts * self._arena.shape[1])
         rows = [_rows(share) for share in shares]
         most = max(len(r) for r in rows)
         mine = np.zeros(most, np.int64)
