@@ -38,8 +38,8 @@ def gathered(x: Tensor, world: int) -> Tensor:
 
 
 def beside(x: Tensor, world: int) -> Tensor:
-    """[world * n, width] -> [n, world * width]."""
-    return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1])
+    """[world * n, width] -> [n, world * width], contiguous: columns of one value would be a view with other strides."""
+    return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1]).contiguous()
 
 
 def send(x: Tensor, to: int) -> Tensor:

@@ -53,6 +53,14 @@ def test_an_engine_without_stages_leaves_the_group_of_one_with_stages(monkeypatc
         assert collectives._stage == group
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_of_all_ranks_stand_side_by_side_in_memory(width: int) -> None:
+    """A compiled launch takes them for contiguous."""
+    parts = [torch.randn(4, width) for _ in range(2)]
+    found = collectives.beside(torch.cat(parts), 2)
+    assert found.is_contiguous() and torch.equal(found, torch.cat(parts, 1))
+
+
 def close(one: Any, other: Any) -> None:
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
