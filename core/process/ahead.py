@@ -34,15 +34,18 @@ POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14."""
 
 
-def begin(folder: str, load_format: str = "auto") -> threading.Thread | None:
+def begin(folder: str, load_format: str = "auto", kept: Path | None = None) -> threading.Thread | None:
     """Asks for the weights of a checkpoint folder in a thread; None where there is nothing to ask for, or no room.
 
     What is wrong with the folder is told by whoever loads it.
+
+    Args:
+        kept: a file of packed weights, which is asked for instead where there is one.
     """
     if load_format == "dummy" or not hasattr(os, "posix_fadvise") or not os.path.isdir(folder):
         return None
     try:
-        files = files_of(Path(folder), load_format)
+        files = [kept] if kept is not None and kept.is_file() else files_of(Path(folder), load_format)
         if sum(file.stat().st_size for file in files) > SHARE * free_host():
             return None
     except (StartupError, OSError):
@@ -87,6 +90,11 @@ class Populating:
                 size = min(PAGES, len(data) - start)
                 if self._ended.is_set() or advise(ctypes.addressof(held) + start, size, POPULATE_READ):
                     return
+
+    def wait(self) -> None:
+        """Waits until all are entered."""
+        if self._thread is not None:
+            self._thread.join()
 
     def end(self) -> None:
         """Waits for the call that is under way."""

@@ -1,0 +1,74 @@
+"""Packed weights of an earlier start, mapped from their file; where some are packed anew, all are written to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native.packing import Pages
+from trencadis.core.models.packed_file import PackedFile
+from trencadis.core.process.ahead import Populating
+
+log = logging.getLogger("trencadis.engine")
+
+
+class FilePages(Pages):
+    """``Pages`` that first gives what a file keeps, in the order in which it was packed."""
+
+    def __init__(self, file: PackedFile) -> None:
+        super().__init__()
+        self.file = file
+        self.writing: threading.Thread | None = None
+        self._all: list[tuple[str, Tensor]] = []
+        self._mapped: list[int] = []
+        found = file.read()
+        self._data, pieces = (None, []) if found is None else found
+        self._pieces = iter(pieces)
+        self._populating = None if self._data is None else Populating([self._data])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether weights come from the file."""
+        return self._data is not None
+
+    def kept(self, what: str, size: int) -> Tensor | None:
+        piece = next(self._pieces, None) if self._data is not None else None
+        if piece is None or (piece.what, piece.size) != (what, size):
+            self._data = None
+            return None
+        self._mapped.append(size)
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=piece.start)
+
+    def refuse(self) -> None:
+        log.warning("%s holds other weights than the checkpoint: they are packed anew", self.file.path)
+        self._mapped.pop()
+        self._data = None
+
+    def made(self, what: str, room: Tensor) -> None:
+        self._all.append((what, room))
+
+    def loaded(self) -> int:
+        """All weights are packed. Waits for the disk, and writes the file in a thread where it lacks some.
+
+        Returns:
+            Bytes that were mapped.
+        """
+        if self._populating is not None:
+            self._populating.wait()
+        made, self._all = self._all, []
+        if len(made) > len(self._mapped):
+            self.writing = threading.Thread(target=self._write, args=(made,), name="keep-weights", daemon=True)
+            self.writing.start()
+        elif not made:
+            log.info("--packed-weights-dir has no effect: this machine packs no weight of this model")
+        return sum(self._mapped)
+
+    def _write(self, made: list[tuple[str, Tensor]]) -> None:
+        begun, size = time.perf_counter(), sum(len(room) for _, room in made)
+        if self.file.write([(what, memoryview(room.numpy())) for what, room in made]):
+            seconds = time.perf_counter() - begun
+            log.info("packed weights: %.2f GB kept in %s, in %.1f s", size / 1e9, self.file.path, seconds)
