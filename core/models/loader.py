@@ -80,6 +80,9 @@ class Stored:
             yield from read_file(file, self.maps)
         if self.populate:
             self._populating = Populating(self.maps)
+            return
+        for data in self.maps:  # some rows of each weight: what lies around them is not read
+            data.madvise(mmap.MADV_RANDOM)
 
     def forget(self) -> None:
         """Releases the pages read so far: packed weights are copies, and other views read their pages again."""

@@ -38,7 +38,7 @@ MOST = 64 << 20
 """Bytes of the longest header, and of one write."""
 
 
-class Piece(NamedTuple):
+class KeptPiece(NamedTuple):
     """Bytes [start, start + size) of a file, and what they are."""
 
     what: str
@@ -54,7 +54,7 @@ class PackedFile:
     path: Path
     sources: tuple[tuple[str, int, int], ...]
 
-    def read(self) -> tuple[mmap.mmap, list[Piece]] | None:
+    def read(self) -> tuple[mmap.mmap, list[KeptPiece]] | None:
         """The file, mapped copy-on-write, and its pieces; None where none is there, whole and of this checkpoint."""
         try:
             with self.path.open("rb") as f:
@@ -71,7 +71,7 @@ class PackedFile:
             log.info("%s is not used: %s", self.path, str(error)[:200])
             return None
 
-    def _pieces(self, data: mmap.mmap) -> list[Piece]:
+    def _pieces(self, data: mmap.mmap) -> list[KeptPiece]:
         """The pieces that the header names; raises ValueError, TypeError or KeyError."""
         at = len(FORMAT) + 8
         if data[: len(FORMAT)] != FORMAT:
@@ -82,7 +82,7 @@ class PackedFile:
         header = json.loads(data[at : at + length])
         if header["sources"] != [list(source) for source in self.sources]:
             raise ValueError("the checkpoint has changed since")
-        pieces = [Piece(*piece) for piece in header["pieces"]]
+        pieces = [KeptPiece(*piece) for piece in header["pieces"]]
         if not all(_lies(piece, at + length, len(data)) for piece in pieces):
             raise ValueError("it does not hold what its header says")
         return pieces
@@ -144,7 +144,7 @@ class PackedFile:
             room = aligned(len(made), START)
 
 
-def _lies(piece: Piece, first: int, end: int) -> bool:
+def _lies(piece: KeptPiece, first: int, end: int) -> bool:
     """Whether a piece that a header names is between ``first`` and ``end``, where pieces may begin."""
     if not (isinstance(piece.start, int) and isinstance(piece.size, int) and piece.size > 0):
         return False

@@ -132,7 +132,7 @@ class EngineProcess:
         for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
             log.debug("%s", line)  # the server has shown it
         kept = packed_file(config)
-        ahead.begin(config.model, config.load_format, kept and kept.path)
+        ahead.begin(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
         torch_build.load()
         factory = find_factory(config.engine)

@@ -267,12 +267,43 @@ def test_snapshots_of_the_hub_are_called_as_their_repository(tmp_path: Path) -> 
 
 def test_the_file_is_read_ahead_instead_of_the_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    entered: list[ahead.Populating] = []
+
+    class Seen(ahead.Populating):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            entered.append(self)
+
     monkeypatch.setattr("os.posix_fadvise", lambda handle, start, size, advice: asked.append(size))
-    kept = file_of(checkpoint)
-    for expected in ((checkpoint / "model.safetensors").stat().st_size, None):
+    monkeypatch.setattr(ahead, "Populating", Seen)
+
+    def begun() -> int:
         thread = ahead.begin(str(checkpoint), "auto", kept.path)
         assert thread is not None
         thread.join(10)
-        assert sum(asked) == (expected or kept.path.stat().st_size)
-        asked.clear()
-        assert kept.write(PIECES)
+        return sum(asked) + sum(p.entered for p in entered)
+
+    kept = file_of(checkpoint)
+    assert begun() == sum(asked) == (checkpoint / "model.safetensors").stat().st_size
+    asked.clear()
+    assert kept.write(PIECES) and begun() == kept.path.stat().st_size
+    asked.clear()
+    entered.clear()
+    monkeypatch.setattr(ahead, "_madvise", lambda: None)  # a kernel without MADV_POPULATE_READ
+    assert begun() == sum(asked) == kept.path.stat().st_size
+
+
+@needs_panels
+def test_only_some_rows_of_the_checkpoint_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(checkpoint)
+    packed: list[int] = []
+
+    def counted(call: Any, rows: Any, room: torch.Tensor) -> None:
+        packed.append(len(room.flatten()))
+        _pack(call, rows, room)
+
+    _pack = packing._pack
+    monkeypatch.setattr(packing, "_pack", counted)
+    _, pages = started(checkpoint)
+    # The demo's weights have two to ten panels; those of billions have hundreds.
+    assert pages.writing is None and 0 < sum(packed) < 0.7 * mapped(pages)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native.packing import Pages
-from trencadis.core.models.packed_file import PackedFile
-from trencadis.core.process.ahead import Populating
+from trencadis.core.models.packed_file import KeptPiece, PackedFile
+from trencadis.core.process.ahead import READERS, Populating
 
 log = logging.getLogger("trencadis.engine")
 
@@ -25,10 +27,12 @@ class FilePages(Pages):
         self.writing: threading.Thread | None = None
         self._all: list[tuple[str, Tensor]] = []
         self._mapped: list[int] = []
+        self._data: mmap.mmap | None = None
+        self._pieces: Iterator[KeptPiece] = iter(())
         found = file.read()
-        self._data, pieces = (None, []) if found is None else found
-        self._pieces = iter(pieces)
-        self._populating = None if self._data is None else Populating([self._data])
+        if found is not None:
+            self._data, self._pieces = found[0], iter(found[1])
+        self._populating = None if self._data is None else Populating([self._data], READERS)
 
     @property
     def keeps(self) -> bool:
@@ -69,6 +73,6 @@ class FilePages(Pages):
 
     def _write(self, made: list[tuple[str, Tensor]]) -> None:
         begun, size = time.perf_counter(), sum(len(room) for _, room in made)
-        if self.file.write([(what, memoryview(room.numpy())) for what, room in made]):
+        if self.file.write([(what, room.numpy().data) for what, room in made]):
             seconds = time.perf_counter() - begun
             log.info("packed weights: %.2f GB kept in %s, in %.1f s", size / 1e9, self.file.path, seconds)

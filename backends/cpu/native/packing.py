@@ -24,6 +24,7 @@ from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.layout import aligned
+from trencadis.core.process import ahead
 
 VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"
 
@@ -115,9 +116,10 @@ def packed(
         at += width
     call = PackCall(0, 0, first.shape[1], depth, TYPES[first.dtype], TYPES[dtype])
     size = panels * dense.PANEL * depth * dtype.itemsize
+    row_bytes = first.shape[1] * first.element_size()
     what = f"{str(dtype).removeprefix('torch.')} [{outputs}, {inputs}]"
     room = pages.kept(what, size)
-    if room is not None and not _holds(room, call, rows, {*begins, panels - 1}):
+    if room is not None and not _holds(room, call, rows, row_bytes, {*begins, panels - 1}):
         pages.refuse()
         room = None
     if room is None:
@@ -133,13 +135,18 @@ def _pack(call: PackCall, rows: NDArray[np.int64], room: Tensor) -> None:
     threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, torch.get_num_threads())
 
 
-def _holds(room: Tensor, call: PackCall, rows: NDArray[np.int64], panels: Collection[int]) -> bool:
-    """Whether some of the panels in ``room`` are those of ``rows``: reading all would take what packing takes."""
+def _holds(room: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, panels: Collection[int]) -> bool:
+    """Whether some of the panels in ``room`` are those of ``rows``, of ``length`` bytes each.
+
+    Reading all of them would take as long as packing does.
+    """
     count = len(rows) // dense.PANEL
     held = room.view(count, -1)
     for panel in panels:
-        made = torch.empty_like(held[panel])
-        _pack(call, rows[panel * dense.PANEL : (panel + 1) * dense.PANEL], made)
+        made, some = torch.empty_like(held[panel]), rows[panel * dense.PANEL : (panel + 1) * dense.PANEL]
+        if some[0]:
+            ahead.ask_for(int(some[0]), int(some.max()) + length)
+        _pack(call, some, made)
         if not torch.equal(made, held[panel]):
             return False
     return True
