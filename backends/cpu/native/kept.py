@@ -68,7 +68,7 @@ class FilePages(Pages):
             self.writing = threading.Thread(target=self._write, args=(made,), name="keep-weights", daemon=True)
             self.writing.start()
         elif not made:
-            log.info("--packed-weights-dir has no effect: this machine packs no weight of this model")
+            log.info("--packed-weights-dir has no effect: this start packs no weight in a layout that can be kept")
         return sum(self._mapped)
 
     def _write(self, made: list[tuple[str, Tensor]]) -> None:
