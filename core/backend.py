@@ -33,6 +33,7 @@ from trencadis.core.launches.tensors import VisionTensors as VisionTensors
 from trencadis.core.launches.tensors import host_output as host_output
 from trencadis.core.launches.tensors import put_slots as put_slots
 from trencadis.core.launches.tensors import slots_at as slots_at
+from trencadis.core.models.packed_file import PackedFile
 from trencadis.core.quant.tensor import QTensor
 from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
 
@@ -116,11 +117,9 @@ class Ops(Protocol):
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         """An activation of [n, width]: ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``relu``."""
-        ...
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """[n, 2 x inner] -> [n, inner]: the activation of the first half times the second half."""
-        ...
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         """Packs gate_up [2 x inner, hidden] and down [hidden, inner] of each expert."""
@@ -287,7 +286,7 @@ class BackendConfig:
     ``Attn.upto``, because a token of this model may see keys behind its own place.
 
     ``host_layers``: of the model's last layers, whose weights lie in host memory; ``host_buffer``: bytes of each of the
-    two buffers that they arrive in.
+    two buffers that they arrive in. ``packed``: where packed weights are kept between starts.
 
     With several ranks, all of them make their backends together: they meet at ``rendezvous``
     (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them. ``index`` is
@@ -317,6 +316,7 @@ class BackendConfig:
     batch_invariant: bool = False
     host_layers: int = 0
     host_buffer: int = 0
+    packed: PackedFile | None = None
     options: Mapping[str, str] | None = None
 
     @property

@@ -53,6 +53,9 @@ class EngineConfig:
         means={**dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor"), "safetensors"), "hf": "auto"},
         later=dict.fromkeys(LOADERS, "weights are read from safetensors or pytorch_model.bin; convert the checkpoint"),
     )  # fmt: skip
+    packed_weights_dir: str = opt(
+        "", "folder where packed weights are kept, so that later starts map them (cpu with AVX-512)"
+    )
     device: str = opt("auto", "auto, cpu, cuda or hpu")
     dtype: str = opt(
         "auto", "weights and activations",

@@ -13,6 +13,7 @@ from trencadis.backends.cpu.comm import comm_of, pipe_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram
@@ -30,9 +31,12 @@ def asked_cpus() -> tuple[str, int]:
 
 
 def _ops(cfg: BackendConfig) -> Ops:
-    if cfg.batch_invariant:
-        return InvariantOps()
-    return ReferenceOps() if (cfg.options or {}).get("ops") == "reference" else CpuOps()
+    if not cfg.batch_invariant and (cfg.options or {}).get("ops") == "reference":
+        return ReferenceOps()
+    ops = InvariantOps() if cfg.batch_invariant else CpuOps()
+    if cfg.packed is not None:
+        ops.pages = FilePages(cfg.packed)
+    return ops
 
 
 class CpuBackend:

@@ -18,6 +18,7 @@ from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import dense, library, packing, panels
+from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -53,6 +54,9 @@ class CpuOps(ReferenceOps):
     own_products = True
     """Whether own kernels multiply few rows."""
 
+    pages: packing.Pages = packing.pages
+    """Where packed weights lie."""
+
     @cached_property
     def kernels(self) -> int:
         """Number of own kernels that serve; 0: none."""
@@ -75,11 +79,18 @@ class CpuOps(ReferenceOps):
         """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
         if not self.own_products or not packable(rows.dtype):
             return None
-        packed = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype)
+        packed = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype, self.pages)
         if packed is None:
             return None
         bias = bias if bias is None else bias.contiguous()
         return PackedWeight(packed, bias, packed.shape[0], rows.inputs, dense.panels_at(packed, rows.dtype, bias))
+
+    def keeps(self) -> bool:
+        """``core.layers.source.KeepingOps``."""
+        return isinstance(self.pages, FilePages) and self.pages.keeps
+
+    def loaded(self) -> int:
+        return self.pages.loaded() if isinstance(self.pages, FilePages) else 0
 
     def table_of(self, weight: Weight) -> Tensor | None:
         """``core.layers.source.SharingOps``: the panels of a weight that own kernels multiply."""

@@ -1,6 +1,7 @@
 """How fast a checkpoint's weights arrive, beside what the disk and the memory of this run can do.
 
 python -m benchmarks.host.loading [--model DIR] [--dtype float32,bfloat16] [--repeats 5] [--threads N] [--warm-only]
+    [--packed-weights-dir DIR]
 
 One process a measurement, which imports torch first; importing is not counted. They take turns:
 
@@ -10,6 +11,8 @@ One process a measurement, which imports torch first; importing is not counted. 
 * ``cold`` and ``warm``: the model loaded and packed, after the page cache dropped the files, and with them in it.
 
 ``cold`` counts the files' bytes against the disk, ``warm`` the larger of files and packed weights against the memory.
+With ``--packed-weights-dir`` loads are those of a later start, and the files are the one of packed weights; ``cold``
+drops the checkpoint too, of which some panels are read.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.common import Others, environment, median, report, table
+from trencadis.core.config import EngineConfig
 from trencadis.core.cpus import computing_cpus
+from trencadis.core.models.packed_file import PackedFile, packed_file
 from trencadis.core.models.weight_files import files_of
 
 PIECE, SOURCE = 8 << 20, 256 << 20
@@ -91,7 +96,12 @@ def together(some: Any, threads: int) -> float:
         return time.perf_counter() - start
 
 
-def load(folder: Path, dtype: str, threads: int) -> dict[str, Any]:
+def kept_file(folder: Path, dtype: str, kept: str) -> PackedFile | None:
+    """Where a start keeps packed weights, with ``--packed-weights-dir``."""
+    return packed_file(EngineConfig(str(folder), dtype=dtype, packed_weights_dir=kept))
+
+
+def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> dict[str, Any]:
     """Loads the model as the engine's process does: its files are asked for, then torch is imported."""
     from trencadis.core.process import ahead
 
@@ -103,18 +113,26 @@ def load(folder: Path, dtype: str, threads: int) -> dict[str, Any]:
     from trencadis.core.models.registry import build
 
     config = load_config(folder)
-    backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options={"threads": str(threads)}))
+    torch.set_num_threads(threads)
     torch.empty(1 << 16).add_(1)  # its threads are there
     start, busy = time.perf_counter(), time.process_time()
-    ahead.begin(str(folder))
+    ahead.begin(str(folder), kept=packed and packed.path)
+    options = {"threads": str(threads)}
+    backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options=options, packed=packed))
     model = build(config, backend)
     seconds, cpu = time.perf_counter() - start, time.process_time() - busy
+    writing = getattr(getattr(backend.ops, "pages", None), "writing", None)
+    if writing is not None:
+        writing.join()
     return {"seconds": seconds, "cpu": cpu, "packed": model.nbytes()}
 
 
-def one(kind: str, folder: Path, dtype: str, threads: int, size: int) -> dict[str, Any]:
+def one(kind: str, folder: Path, dtype: str, threads: int, size: int, kept: str) -> dict[str, Any]:
     """One measurement, in this process."""
-    files = files_of(folder)
+    packed, files = kept_file(folder, dtype, kept), files_of(folder)
+    if kind in ("disk", "cold"):
+        drop(files)
+    files = [packed.path] if packed is not None and packed.path.exists() else files
     if kind in ("disk", "cold"):
         drop(files)
     if kind == "warm":
@@ -123,7 +141,7 @@ def one(kind: str, folder: Path, dtype: str, threads: int, size: int) -> dict[st
         return {"seconds": read(files, threads)}
     if kind == "memory":
         return {"seconds": min(copy(size, threads, huge) for huge in (True, False, True, False))}
-    return load(folder, dtype, threads)
+    return load(folder, dtype, threads, packed)
 
 
 def measured(kind: str, args: argparse.Namespace, dtype: str, size: int) -> dict[str, Any]:
@@ -139,6 +157,8 @@ def measured(kind: str, args: argparse.Namespace, dtype: str, size: int) -> dict
         str(args.threads),
         "--size",
         str(size),
+        "--packed-weights-dir",
+        args.packed_weights_dir,
     ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "benchmarks.host.loading", *flags],
@@ -160,8 +180,9 @@ def shares(rates: dict[str, float]) -> dict[str, float]:
 
 def compare(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """All kinds in turn, ``--repeats`` times: GB/s of medians, and shares."""
-    size = sum(f.stat().st_size for f in files_of(Path(args.model)))
     packed = measured("warm", args, dtype, 0)["packed"]  # and a rehearsal
+    kept = kept_file(Path(args.model), dtype, args.packed_weights_dir)
+    size = sum(f.stat().st_size for f in (files_of(Path(args.model)) if kept is None else [kept.path]))
     most, times = max(size, packed), dict[str, list[dict[str, Any]]]()
     for _ in range(args.repeats):
         for kind in KINDS:
@@ -180,11 +201,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=computing_cpus())
     parser.add_argument("--warm-only", action="store_true", help="no measurement that empties the page cache")
+    parser.add_argument("--packed-weights-dir", default="", help="measure starts that map what one before packed")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args.one, Path(args.model), args.dtype, args.threads, args.size)))
+        made = one(args.one, Path(args.model), args.dtype, args.threads, args.size, args.packed_weights_dir)
+        print(json.dumps(made))
         return
     others = Others()
     found = [compare(args, dtype) for dtype in args.dtype.split(",")]

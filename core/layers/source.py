@@ -67,6 +67,19 @@ class SharingOps(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepingOps(Protocol):
+    """What ``Ops`` may have besides: packed weights are kept in a file, and mapped by a later start."""
+
+    def keeps(self) -> bool:
+        """Whether packed weights are mapped, so that few of the checkpoint's bytes are read."""
+        ...
+
+    def loaded(self) -> int:
+        """All weights are packed; returns the bytes of those that were mapped."""
+        ...
+
+
 class Source(Protocol):
     """Tensors by canonical name, in the backend's dtype and on its device.
 

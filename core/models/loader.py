@@ -65,8 +65,8 @@ class Dummy:
 class Stored:
     """A checkpoint folder as (stored name, tensor); tensors are views of mapped files, so any order is as fast."""
 
-    def __init__(self, path: Path, load_format: str = "auto") -> None:
-        self.files = files_of(path, load_format)
+    def __init__(self, path: Path, load_format: str = "auto", populate: bool = True) -> None:
+        self.files, self.populate = files_of(path, load_format), populate
         self.maps: list[mmap.mmap] = []
         self._populating: Populating | None = None
 
@@ -78,7 +78,11 @@ class Stored:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
             yield from read_file(file, self.maps)
-        self._populating = Populating(self.maps)
+        if self.populate:
+            self._populating = Populating(self.maps)
+            return
+        for data in self.maps:  # some rows of each weight: what lies around them is not read
+            data.madvise(mmap.MADV_RANDOM)
 
     def forget(self) -> None:
         """Releases the pages read so far: packed weights are copies, and other views read their pages again."""
@@ -89,13 +93,14 @@ class Stored:
         self.maps.clear()
 
 
-def weights_of(path: Path, *, load_format: str = "auto", seed: int = 0) -> Dummy | Stored:
+def weights_of(path: Path, *, load_format: str = "auto", seed: int = 0, populate: bool = True) -> Dummy | Stored:
     """The tensors of a checkpoint folder, or random ones.
 
     Args:
         load_format: see ``files_of``; dummy: random ones.
+        populate: all of the files will be read.
     """
-    return Dummy(seed) if load_format == "dummy" else Stored(path, load_format)
+    return Dummy(seed) if load_format == "dummy" else Stored(path, load_format, populate)
 
 
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:

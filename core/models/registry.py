@@ -198,15 +198,26 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     Raises:
         StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
     """
-    from trencadis.core.models.loader import weights_of  # torch
+    from trencadis.core.layers.source import KeepingOps  # torch
+    from trencadis.core.models.loader import weights_of
 
     model = make(config, backend)
     cfg = cfg or EngineConfig()
     begun = time.perf_counter()
-    weights = weights_of(config.path, load_format=cfg.load_format, seed=cfg.seed)
+    keeping = backend.ops if isinstance(backend.ops, KeepingOps) else None
+    mapped = keeping is not None and keeping.keeps()
+    if cfg.packed_weights_dir and keeping is None:
+        log.info("--packed-weights-dir has no effect: the %s backend packs no weights", backend.name)
+    weights = weights_of(config.path, load_format=cfg.load_format, seed=cfg.seed, populate=not mapped)
     model.load(weights)
+    kept = 0 if keeping is None else keeping.loaded()
     weights.forget()
     if weights.nbytes and backend.comm.rank == 0:
-        seconds, size = time.perf_counter() - begun, weights.nbytes / 1e9
-        log.info("weights: %.2f GB read and packed in %.2f s, %.2f GB/s", size, seconds, size / max(seconds, 1e-9))
+        _tell(weights.nbytes, kept, time.perf_counter() - begun)
     return model
+
+
+def _tell(stored: int, kept: int, seconds: float) -> None:
+    """How fast weights came: bytes of the checkpoint, or those that an earlier start had packed."""
+    size, how = (kept / 1e9, "packed before, mapped") if kept else (stored / 1e9, "read and packed")
+    log.info("weights: %.2f GB %s in %.2f s, %.2f GB/s", size, how, seconds, size / max(seconds, 1e-9))

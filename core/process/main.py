@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError, TrencadisError
 from trencadis.core.links.topology import topology
+from trencadis.core.models.packed_file import packed_file
 from trencadis.core.process import ahead, children, function_trace, heap, inbox, logsetup, settling, torch_build, wire
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
@@ -130,7 +131,8 @@ class EngineProcess:
             return find_factory(config.engine)
         for line in settling.settle(config.device, world=topology(config, os.environ).here).lines:
             log.debug("%s", line)  # the server has shown it
-        ahead.begin(config.model, config.load_format)
+        kept = packed_file(config)
+        ahead.begin(config.model, config.load_format, None if kept is None else kept.path)
         self("importing", "torch")
         torch_build.load()
         factory = find_factory(config.engine)

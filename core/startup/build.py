@@ -42,6 +42,7 @@ from trencadis.core.memory.host_plan import CacheOptions, CachePlan, plan_cpu
 from trencadis.core.memory.units import gib
 from trencadis.core.models import registry
 from trencadis.core.models.decoder import Decoder
+from trencadis.core.models.packed_file import packed_file
 from trencadis.core.process import settling
 from trencadis.core.progress import Progress, Silent
 from trencadis.core.report import EngineInfo
@@ -211,6 +212,7 @@ def backend_config(
         host_buffer=moved.buffer,
         local_rank=place.card,
         local_world=place.cards,
+        packed=packed_file(config, place.rank),
         options={
             "policy": config.policy,
             "attention": config.attention_backend,

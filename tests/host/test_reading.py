@@ -78,18 +78,18 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
     class Imported(Exception):
         pass
 
-    seen: list[tuple[str, str]] = []
+    seen: list[tuple[Any, ...]] = []
 
     def load() -> None:
         raise Imported
 
-    monkeypatch.setattr("trencadis.core.process.ahead.begin", lambda folder, form: seen.append((folder, form)))
+    monkeypatch.setattr("trencadis.core.process.ahead.begin", lambda *args: seen.append(args))
     monkeypatch.setattr("trencadis.core.process.torch_build.load", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
     with pytest.raises(Imported):
         engine.load(EngineConfig(model=str(DEMO), device="cpu"))
-    assert seen == [(str(DEMO), "auto")]
+    assert seen == [(str(DEMO), "auto", None)]
 
 
 def test_what_cannot_be_read_ahead_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,7 @@ def test_mapped_files_are_entered_beside_the_loader(tmp_path: Path, monkeypatch:
         if not Path("/proc/self/smaps").exists():
             pytest.skip("no smaps")
         populating = ahead.Populating([data])
-        assert populating._thread is not None
-        populating._thread.join(30)
+        populating.wait()
         populating.end()
         if resident(file) == 0:
             pytest.skip("this kernel has no MADV_POPULATE_READ")

@@ -23,6 +23,8 @@
 #define MOST 6            /* rows of a tile, whose sums stay in registers */
 #define BYTES 256          /* bytes of a step of a panel */
 #define BLOCK 64          /* steps that all rows are multiplied by before the next: they stay in the first cache */
+#define FEW 5             /* rows that wait for memory in each step, */
+#define NEAR 1024         /* and ask for bytes so far ahead: those of a whole block ahead are late, or gone again */
 
 typedef __m512 VF;
 typedef __m512i VI;
@@ -80,7 +82,7 @@ V void panel(const Dense *p, int64_t number, float *sums, const int type) {
     memset(sums, 0, (size_t)p->n * WIDTH * 4);
     for (int64_t s = 0; s < steps; s += BLOCK) {
         const int64_t some = steps - s < BLOCK ? steps - s : BLOCK;
-        const char *block = w + s * BYTES, *ahead = block + some * BYTES;
+        const char *block = w + s * BYTES, *ahead = block + (p->n <= FEW ? NEAR : some * BYTES);
         int64_t row = 0;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t rows = each + (t < more);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.layout import aligned
+from trencadis.core.process import ahead
 
 VARIABLE = "TRENCADIS_CPU_HUGE_PAGES"
 
@@ -69,16 +71,29 @@ class Pages:
         self._at += aligned(size, 64)
         return found
 
+    def kept(self, what: str, size: int) -> Tensor | None:
+        """The next packed weight of an earlier start, uint8 [size]; None where there is none, or it is another one."""
+        return None
+
+    def refuse(self) -> None:
+        """What ``kept`` gave holds other weights than the checkpoint."""
+
+    def made(self, what: str, room: Tensor) -> None:
+        """A weight is packed, or was kept: uint8 [size]."""
+
 
 pages = Pages()
 
 
-def packed(parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype) -> Tensor | None:
+def packed(
+    parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype, pages: Pages = pages
+) -> Tensor | None:
     """A tensor of oneDNN's layout: rows of ``parts`` [rows, up to ``inputs``], below each other.
 
     Args:
         widths: rows of each part, with zeros below.
         inputs: values of a row, with zeros behind.
+        pages: memory for it, which may hold it already.
 
     Returns:
         float32 or bfloat16 [sum of widths, inputs]; None where oneDNN has to pack.
@@ -93,15 +108,48 @@ def packed(parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: t
         return None
     depth = aligned(inputs, dense.UNITS[dtype])
     panels = aligned(outputs, dense.PANEL) // dense.PANEL
-    rows, at = np.zeros(panels * dense.PANEL, np.int64), 0
+    rows, at, begins = np.zeros(panels * dense.PANEL, np.int64), 0, list[int]()
     for tensor, width in zip(parts, widths, strict=True):
         step = tensor.stride(0) * tensor.element_size()
         rows[at : at + len(tensor)] = tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * step
+        begins.append(at // dense.PANEL)
         at += width
-    room = pages.take(panels * dense.PANEL * depth * dtype.itemsize)
-    call = PackCall(rows.ctypes.data, room.data_ptr(), first.shape[1], depth, TYPES[first.dtype], TYPES[dtype])
-    threads.calls().pack(ctypes.addressof(call), panels, torch.get_num_threads())
+    call = PackCall(0, 0, first.shape[1], depth, TYPES[first.dtype], TYPES[dtype])
+    size = panels * dense.PANEL * depth * dtype.itemsize
+    row_bytes = first.shape[1] * first.element_size()
+    what = f"{str(dtype).removeprefix('torch.')} [{outputs}, {inputs}]"
+    room = pages.kept(what, size)
+    if room is not None and not _holds(room, call, rows, row_bytes, {*begins, panels - 1}):
+        pages.refuse()
+        room = None
+    if room is None:
+        room = pages.take(size)
+        _pack(call, rows, room)
+    pages.made(what, room)
     return around(room, outputs, inputs, dtype, named)
+
+
+def _pack(call: PackCall, rows: NDArray[np.int64], room: Tensor) -> None:
+    """Packs panels of rows that lie at the addresses ``rows`` [panels * PANEL] into ``room``; 0: a row of zeros."""
+    call.rows, call.out = rows.ctypes.data, room.data_ptr()
+    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, torch.get_num_threads())
+
+
+def _holds(room: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, panels: Collection[int]) -> bool:
+    """Whether some of the panels in ``room`` are those of ``rows``, of ``length`` bytes each.
+
+    Reading all of them would take as long as packing does.
+    """
+    count = len(rows) // dense.PANEL
+    held = room.view(count, -1)
+    for panel in panels:
+        made, some = torch.empty_like(held[panel]), rows[panel * dense.PANEL : (panel + 1) * dense.PANEL]
+        if some[0]:
+            ahead.ask_for(int(some[0]), int(some.max()) + length)
+        _pack(call, some, made)
+        if not torch.equal(made, held[panel]):
+            return False
+    return True
 
 
 @cache

@@ -1,0 +1,78 @@
+"""Packed weights of an earlier start, mapped from their file; where some are packed anew, all are written to it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native.packing import Pages
+from trencadis.core.models.packed_file import KeptPiece, PackedFile
+from trencadis.core.process.ahead import READERS, Populating
+
+log = logging.getLogger("trencadis.engine")
+
+
+class FilePages(Pages):
+    """``Pages`` that first gives what a file keeps, in the order in which it was packed."""
+
+    def __init__(self, file: PackedFile) -> None:
+        super().__init__()
+        self.file = file
+        self.writing: threading.Thread | None = None
+        self._all: list[tuple[str, Tensor]] = []
+        self._mapped: list[int] = []
+        self._data: mmap.mmap | None = None
+        self._pieces: Iterator[KeptPiece] = iter(())
+        found = file.read()
+        if found is not None:
+            self._data, self._pieces = found[0], iter(found[1])
+        self._populating = None if self._data is None else Populating([self._data], READERS)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether weights come from the file."""
+        return self._data is not None
+
+    def kept(self, what: str, size: int) -> Tensor | None:
+        piece = next(self._pieces, None) if self._data is not None else None
+        if piece is None or (piece.what, piece.size) != (what, size):
+            self._data = None
+            return None
+        self._mapped.append(size)
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=piece.start)
+
+    def refuse(self) -> None:
+        log.warning("%s holds other weights than the checkpoint: they are packed anew", self.file.path)
+        self._mapped.pop()
+        self._data = None
+
+    def made(self, what: str, room: Tensor) -> None:
+        self._all.append((what, room))
+
+    def loaded(self) -> int:
+        """All weights are packed. Waits for the disk, and writes the file in a thread where it lacks some.
+
+        Returns:
+            Bytes that were mapped.
+        """
+        if self._populating is not None:
+            self._populating.wait()
+        made, self._all = self._all, []
+        if len(made) > len(self._mapped):
+            self.writing = threading.Thread(target=self._write, args=(made,), name="keep-weights", daemon=True)
+            self.writing.start()
+        elif not made:
+            log.info("--packed-weights-dir has no effect: this start packs no weight in a layout that can be kept")
+        return sum(self._mapped)
+
+    def _write(self, made: list[tuple[str, Tensor]]) -> None:
+        begun, size = time.perf_counter(), sum(len(room) for _, room in made)
+        if self.file.write([(what, room.numpy().data) for what, room in made]):
+            seconds = time.perf_counter() - begun
+            log.info("packed weights: %.2f GB kept in %s, in %.1f s", size / 1e9, self.file.path, seconds)
