@@ -18,6 +18,9 @@
 #include "rows.inc"
 #include "attend.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join};
+#define PAIRS 0
+#include "flash.inc"
+
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, flash_floats, 0};
 
 #endif

@@ -21,6 +21,9 @@
 #include "rows.inc"
 #include "attend.inc"
 
-const Kernels panels_avx_vnni = {round_rows, multiply, rows, attend, join};
+#define PAIRS 0
+#include "flash.inc"
+
+const Kernels panels_avx_vnni = {round_rows, multiply, rows, attend, join, flash_floats, 0};
 
 #endif
