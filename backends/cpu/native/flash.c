@@ -47,7 +47,9 @@ EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
     int64_t most = work * p.heads * p.size / GRAIN + 1;
     if (most > threads) most = threads;
     if (most > p.starts[p.n]) most = p.starts[p.n];
-    const int64_t room = (p.tokens * each * (2 * wide + 17) + 2 * KEYS * wide + 6 * KEYS + 4 * p.tokens + 256) / 16 * 16;
+    const int64_t queries = p.tokens * each * (2 * wide + 17) + 4 * p.tokens;
+    const int64_t room = (queries + (2 * wide + 6) * KEYS + 256) / 16 * 16; /* of `Held` in flash.inc */
+    p.team = most;
     float *held = malloc((size_t)(most * room + 16) * 4);
     if (held) {
         float *first = (float *)(((uintptr_t)held + 63) & ~(uintptr_t)63);

@@ -29,7 +29,7 @@ typedef struct {
     int pairs; /* products of pairs of 16 bits serve */
     /* what the library fills in */
     int64_t *starts; /* [n + 1]: items of the spans before; an item is `tokens` queries of one KV head */
-    int64_t tokens, next;
+    int64_t tokens, next, team; /* threads */
 } Flash;
 
 #endif

@@ -38,7 +38,7 @@ class FlashLayout(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("pairs", ctypes.c_int),
         ("starts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("tokens", "next")),
+        *((name, ctypes.c_int64) for name in ("tokens", "next", "team")),
     ]
 
 
@@ -75,18 +75,15 @@ def _lies(where: Where) -> tuple[int, int, int]:
 
 
 def serves(q: Tensor, kind: int) -> bool:
-    """Whether the kernel attends to values of ``q``'s type and size of a head.
-
-    Pairs of bfloat16 are torch's where the CPU has tiles for them.
-    """
+    """Whether the kernel attends to values of ``q``'s type and size of a head."""
     return bool(kind) and q.dtype in types() and q.shape[-1] <= WIDEST
 
 
 @cache
 def types() -> frozenset[torch.dtype]:
-    """Types of values that the kernel attends to on this CPU."""
+    """Types of values that the kernel attends to on this CPU: torch multiplies bfloat16 by tiles where it has them."""
     tiles = torch.cpu._is_amx_tile_supported()
-    return frozenset(dtype for dtype in TYPES if dtype == torch.float32 or not tiles)
+    return frozenset(dtype for dtype in TYPES if dtype != torch.bfloat16 or not tiles)
 
 
 def windows(real: Tensor, size: int) -> NDArray[np.int64]:
@@ -112,7 +109,7 @@ def attend(
     layout = FlashLayout(
         *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
-        q.dtype == torch.bfloat16 and q.dtype in dense.types(), None, 0, 0,
+        q.dtype == torch.bfloat16 and q.dtype in dense.types(), None, 0, 0, 0,
     )  # fmt: skip
     if threads.calls().flash(ctypes.addressof(layout), kind, torch.get_num_threads()):
         raise MemoryError(f"no memory for the attention of {len(made)} spans")

@@ -53,14 +53,17 @@ V void v_sum4(float *p, VF a, VF b, VF c, VF d) {
 }
 V void v_turn(VF *r) {
     VF t[16];
-    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
     UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int c = 0; c < 2; c++) {
         r[i + 2 * c] = _mm512_shuffle_ps(t[i + c], t[i + 2 + c], 0x44);
         r[i + 2 * c + 1] = _mm512_shuffle_ps(t[i + c], t[i + 2 + c], 0xee);
     }
     UNROLL for (int c = 0; c < 4; c++) {
         const VF even = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), odd = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
-        const VF even2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88), odd2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+        const VF even2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
+        const VF odd2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
         r[c] = _mm512_shuffle_f32x4(even, even2, 0x88), r[8 + c] = _mm512_shuffle_f32x4(even, even2, 0xdd);
         r[4 + c] = _mm512_shuffle_f32x4(odd, odd2, 0x88), r[12 + c] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
     }
