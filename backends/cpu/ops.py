@@ -21,6 +21,7 @@ from trencadis.backends.cpu.native import dense, flash, library, packing, panels
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
+from trencadis.backends.cpu.native.turn import torch_turn, turn
 from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -191,10 +192,14 @@ class CpuOps(ReferenceOps):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = q.shape[1]
-        turned = _turn(_joined(q, k), rotary)
+        heads, turned = q.shape[1], self._turned(q, k, rotary)
         self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
+
+    def _turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> Tensor:
+        """[n, h + g, d]: q and k by their angles."""
+        made = turn(q, k, rotary.cos, rotary.sin, self.kernels)
+        return torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
@@ -233,8 +238,7 @@ class CpuOps(ReferenceOps):
             flash.attend(q, keys, values, held, scale, out, self.kernels, window)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads = q.shape[1]
-        turned = _turn(_joined(q, k), rotary)
+        heads, turned = q.shape[1], self._turned(q, k, rotary)
         return turned[:, :heads], turned[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
@@ -313,26 +317,6 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
         return dense.product(x, w.panels)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y
-
-
-def _joined(q: Tensor, k: Tensor) -> Tensor:
-    """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
-    n, heads, d = q.shape
-    alike = q.stride() == k.stride() and q.stride(1) == d
-    behind = k.storage_offset() == q.storage_offset() + heads * d
-    if alike and behind and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
-        return q.as_strided((n, heads + k.shape[1], d), q.stride())
-    return torch.cat([q, k], dim=1)
-
-
-def _turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary: [n, h, d] by angles [n, d]; both halves of the factors are equal."""
-    half = x.shape[-1] // 2
-    cos, sin = rotary.cos.to(x.dtype)[:, None], rotary.sin.to(x.dtype)[:, None, :half]
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
-    return out
 
 
 def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) -> Tensor:

@@ -116,6 +116,13 @@ static void share(int64_t whole, int64_t part, int64_t parts, int64_t *first, in
     *last = *first + each + (part < more);
 }
 
+void panels_share(int64_t whole, int64_t *first, int64_t *last) {
+    if (parallel)
+        share(whole, thread_num(), num_threads(), first, last);
+    else
+        *first = 0, *last = whole;
+}
+
 /* One thread's share: of the rows to round, then of the panels. */
 static void work(void *data) {
     const Call *call = data;

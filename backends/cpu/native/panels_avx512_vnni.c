@@ -139,6 +139,7 @@ V VI v_dot(VI acc, VI codes, VI x) {
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
+#include "turn.inc"
 
 #define PAIRS 0
 #include "flash.inc"
@@ -149,6 +150,6 @@ V VI v_dot(VI acc, VI codes, VI x) {
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")))
 #include "flash.inc"
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, flash_floats, flash_pairs};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, flash_pairs};
 
 #endif
