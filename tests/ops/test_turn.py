@@ -9,16 +9,17 @@ from torch import Tensor
 from trencadis.backends.cpu.native import library
 from trencadis.backends.cpu.native.turn import torch_turn, turn
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
-def parts(n: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+
+def parts(n: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Parts:
     """(q, k, cos, sin): views of a fused projection, and factors whose halves are alike."""
     generator = torch.Generator().manual_seed(n + size)
     fused = torch.randn(n, heads + 2 * groups, size, generator=generator).to(dtype)
     angle = torch.rand(n, size // 2, generator=generator) * 100
-    return [
-        *fused.split([heads, groups, groups], dim=1)[:2],
-        *(torch.cat([t, t], -1) for t in (angle.cos(), angle.sin())),
-    ]
+    q, k, _ = fused.split([heads, groups, groups], dim=1)
+    cos, sin = (torch.cat([t, t], -1) for t in (angle.cos(), angle.sin()))
+    return q, k, cos, sin
 
 
 def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ def test_heads_turn_as_in_float64_and_rows_alone_as_in_company(kind: str, dtype:
         assert bool(((found.double() - wanted).abs() <= bound * wanted.abs() + 1e-6).all()), (n, heads, size)
         apart = turn(made[0], made[1].contiguous(), *made[2:], number)
         assert apart is not None and torch.equal(apart, found)
-        some = turn(*(t[n // 2 : n // 2 + 1].contiguous() for t in made), number)
+        q, k, cos, sin = (t[n // 2 : n // 2 + 1].contiguous() for t in made)
+        some = turn(q, k, cos, sin, number)
         assert some is not None and torch.equal(some[0], found[n // 2])
 
 

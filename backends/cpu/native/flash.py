@@ -62,6 +62,7 @@ class Span:
 
     def numbers(self) -> tuple[int, ...]:
         """``Span`` of flash.h."""
+        assert self.upto is None or (self.upto.dtype == torch.int32 and self.upto.is_contiguous())
         upto = 0 if self.upto is None else self.upto.data_ptr()
         return (*_lies(self.queries), *_lies(self.keys), self.place, self.own, upto, int(self.whole))
 
