@@ -15,10 +15,12 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "backends/cpu/native"
 PACKAGE = "trencadis.backends.cpu.native"
 SOURCES = [
-    f"{FOLDER}/{name}.c" for name in ("panels", "panels_avx2", "panels_avx_vnni", "panels_avx512_vnni", "dense", "pack")
+    f"{FOLDER}/{name}.c"
+    for name in ("panels", "panels_avx2", "panels_avx_vnni", "panels_avx512_vnni", "dense", "pack", "flash", "turn")
 ]
 HEADERS = [
-    f"{FOLDER}/{name}" for name in ("panels.h", "panels.inc", "panels_256.inc", "rows.inc", "attend.inc", "dense.h")
+    *(f"{FOLDER}/{name}.h" for name in ("panels", "dense", "flash")),
+    *(f"{FOLDER}/{name}.inc" for name in ("panels", "panels_256", "rows", "attend", "flash", "turn")),
 ]
 
 

@@ -17,11 +17,12 @@ from torch.nn import functional
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
-from trencadis.backends.cpu.native import dense, library, packing, panels
+from trencadis.backends.cpu.native import dense, flash, library, packing, panels
 from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
+from trencadis.backends.cpu.native.turn import torch_turn, turn
 from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -202,13 +203,19 @@ class CpuOps(ReferenceOps):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = q.shape[1]
-        turned = _turn(_joined(q, k), rotary)
+        heads, turned = q.shape[1], self._turned(q, k, rotary)
         self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
 
+    def _turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> Tensor:
+        """[n, h + g, d]: q and k by their angles."""
+        made = turn(q, k, rotary.cos, rotary.sin, self.kernels)
+        return torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
+        if flash.serves(q, self.kernels):
+            return self._attend_parts(q, kv, plan, scale, window)
         if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
         return self._attend_parts(q, kv, plan, scale, window)
@@ -216,20 +223,40 @@ class CpuOps(ReferenceOps):
     def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
         """``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        for span in plan.spans:
-            out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
+        if flash.serves(q, self.kernels):
+            self._flash(q, kv, plan.spans, scale, window, out)
+        else:
+            for span in plan.spans:
+                out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
             native_attend.attend(q, kv, plan.singles, scale, out, self.kernels)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
 
+    def _flash(
+        self, q: Tensor, kv: LayerKV, spans: Sequence[ChunkSpan], scale: float, window: int, out: Tensor
+    ) -> None:
+        """``_span`` of all of them by the library's kernel; what is coded is opened row by row."""
+        if kv.k_scale is not None:
+            for span in spans:
+                keys, values = stored_at(kv, span.where, q.dtype)
+                held = [span.seen(slice(0, len(keys)))]
+                flash.attend(q, keys, values, held, scale, out, self.kernels, window)
+        elif spans:
+            keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
+            held = [span.seen(span.where) for span in spans]
+            flash.attend(q, keys, values, held, scale, out, self.kernels, window)
+
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads = q.shape[1]
-        turned = _turn(_joined(q, k), rotary)
+        heads, turned = q.shape[1], self._turned(q, k, rotary)
         return turned[:, :heads], turned[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+        if flash.serves(q, self.kernels):
+            whole = torch.empty(q.shape, dtype=q.dtype)
+            flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, whole, self.kernels)
+            return whole
         queries, keys, values = (t.view(-1, WINDOW_SLOTS, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         mask = None
         if bool((seg.real < WINDOW_SLOTS).any()):
@@ -240,6 +267,10 @@ class CpuOps(ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
+        if flash.serves(q, self.kernels):
+            spans = [flash.Span(seers, where, whole=True) for seers, where in seeing(seg)]
+            flash.attend(q, k, v, spans, scale, out, self.kernels)
+            return out
         for seers, where in seeing(seg):
             queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, seers), (k, where), (v, where)))
             part = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
@@ -297,26 +328,6 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
         return dense.product(x, w.panels)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y
-
-
-def _joined(q: Tensor, k: Tensor) -> Tensor:
-    """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
-    n, heads, d = q.shape
-    alike = q.stride() == k.stride() and q.stride(1) == d
-    behind = k.storage_offset() == q.storage_offset() + heads * d
-    if alike and behind and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
-        return q.as_strided((n, heads + k.shape[1], d), q.stride())
-    return torch.cat([q, k], dim=1)
-
-
-def _turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary: [n, h, d] by angles [n, d]; both halves of the factors are equal."""
-    half = x.shape[-1] // 2
-    cos, sin = rotary.cos.to(x.dtype)[:, None], rotary.sin.to(x.dtype)[:, None, :half]
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
-    return out
 
 
 def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) -> Tensor:

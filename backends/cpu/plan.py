@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.cpu.native import flash
 from trencadis.backends.cpu.native.attend import Singles
 from trencadis.core.backend import Attn
 
@@ -41,6 +42,10 @@ class ChunkSpan:
     def count(self) -> int:
         """Tokens of the row in this launch."""
         return self.stop - self.start
+
+    def seen(self, keys: Where) -> flash.Span:
+        """As the library's kernel takes it, with the slots of ``where``."""
+        return flash.Span(slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ log = logging.getLogger("trencadis.engine")
 
 VARIABLE = "TRENCADIS_CPU_KERNELS"
 
-VERSION = 6
+VERSION = 7
 """``PANELS_VERSION`` of panels.h."""
 
 TORCH = "torch"

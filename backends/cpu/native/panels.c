@@ -14,12 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 /* Bytes of weight times rows that are worth another thread. */
 #define GRAIN 16384
 /* Rounded activations up to this size live on the stack, and are made before the threads begin. */
@@ -96,9 +90,18 @@ EXPORT int trencadis_dense_types(void) {
     return 1 << FLOAT32 | (pairs && !tiles) << BFLOAT16;
 }
 
-static const Kernels *kernels_of(int kind) {
+const Kernels *panels_kernels(int kind) {
     if (kind == AVX512_VNNI) return &panels_avx512_vnni;
     return kind == AVX_VNNI ? &panels_avx_vnni : &panels_avx2;
+}
+
+int64_t panels_thread(void) { return parallel ? thread_num() : 0; }
+
+void panels_run(void (*work)(void *), void *data, int64_t threads) {
+    if (parallel && threads > 1)
+        parallel(work, data, (unsigned)threads, 0);
+    else
+        work(data);
 }
 
 typedef struct {
@@ -111,6 +114,13 @@ static void share(int64_t whole, int64_t part, int64_t parts, int64_t *first, in
     const int64_t each = whole / parts, more = whole % parts;
     *first = part * each + (part < more ? part : more);
     *last = *first + each + (part < more);
+}
+
+void panels_share(int64_t whole, int64_t *first, int64_t *last) {
+    if (parallel)
+        share(whole, thread_num(), num_threads(), first, last);
+    else
+        *first = 0, *last = whole;
 }
 
 /* One thread's share: of the rows to round, then of the panels. */
@@ -151,7 +161,7 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     p.rounded.sums = (int32_t *)(held + ((codes + 63) & ~(int64_t)63));
     p.rounded.step = (float *)(p.rounded.sums + n * groups);
     p.row = p.rounded.step + n;
-    const Kernels *kernels = kernels_of(kind);
+    const Kernels *kernels = panels_kernels(kind);
     Call call = {&p, kernels, most > 1 && bytes > FEW};
     if (!call.round_first) kernels->round(&p, 0, n, p.row);
     if (most > 1)
@@ -179,7 +189,7 @@ static void row_work(void *data) {
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads) {
     const Rows rows = {op, x, residual, weight, out, width, eps, type};
-    RowCall call = {&rows, kernels_of(kind), n};
+    RowCall call = {&rows, panels_kernels(kind), n};
     int64_t most = n * width / GRAIN + 1;
     if (most > threads) most = threads;
     if (most > n) most = n;
@@ -228,7 +238,7 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     if (most > threads) most = threads;
     if (most > p.starts[p.n]) most = p.starts[p.n];
     const int failed = several && !p.part;
-    AttendCall call = {&p, kernels_of(kind)};
+    AttendCall call = {&p, panels_kernels(kind)};
     if (!failed && parallel && most > 1)
         parallel(attend_work, &call, (unsigned)most, 0);
     else if (!failed) {

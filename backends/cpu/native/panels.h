@@ -10,9 +10,11 @@
 #ifndef TRENCADIS_PANELS_H
 #define TRENCADIS_PANELS_H
 
+#include "flash.h"
+
 #include <stdint.h>
 
-#define PANELS_VERSION 6
+#define PANELS_VERSION 7
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -79,15 +81,40 @@ typedef struct {
     float *part;     /* [items][heads / groups][size + 2]: sums of values, sum of weights, largest score */
 } Attend;
 
+/* Rotary of n rows; sizes and strides in values. */
+typedef struct {
+    const void *q, *k;      /* [n][heads][size] and [n][groups][size] */
+    const float *cos, *sin; /* [n][size], of which the second half is as the first */
+    void *out;              /* [n][heads + groups][size] */
+    int64_t q_row, q_head, k_row, k_head;
+    int64_t heads, groups, size, type;
+} Turn;
+
 typedef struct {
     void (*round)(const Product *, int64_t first, int64_t last, float *row);
     void (*multiply)(const Product *, int64_t first, int64_t last); /* panels */
     void (*rows)(const Rows *, int64_t first, int64_t last);
     void (*attend)(const Attend *, int64_t first, int64_t last); /* items */
     void (*join)(const Attend *, int64_t first, int64_t last);   /* pairs of a row and a KV head */
+    void (*turn)(const Turn *, int64_t first, int64_t last);     /* rows */
+    void (*flash)(Flash *, float *work);                         /* the items that are left */
+    void (*flash_pairs)(Flash *, float *work);                   /* as pairs of bfloat16; NULL: not here */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* Of panels.c: kernels by their number, a function on so many of torch's threads, and, inside of it, the thread that it
+   runs on and its share of items. */
+const Kernels *panels_kernels(int kind);
+void panels_run(void (*work)(void *), void *data, int64_t threads);
+int64_t panels_thread(void);
+void panels_share(int64_t whole, int64_t *first, int64_t *last);
 
 static inline int64_t panels_of(const PanelWeight *w) { return (w->rows + PANEL - 1) / PANEL; }
 static inline int64_t groups_of(const PanelWeight *w) { return (w->columns + w->group - 1) / w->group; }

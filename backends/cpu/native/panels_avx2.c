@@ -17,7 +17,11 @@
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
+#include "turn.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join};
+#define PAIRS 0
+#include "flash.inc"
+
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, turn, flash_floats, 0};
 
 #endif

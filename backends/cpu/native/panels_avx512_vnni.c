@@ -10,6 +10,7 @@
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define UNROLL _Pragma("GCC unroll 8")
 #define LANES 16
+#define ANY(a) "v"(a)
 #define PARTS 1
 #define ROWS 8
 #define WIDE 4
@@ -49,6 +50,29 @@ V void v_sum4(float *p, VF a, VF b, VF c, VF d) {
     const __m256 ab = _mm256_hadd_ps(v_fold(a), v_fold(b)), cd = _mm256_hadd_ps(v_fold(c), v_fold(d));
     const __m256 all = _mm256_hadd_ps(ab, cd);
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+V void v_turn(VF *r) {
+    VF t[16];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int c = 0; c < 2; c++) {
+        r[i + 2 * c] = _mm512_shuffle_ps(t[i + c], t[i + 2 + c], 0x44);
+        r[i + 2 * c + 1] = _mm512_shuffle_ps(t[i + c], t[i + 2 + c], 0xee);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        const VF even = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), odd = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+        const VF even2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
+        const VF odd2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+        r[c] = _mm512_shuffle_f32x4(even, even2, 0x88), r[8 + c] = _mm512_shuffle_f32x4(even, even2, 0xdd);
+        r[4 + c] = _mm512_shuffle_f32x4(odd, odd2, 0x88), r[12 + c] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+}
+V float v_largest(VF a) { return _mm512_reduce_max_ps(a); }
+V VF v_inside(VF a, int64_t from, int64_t to) {
+    const int low = from < 0 ? 0 : from > 16 ? 16 : (int)from, high = to < 0 ? 0 : to > 16 ? 16 : (int)to;
+    const __mmask16 seen = (__mmask16)(((1 << high) - 1) & ~((1 << low) - 1));
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, a);
 }
 V VI v_magnitude(VF a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
 V VI v_max(VI a, VI b) { return _mm512_max_epi32(a, b); }
@@ -115,7 +139,17 @@ V VI v_dot(VI acc, VI codes, VI x) {
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
+#include "turn.inc"
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join};
+#define PAIRS 0
+#include "flash.inc"
+#undef PAIRS
+#undef TARGET
+#define PAIRS 1
+#define TARGET                                                                                                        \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")))
+#include "flash.inc"
+
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, flash_pairs};
 
 #endif

@@ -30,6 +30,8 @@ class Calls(NamedTuple):
     linear: Callable[..., int]
     rows: Callable[..., None]
     attend: Callable[..., int]
+    flash: Callable[..., int]
+    turn: Callable[..., None]
     dense: Callable[..., None]
     pack: Callable[..., None]
     pin: Callable[..., None]
@@ -52,6 +54,10 @@ def calls() -> Calls:
     rows.restype = None
     attend = library.trencadis_panels_attend
     attend.argtypes, attend.restype = (pointer, number, number), number
+    flash = library.trencadis_flash
+    flash.argtypes, flash.restype = (pointer, number, number), number
+    turn = library.trencadis_turn
+    turn.argtypes, turn.restype = (pointer, size, number, number), None
     dense = library.trencadis_dense
     dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number)
     dense.restype = None
@@ -59,7 +65,7 @@ def calls() -> Calls:
     pack.argtypes, pack.restype = (pointer, size, number), None
     pin = library.trencadis_pin
     pin.argtypes, pin.restype = (pointer, number), None
-    return Calls(linear, rows, attend, dense, pack, pin)
+    return Calls(linear, rows, attend, flash, turn, dense, pack, pin)
 
 
 def keep_to(cpus: Sequence[int]) -> None:

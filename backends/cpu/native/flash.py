@@ -1,0 +1,116 @@
+"""Attention of many queries by the library's kernel: prompts, and windows and images of a vision tower.
+
+Queries, keys and values are read where they lie, in blocks of the cache or in a fused projection, and scores leave the
+cache of a core at no time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native.panels import TYPES
+
+WIDEST = 512
+"""Most values of a head."""
+
+Where = slice | Tensor
+"""Rows or slots: a slice, or int64 indices."""
+
+
+class FlashLayout(ctypes.Structure):
+    """``Flash`` of flash.h, without what the library fills in at its end."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "window")),
+        ("spans", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("n", "type")),
+        ("scale", ctypes.c_float),
+        ("pairs", ctypes.c_int),
+        ("starts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tokens", "next", "team")),
+    ]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries in the rows ``queries`` that attend to keys in the slots ``keys``.
+
+    Args:
+        place: of the first key; the others follow.
+        own: place of the first query; the others follow.
+        upto: int32 [queries], the last place that each query sees; None: its own.
+        whole: every query sees every key.
+    """
+
+    queries: Where
+    keys: Where
+    place: int = 0
+    own: int = 0
+    upto: Tensor | None = None
+    whole: bool = False
+
+    def numbers(self) -> tuple[int, ...]:
+        """``Span`` of flash.h."""
+        assert self.upto is None or (self.upto.dtype == torch.int32 and self.upto.is_contiguous())
+        upto = 0 if self.upto is None else self.upto.data_ptr()
+        return (*_lies(self.queries), *_lies(self.keys), self.place, self.own, upto, int(self.whole))
+
+
+def _lies(where: Where) -> tuple[int, int, int]:
+    """First row, how many, and the address of indices."""
+    if isinstance(where, slice):
+        return where.start, where.stop - where.start, 0
+    assert where.dtype == torch.int64 and where.is_contiguous()
+    return 0, len(where), where.data_ptr()
+
+
+def serves(q: Tensor, kind: int) -> bool:
+    """Whether the kernel attends to values of ``q``'s type and size of a head."""
+    return bool(kind) and q.dtype in types() and q.shape[-1] <= WIDEST
+
+
+@cache
+def types() -> frozenset[torch.dtype]:
+    """Types of values that the kernel attends to on this CPU: torch multiplies bfloat16 by tiles where it has them."""
+    tiles = torch.cpu._is_amx_tile_supported()
+    return frozenset(dtype for dtype in TYPES if dtype != torch.bfloat16 or not tiles)
+
+
+def windows(real: Tensor, size: int) -> NDArray[np.int64]:
+    """Spans of windows of ``size`` rows; int32 [windows]: how many of its first ones each window's rows see."""
+    made = np.zeros((len(real), 10), np.int64)
+    made[:, 0] = made[:, 3] = np.arange(0, len(real) * size, size)
+    made[:, 1], made[:, 4], made[:, 9] = size, real.numpy(), 1
+    return made
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor, kind: int,
+    window: int = 0,
+) -> None:  # fmt: skip
+    """Attention q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written where spans name queries.
+
+    A query's bits depend on itself and on the keys that it sees, at their places. Softmax and sums are float32.
+    """
+    q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
+    assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype
+    made = spans if isinstance(spans, np.ndarray) else np.array([span.numbers() for span in spans], np.int64)
+    _, heads, size = q.shape
+    layout = FlashLayout(
+        *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),
+        heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
+        q.dtype == torch.bfloat16 and q.dtype in dense.types(), None, 0, 0, 0,
+    )  # fmt: skip
+    if threads.calls().flash(ctypes.addressof(layout), kind, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the attention of {len(made)} spans")
