@@ -22,7 +22,7 @@ from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
-from trencadis.backends.cpu.native.turn import torch_turn, turn
+from trencadis.backends.cpu.native.turn import Stored, stores, torch_turn, turn
 from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -203,14 +203,13 @@ class CpuOps(ReferenceOps):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, turned = q.shape[1], self._turned(q, k, rotary)
-        self._store(kv, turned[:, heads:], v, attn.slot_map)
+        heads = q.shape[1]
+        into = Stored(v, kv, attn.slot_map) if stores(v, kv) else None
+        turned = turn(q, k, rotary.cos, rotary.sin, self.kernels, into)
+        if turned is None or into is None:
+            turned = torch_turn(q, k, rotary.cos, rotary.sin) if turned is None else turned
+            self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
-
-    def _turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> Tensor:
-        """[n, h + g, d]: q and k by their angles."""
-        made = turn(q, k, rotary.cos, rotary.sin, self.kernels)
-        return torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
@@ -249,7 +248,8 @@ class CpuOps(ReferenceOps):
             flash.attend(q, keys, values, held, scale, out, self.kernels, window)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads, turned = q.shape[1], self._turned(q, k, rotary)
+        heads, made = q.shape[1], turn(q, k, rotary.cos, rotary.sin, self.kernels)
+        turned = torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
         return turned[:, :heads], turned[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:

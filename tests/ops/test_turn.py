@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import library
-from trencadis.backends.cpu.native.turn import torch_turn, turn
+from trencadis.backends.cpu.native.turn import Stored, stores, torch_turn, turn
+from trencadis.backends.cpu.ops import CpuOps
+from trencadis.core.backend import Attn, LayerKV, Rotary
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -52,3 +54,42 @@ def test_what_the_library_does_not_turn_torch_does() -> None:
         made = parts(9, 4, 2, size, dtype)
         assert turn(*made, number) is None
         torch.testing.assert_close(torch_turn(*made).double(), exact(*made), rtol=1e-5, atol=1e-5)
+
+
+def empty(groups: int, size: int, dtype: torch.dtype) -> LayerKV:
+    return LayerKV(*(torch.full((20, 16, groups, size), float("nan")).to(dtype) for _ in "kv"))
+
+
+@pytest.mark.parametrize("size", [16, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_and_values_are_stored_and_no_other_slot_is_touched(dtype: torch.dtype, size: int) -> None:
+    n, groups = 37, 2
+    q, k, cos, sin = parts(n, 6, groups, size, dtype)
+    v = torch.randn(n, 3 * groups, size)[:, groups : 2 * groups].to(dtype)
+    slots = torch.randperm(20 * 16, generator=torch.Generator().manual_seed(1))[:n]
+    kv = empty(groups, size, dtype)
+    _, turned, same = CpuOps().rope_store(q, k, v, Rotary(cos, sin), kv, Attn(*torch.zeros(3, 1), slots))
+    assert same is v and torch.equal(kv.v.flatten(0, 1)[slots], v) and torch.equal(kv.k.flatten(0, 1)[slots], turned)
+    torch.testing.assert_close(turned.double(), exact(q, k, cos, sin)[:, 6:], rtol=2e-2, atol=2e-2)
+    left = torch.ones(20 * 16, dtype=torch.bool)
+    left[slots] = False
+    assert all(bool(t.flatten(0, 1)[left].isnan().all()) for t in (kv.k, kv.v))
+
+
+@pytest.mark.parametrize("kind", library.found().kinds)
+def test_storing_changes_no_bit_of_what_is_turned(kind: str) -> None:
+    q, k, cos, sin = parts(50, 4, 2, 64, torch.bfloat16)
+    v, kv, slots = torch.randn(50, 2, 64).bfloat16(), empty(2, 64, torch.bfloat16), torch.arange(100, 150)
+    found = turn(q, k, cos, sin, library.KINDS[kind], Stored(v, kv, slots))
+    alone = turn(q, k, cos, sin, library.KINDS[kind])
+    assert found is not None and alone is not None and torch.equal(found, alone)
+    assert torch.equal(kv.k.flatten(0, 1)[slots], found[:, 4:]) and torch.equal(kv.v.flatten(0, 1)[slots], v)
+
+
+def test_only_caches_of_the_same_type_are_stored_to() -> None:
+    v, kv = torch.randn(4, 2, 64), empty(2, 64, torch.float32)
+    assert stores(v, kv) and not stores(v.bfloat16(), kv)
+    assert not stores(torch.randn(2, 4, 64).transpose(0, 1), kv)
+    codes = torch.zeros(20, 16, 2, 64, dtype=torch.int8)
+    assert not stores(v, LayerKV(codes, codes, torch.ones(20, 16, 2), torch.ones(20, 16, 2)))
+    assert not stores(v, kv._replace(k=kv.k.transpose(1, 2).contiguous().transpose(1, 2)))

@@ -83,10 +83,12 @@ typedef struct {
 
 /* Rotary of n rows; sizes and strides in values. */
 typedef struct {
-    const void *q, *k;      /* [n][heads][size] and [n][groups][size] */
+    const void *q, *k, *v;  /* [n][heads][size], and [n][groups][size] twice */
     const float *cos, *sin; /* [n][size], of which the second half is as the first */
     void *out;              /* [n][heads + groups][size] */
-    int64_t q_row, q_head, k_row, k_head;
+    void *keys, *values;    /* [slots][groups][size] */
+    const int64_t *slot;    /* [n]: where k, turned, and v are stored; NULL: nowhere */
+    int64_t q_row, q_head, k_row, k_head, v_row; /* heads of v lie together */
     int64_t heads, groups, size, type;
 } Turn;
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.core.backend import LayerKV
 
 LANES = 16
 """Half of a head has at least so many values: the widest vector."""
@@ -18,16 +20,33 @@ class TurnLayout(ctypes.Structure):
     """``Turn`` of panels.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "cos", "sin", "out")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys", "values", "slot")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "type")),
     ]
 
 
-def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int) -> Tensor | None:
+class Stored(NamedTuple):
+    """Values [n, g, d], and the slots of a cache that they and their keys are stored in, int64 [n]."""
+
+    v: Tensor
+    kv: LayerKV
+    slot: Tensor
+
+
+def stores(v: Tensor, kv: LayerKV) -> bool:
+    """Whether ``turn`` stores: caches of ``v``'s type, and so without codes."""
+    if kv.k_scale is not None or not (kv.k.dtype == kv.v.dtype == v.dtype) or kv.k.shape != kv.v.shape:
+        return False
+    return v.stride()[1:] == (v.shape[2], 1) and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: Stored | None = None) -> Tensor | None:
     """[n, h + g, d]: q [n, h, d] and k [n, g, d] turned, in float32 and rounded once. None: torch has to do it.
 
-    ``cos`` and ``sin``: float32 [n, d], both halves alike.
+    Args:
+        cos, sin: float32 [n, d], both halves alike.
+        into: where k, turned, and v are stored; see ``stores``.
     """
     n, heads, size = q.shape
     if not kind or q.dtype not in TYPES or q.dtype != k.dtype or size % 2 or size < 2 * LANES:
@@ -35,10 +54,11 @@ def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int) -> Tensor | 
     if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
         return None
     out = q.new_empty((n, heads + k.shape[1], size))
+    v, keys, values, slot = (None,) * 4 if into is None else (into.v, into.kv.k, into.kv.v, into.slot)
+    at = [None if t is None else t.data_ptr() for t in (q, k, v, cos, sin, out, keys, values, slot)]
     layout = TurnLayout(
-        *(t.data_ptr() for t in (q, k, cos, sin, out)), *q.stride()[:2], *k.stride()[:2], heads, k.shape[1], size,
-        TYPES[q.dtype],
-    )  # fmt: skip
+        *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
+    )
     threads.calls().turn(ctypes.addressof(layout), n, kind, torch.get_num_threads())
     return out
 
