@@ -152,6 +152,7 @@ RULES = {
     "server/records": Rule(("core", "server/metrics", "server/prompts", "server/text")),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/routes/dialects": Rule(("core", "server")),
+    "server/routes/streams": Rule(("core", "server")),
     "server/routes/vllm": Rule(("core", "multimodal", "server")),
     "server/routes/pooling": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),

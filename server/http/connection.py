@@ -15,6 +15,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trencadis.server.http.heads import WaitingHeads
+from trencadis.server.http.outlet import ChunkOutlet
+from trencadis.server.records.record import RequestRecord
 
 log = logging.getLogger("trencadis.server")
 
@@ -151,6 +153,18 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             # Without a cycle of references, which the collector would have to find.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
+
+    def outlet(self, record: RequestRecord) -> ChunkOutlet | None:
+        """What writes chunks of the response that has begun; None if it is not written in chunks.
+
+        HTTP/1.1 sends a body of unknown length so, other than to a client that asked for the head alone.
+        """
+        cycle = self.cycle
+        if self.conn.our_state is not h11.SEND_BODY or self.scope["http_version"] != "1.1":
+            return None
+        if self.scope["method"] == "HEAD" or cycle.response_complete:
+            return None
+        return ChunkOutlet(self.transport, self.flow, cycle, record)
 
     def on_response_complete(self) -> None:
         """Closes the connection of a client that has closed its side: no other request follows."""

@@ -14,8 +14,8 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.host.counted import instructions
 from trencadis.server.protocol.chat import ChatChunk, ChunkChoice, DeltaMessage
-from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import event
+from trencadis.server.routes.streams.template import PlainEvents
 
 
 def chunk(index: int, text: str) -> bytes:
