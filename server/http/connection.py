@@ -162,7 +162,7 @@ class Connection(H11Protocol):
         cycle = self.cycle
         if self.conn.our_state is not h11.SEND_BODY or self.scope["http_version"] != "1.1":
             return None
-        if self.scope["method"] == "HEAD" or cycle.response_complete:
+        if self.scope["method"] == "HEAD" or cycle.disconnected:
             return None
         return ChunkOutlet(self.transport, self.flow, cycle, record)
 

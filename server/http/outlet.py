@@ -33,8 +33,7 @@ class ChunkOutlet:
 
     def ready(self) -> bool:
         """Whether the client takes what is written: it has not gone, and no more waits for it than the buffer holds."""
-        cycle = self._cycle
-        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete or self._closing())
+        return not (self._flow.write_paused or self._cycle.disconnected or self._closing())
 
     def write(self, data: bytes) -> None:
         """Writes one chunk."""

@@ -98,17 +98,18 @@ class Timing:
             return
         now = time.monotonic()
         self.generated += count
-        self.first = self.first or now
         arrivals = self.choices.get(choice)
         if arrivals is None:
+            self.first = self.first or now
             self.choices[choice] = Arrivals(now, now, count)
             return
-        if count == 1:
-            self.gaps.append(now - arrivals.last)
-        else:
-            self.gaps.extend([(now - arrivals.last) / count] * count)
+        gap = now - arrivals.last
         arrivals.last = now
         arrivals.count += count
+        if count == 1:
+            self.gaps.append(gap)
+        else:
+            self.gaps.extend([gap / count] * count)
 
     def media_of(self, prompt: Prompt) -> None:
         """Takes what the media of the prompt were, and how long their preparation took."""

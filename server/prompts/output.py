@@ -65,6 +65,8 @@ class ChoiceStream:
         """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
+        self._quick = False
+        """Whether a delta within the choice is text and nothing else."""
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
 
     @property
@@ -87,9 +89,17 @@ class ChoiceStream:
         Raises:
             TrencadisError: the delta reports an error.
         """
+        tokens = delta.tokens
+        self.count += len(tokens)
+        if self._quick and delta.finish is None:
+            return TextPiece(self._detokenizer.feed(tokens), tokens, delta.logprobs or [])
+        return self._feed(delta)
+
+    def _feed(self, delta: Delta) -> TextPiece:
+        """``feed`` of any delta; after the first one the others bring tokens alone until the last."""
         if delta.finish == "error":
             raise _failure(delta)
-        self.count += len(delta.tokens)
+        self._quick = self._stop is None and self._params.detokenize
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         self.pooled = delta.pooled or self.pooled

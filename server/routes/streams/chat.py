@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from trencadis.server.prompts.answer import AnswerPart, CallPart
 from trencadis.server.prompts.generation import Generation
@@ -19,6 +19,9 @@ from trencadis.server.routes.streams.template import EventTemplate, encode, mark
 from trencadis.server.text.tokenizer import Tokenizer
 
 Segment = Thought | Spoken | CallPart
+_Kind = tuple[int, type[Segment] | None, int, int]
+"""What an event depends on beside the values that are filled in: the index of the choice, what its text is, the number
+of the call, tokens from the cache."""
 
 
 class ChatAnswer(Protocol):
@@ -52,15 +55,6 @@ class ChatAnswer(Protocol):
         ...
 
 
-class _Kind(NamedTuple):
-    """What a template is of: beside the values that are filled in, an event depends on nothing else."""
-
-    index: int
-    kind: type[Segment] | None
-    call: int
-    cached: int
-
-
 class ChatStream(PieceStream):
     """The events of ``answer``. Those between the first and the last of a choice are filled into templates."""
 
@@ -78,9 +72,15 @@ class ChatStream(PieceStream):
         self._fills = not (self._always and answer.generation.reasoning_tokens is not None)
         self._started = False
         self._templates: dict[_Kind, EventTemplate] = {}
+        self._texts: dict[int, EventTemplate] = {}
+        """Those of plain text, by choice."""
 
     def said(self, index: int, piece: TextPiece) -> bytes:
         """See ``PieceStream``."""
+        if piece.answer is None and piece.finish_reason is None and piece.text:
+            template = self._texts.get(index)
+            if template is not None:
+                return template.fill(encode(piece.text))
         if not self._started:
             self._started = True
             return self._opening() + self._shown(index, piece)
@@ -149,11 +149,13 @@ class ChatStream(PieceStream):
         """The event of a piece that says ``text`` and nothing else; ``segment``: what a parser has made of it."""
         call = segment.index if isinstance(segment, CallPart) else 0
         cached = self._timing.cached if self._always else 0
-        kind = _Kind(index, None if segment is None else type(segment), call, cached)
+        kind = index, None if segment is None else type(segment), call, cached
         template = self._templates.get(kind)
         if template is None:
             template = self._templates[kind] = self._template(kind)
         if self._plain:
+            if segment is None:
+                self._texts[index] = template
             return template.fill(encode(text))
         values = [encode(text)]
         if self._scores:
@@ -168,7 +170,7 @@ class ChatStream(PieceStream):
 
     def _template(self, kind: _Kind) -> EventTemplate:
         text, tokens, total, made = mark(), number(), number(), number()
-        choice = ChunkChoice(index=kind.index, delta=_delta(kind, text), logprobs=None, finish_reason=None)
+        choice = ChunkChoice(index=kind[0], delta=_delta(kind, text), logprobs=None, finish_reason=None)
         marks = [encode(text)]
         if self._scores:
             marks.append(b'"logprobs":null')  # of an event's texts none has a bare quote
@@ -188,8 +190,9 @@ class ChatStream(PieceStream):
 
 def _delta(kind: _Kind, text: str) -> DeltaMessage:
     """A delta that says ``text`` in the way of ``kind``."""
-    if kind.kind is None:
+    _, segment, call, _ = kind
+    if segment is None:
         return DeltaMessage(content=text)
-    if kind.kind is CallPart:
-        return delta_of(AnswerPart([CallPart(kind.call, arguments=text)]))
-    return delta_of(AnswerPart([Thought(text) if kind.kind is Thought else Spoken(text)]))
+    if segment is CallPart:
+        return delta_of(AnswerPart([CallPart(call, arguments=text)]))
+    return delta_of(AnswerPart([Thought(text) if segment is Thought else Spoken(text)]))
