@@ -144,7 +144,7 @@ RULES = {
             "server/tools",
         )
     ),
-    "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning")),
+    "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning", "server/text")),
     "server/pooling": Rule(("core", "multimodal", "server/prompts")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),

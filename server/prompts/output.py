@@ -65,8 +65,7 @@ class ChoiceStream:
         """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
-        self._quick = False
-        """Whether a delta within the choice is text and nothing else."""
+        self._begun = False
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
 
     @property
@@ -91,15 +90,20 @@ class ChoiceStream:
         """
         tokens = delta.tokens
         self.count += len(tokens)
-        if self._quick and delta.finish is None:
+        if delta.finish is not None or not self._begun or not self._params.detokenize:
+            return self._whole(delta)
+        if self._stop is None:
             return TextPiece(self._detokenizer.feed(tokens), tokens, delta.logprobs or [])
-        return self._feed(delta)
+        piece = TextPiece(self._watched(tokens, delta, self._stop), tokens, delta.logprobs or [])
+        self._end(piece, self._stop)
+        self.finish_reason = piece.finish_reason
+        return piece
 
-    def _feed(self, delta: Delta) -> TextPiece:
-        """``feed`` of any delta; after the first one the others bring tokens alone until the last."""
+    def _whole(self, delta: Delta) -> TextPiece:
+        """``feed`` of any delta; between the first and the last they bring tokens and log-probabilities alone."""
         if delta.finish == "error":
             raise _failure(delta)
-        self._quick = self._stop is None and self._params.detokenize
+        self._begun = True
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         self.pooled = delta.pooled or self.pooled

@@ -18,7 +18,7 @@ from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta
 from trencadis.server.protocol.chat import ChatChunk, ChunkChoice, DeltaMessage
 from trencadis.server.routes.sse import event
-from trencadis.server.routes.streams.template import PlainEvents
+from trencadis.server.text.event_template import PlainEvents
 
 
 def chunk(index: int, text: str) -> bytes:
@@ -107,8 +107,8 @@ def test_a_streamed_token_costs_few_instructions(rig: ScriptedApp, path: str, mo
 
 
 MOST = {
-    "chat": 1, "running usage": 1, "stop string": 1, "logprobs": 1, "tools": 1, "completions": 1,
-    "completions with all": 1, "responses": 1, "messages": 1,
+    "chat": 450, "running usage": 580, "stop string": 760, "logprobs": 880, "tools": 1200, "completions": 530,
+    "completions with all": 1000, "responses": 1150, "messages": 1330,
 }  # fmt: skip
 """Instructions of Python that a token of a stream may take in the API process, from its delta to its bytes."""
 
@@ -135,7 +135,8 @@ def test_a_token_that_is_written_at_once_costs_few_instructions(rig: ScriptedApp
         await settled()
         before, made = len(client.transport.written), deltas(100)
         count = instructions(lambda: [engine.link.deliver(delta) for delta in made])
-        assert len(client.transport.written) >= before + 99, "each is written at once"
+        # Parsers hold back blanks, which may stand before a call.
+        assert len(client.transport.written) >= before + 80, "they are written at once"
         client.leave()
         await settled()
         return count / len(made)

@@ -15,7 +15,7 @@ from trencadis.server.routes.answer_parts import delta_of
 from trencadis.server.routes.sse import event
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.streams.pieces import PieceStream
-from trencadis.server.routes.streams.template import EventTemplate, encode, mark, number
+from trencadis.server.text.event_template import EventTemplate, encode, mark, number
 from trencadis.server.text.tokenizer import Tokenizer
 
 Segment = Thought | Spoken | CallPart

@@ -18,7 +18,7 @@ from trencadis.server.protocol.completions import (
 from trencadis.server.routes.sse import event
 from trencadis.server.routes.state import AppState
 from trencadis.server.routes.streams.pieces import PieceStream
-from trencadis.server.routes.streams.template import EventTemplate, encode, mark, number
+from trencadis.server.text.event_template import EventTemplate, encode, mark, number
 
 
 class CompletionAnswer(Protocol):

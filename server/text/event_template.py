@@ -28,7 +28,7 @@ class EventTemplate:
 
     Args:
         event: its bytes, with marks where values belong.
-        marks: the bytes of each value's mark; it may stand in several places.
+        marks: the bytes of each value's mark; it may stand in several places, or nowhere.
     """
 
     def __init__(self, event: bytes, marks: Sequence[bytes]) -> None:
@@ -40,7 +40,9 @@ class EventTemplate:
         parts.append(event[end:])
         self._format = b"%b".join(part.replace(b"%", b"%%") for part in parts)
         order = [i for _, i in places]
-        self._pick: Callable[[Any], Any] | None = None if order == [*range(len(marks))] else itemgetter(*order)
+        self._pick: Callable[[Any], Any] | None = None
+        if order != [*range(len(marks))]:
+            self._pick = itemgetter(*order)
 
     def fill(self, *values: bytes) -> bytes:
         """The event with ``values``, one for each mark."""
