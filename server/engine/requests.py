@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from trencadis.server.engine.protocol import Pixels, Taker
 log = logging.getLogger("trencadis.server")
 
 STOPPED = "The engine stopped; please retry."
-AT_A_TIME = 64
-"""Deltas of a step that are handed on before the event loop serves others: each may be written to its client at once,
-which takes some twenty microseconds."""
+TURN = 0.001
+"""Seconds for which a step's deltas are handed on before the event loop serves others: each may be written to its
+client at once, which takes some twenty microseconds."""
+AT_A_TIME = 16
+"""Deltas between two looks at the clock."""
 
 
 class RequestElsewhere(Sequence[Pixels]):
@@ -85,9 +88,11 @@ class RequestLink:
 
     async def deliver_all(self, deltas: Sequence[Delta]) -> None:
         """Hands on the deltas of a step, in turns with whatever else the event loop has to do."""
+        end = time.monotonic() + TURN
         for i in range(0, len(deltas), AT_A_TIME):
-            if i:
+            if i and time.monotonic() > end:
                 await asyncio.sleep(0)
+                end = time.monotonic() + TURN
             for delta in deltas[i : i + AT_A_TIME]:
                 self.deliver(delta)
 

@@ -228,9 +228,9 @@ def outlet_of(scope: Scope) -> WrittenOutlet | None:
 
     None if there is no such connection, or its chunks are not those of HTTP/1.1.
     """
-    known = scope.get("trencadis.connection")
-    connection: Written | None = None if known is None else known()
-    return None if connection is None else connection.outlet(scope["trencadis.record"])
+    known, record = scope.get("trencadis.connection"), scope.get("trencadis.record")
+    connection: Written | None = None if known is None or record is None else known()
+    return None if connection is None else connection.outlet(record)
 
 
 async def _gone(receive: Receive) -> None:
