@@ -57,8 +57,8 @@ class WrittenOutlet(Outlet, Protocol):
     """``time.monotonic`` of the last time."""
 
 
-class Written(Protocol):
-    """A connection."""
+class WrittenConnection(Protocol):
+    """A connection that can be written to past the layers of the app."""
 
     def outlet(self, record: RequestRecord) -> WrittenOutlet | None:
         """Writes chunks of the response that has begun; its bytes are noted in ``record``."""
@@ -229,7 +229,9 @@ def outlet_of(scope: Scope) -> WrittenOutlet | None:
     None if there is no such connection, or its chunks are not those of HTTP/1.1.
     """
     known, record = scope.get("trencadis.connection"), scope.get("trencadis.record")
-    connection: Written | None = None if known is None or record is None else known()
+    if known is None or record is None:
+        return None
+    connection: WrittenConnection | None = known()
     return None if connection is None else connection.outlet(record)
 
 

@@ -50,7 +50,10 @@ class Streams:
 
     async def say(self, text: str, finish: str | None = None) -> None:
         """A step that says a text, of one token or several."""
-        tokens = self.rig.tokenizer.encode(text)
+        await self.step(self.rig.tokenizer.encode(text), finish)
+
+    async def step(self, tokens: list[int], finish: str | None = None) -> None:
+        """A step that gives tokens to each choice of each client."""
         await self.engine.step(lambda request, choice: Delta(request.id, choice, [*tokens], finish=finish))
 
     def heard(self, client: int = 0) -> str:
@@ -60,7 +63,7 @@ class Streams:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 300))
 
 
 def test_a_token_is_written_before_the_loop_turns(rig: ScriptedApp) -> None:
@@ -179,7 +182,7 @@ def test_a_character_over_several_tokens_comes_whole(rig: ScriptedApp) -> None:
         tokens = rig.tokenizer.encode("👩‍👧")
         assert len(tokens) > 4
         for token in tokens:
-            await streams.engine.step(lambda request, choice, token=token: Delta(request.id, choice, [token]))
+            await streams.step([token])
             assert "\ufffd" not in streams.heard()
         await streams.say("b", "length")
         assert streams.heard() == "a👩‍👧b"
