@@ -1,7 +1,7 @@
 """Writes to a connection past the layers of the app: for a token of a stream they would cost more than its system call.
 
-Only bytes between the head of a response and its end go this way, in order with those that go through the layers: the
-writer of ``Generation.divert`` waits while they write.
+Only events between the head of a response and its end go this way. They keep their order with those that go through the
+layers, because whoever writes the latter waits for its next piece meanwhile (``Generation.divert``).
 """
 
 from __future__ import annotations

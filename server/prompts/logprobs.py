@@ -45,9 +45,8 @@ def chat_entries(
     made = []
     for item in items:
         entry = _fields(tokenizer, item.token, item.logprob, as_ids)
-        entry["top_logprobs"] = (
-            [_fields(tokenizer, t, p, as_ids) for t, p in shown(item, top)] if top or item.top_ranks else []
-        )
+        best = shown(item, top) if item.top_ids else []
+        entry["top_logprobs"] = [_fields(tokenizer, t, p, as_ids) for t, p in best]
         made.append(entry)
     return made
 

@@ -23,7 +23,7 @@ from trencadis.server.text.event_template import PlainEvents
 
 def chunk(index: int, text: str) -> bytes:
     choice = ChunkChoice(index=index, delta=DeltaMessage(content=text), logprobs=None, finish_reason=None)
-    name = 'a "model" that says content'
+    name = 'a "model" of 100 % that says content'
     return event(ChatChunk(id="c", object="chat.completion.chunk", created=1, model=name, choices=[choice]))
 
 
