@@ -154,6 +154,8 @@ class Clients:
         seconds, used, made = time.monotonic() - begin, cpu_of(pid), self.tokens - tokens
         late = lag_of(self.port)
         await asyncio.gather(*tasks)
+        if not made:
+            raise RuntimeError("the first stream ended before all had begun: ask for more --tokens")
         user, system = 1e6 * (used[0] - user) / made, 1e6 * (used[1] - system) / made
         return {"us": user + system, "system": system, "rate": made / seconds, "tokens": made, "lag": high(late)}
 
