@@ -144,7 +144,7 @@ RULES = {
             "server/tools",
         )
     ),
-    "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning")),
+    "server/dialects": Rule(("core", "server/prompts", "server/protocol", "server/reasoning", "server/text")),
     "server/pooling": Rule(("core", "multimodal", "server/prompts")),
     "server/metrics": Rule(("core", "server", "server/engine", "server/prompts")),
     "server/plan": Rule(("core", "multimodal", "assets", "server/config")),
@@ -152,6 +152,7 @@ RULES = {
     "server/records": Rule(("core", "server/metrics", "server/prompts", "server/text")),
     "server/routes": Rule(("core", "multimodal", "server")),
     "server/routes/dialects": Rule(("core", "server")),
+    "server/routes/streams": Rule(("core", "server")),
     "server/routes/vllm": Rule(("core", "multimodal", "server")),
     "server/routes/pooling": Rule(("core", "multimodal", "server")),
     "server/http": Rule(("core", "multimodal", "server")),

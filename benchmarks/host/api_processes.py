@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.harness.common import ROOT, environment, report, table
-from benchmarks.host.stream import Clients
+from benchmarks.harness.common import ROOT, report, table
+from benchmarks.host.stream import Clients, serving
 from trencadis.core.cpus import available_cpus
 from trencadis.server.metrics.processes import ProcessesCollector
 
@@ -54,32 +51,16 @@ def seconds_of(pid: int) -> dict[str, float]:
 
 def measure(model: str, count: int, clients: int, tokens: int, pace: float) -> dict[str, float]:
     """Starts a server, streams, stops it."""
-    command = [sys.executable, "-P", "-m", "trencadis.server", "--host", "127.0.0.1", "--port", "0", "--model", model]
-    command += ["--engine", "benchmarks.host.stream:PacedEngine.create", "--served-model-name", "m"]
-    command += ["--max-num-queued-reqs", str(2 * clients), "--api-server-count", str(count)]
-    server = subprocess.Popen(command, env=environment() | {"PACE": str(pace)}, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    try:
-        port = 0
-        for line in server.stderr:
-            found = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", line)
-            if found:
-                port = int(found[1])
-                break
-        assert port, "the server did not start"
+    with serving(model, clients, pace, ["--api-server-count", str(count)]) as (port, pid):
         with ProcessPoolExecutor(CLIENT_PROCESSES, get_context("spawn")) as pool:
             list(pool.map(streams, [port] * CLIENT_PROCESSES, [4] * CLIENT_PROCESSES, [8] * CLIENT_PROCESSES))
-            before, share = seconds_of(server.pid), clients // CLIENT_PROCESSES
+            before, share = seconds_of(pid), clients // CLIENT_PROCESSES
             done = list(pool.map(streams, *zip(*[(port, share, tokens)] * CLIENT_PROCESSES, strict=True)))
-        used, made = seconds_of(server.pid), sum(tokens for _, _, tokens in done)
+        used, made = seconds_of(pid), sum(tokens for _, _, tokens in done)
         cost = {role: 1e6 * (used[role] - before[role]) / made for role in ("root", "api", "engine")}
         front, api = (0.0, cost["root"]) if count == 1 else (cost["root"], cost["api"])
         wall = max(end for _, end, _ in done) - min(begun for begun, _, _ in done)
         return {"rate": made / wall, "front": front, "api": api, "engine": cost["engine"]}
-    finally:
-        server.terminate()
-        server.stderr.close()
-        server.wait(60)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from trencadis.server.protocol.messages import (
     ThinkingTokens,
     ToolUseBlock,
 )
+from trencadis.server.text.event_template import EventTemplate, encode, mark
 
 PATHS = ("/v1/messages",)
 OVERLOADED = 529
@@ -90,6 +91,8 @@ class MessageWriter:
 
     def __init__(self, message: MessagesResponse) -> None:
         self.message = message
+        self._templates: dict[int, EventTemplate] = {}
+        """By the index of the block that grows."""
 
     def opening(self, usage: Usage) -> Iterator[bytes]:
         """The first event, once the first token is there."""
@@ -104,12 +107,21 @@ class MessageWriter:
             if not index:
                 yield PING
         elif isinstance(change, BlockGrown):
-            yield event("content_block_delta", index=index, delta=_delta(change))
+            yield self._grown(change)
         else:
             if change.block.kind == "thought":
                 delta = {"type": "signature_delta", "signature": signature(change.block.text)}
                 yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
+
+    def _grown(self, change: BlockGrown) -> bytes:
+        index = change.block.index
+        template = self._templates.get(index)
+        if template is None:
+            hole = mark()
+            made = _grown(BlockGrown(change.block, hole, []))
+            template = self._templates[index] = EventTemplate(made, [encode(hole)])
+        return template.fill(encode(change.text))
 
     def take(self, change: BlockEvent) -> None:
         """As ``events``, for a message that is sent whole."""
@@ -142,6 +154,10 @@ def _delta(change: BlockGrown) -> dict[str, str]:
     if change.block.kind == "thought":
         return {"type": "thinking_delta", "thinking": change.text}
     return {"type": "input_json_delta", "partial_json": change.text}
+
+
+def _grown(change: BlockGrown) -> bytes:
+    return event("content_block_delta", index=change.block.index, delta=_delta(change))
 
 
 def _whole(block: Block) -> ContentBlock:

@@ -29,6 +29,7 @@ from trencadis.server.protocol.responses_output import (
     ResponsesUsage,
     Status,
 )
+from trencadis.server.text.event_template import EventTemplate, encode, mark, number
 
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)
@@ -88,6 +89,8 @@ class ResponseWriter:
         self.response = response
         self._shown = shown
         self._ids: dict[int, str] = {}
+        self._templates: dict[int, EventTemplate] = {}
+        """By the index of the block that grows."""
         self._number = 0
 
     def opening(self, usage: Usage) -> Iterator[bytes]:
@@ -139,6 +142,24 @@ class ResponseWriter:
         yield self._of("content_part.added", block, content_index=0, part=self._part(block))
 
     def _grown(self, change: BlockGrown) -> bytes:
+        index = change.block.index
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = self._template(change.block)
+        shown = b"[]"
+        if change.logprobs and change.block.kind == "text":
+            shown = encode([one.model_dump() for one in self._shown(change.logprobs)])
+        self._number += 1
+        return template.fill(b"%d" % (self._number - 1), encode(change.text), shown)
+
+    def _template(self, block: Block) -> EventTemplate:
+        hole, place, before = mark(), number(), self._number
+        self._number = place
+        made = self._written(BlockGrown(block, hole, []))
+        self._number = before
+        return EventTemplate(made, [b"%d" % place, encode(hole), b"[]"])
+
+    def _written(self, change: BlockGrown) -> bytes:
         block, text = change.block, change.text
         if block.kind == "call":
             return self._of("function_call_arguments.delta", block, delta=text)

@@ -68,7 +68,7 @@ class EngineLink(RequestLink):
         try:
             while True:
                 size, _ = wire.HEADER.unpack(await reader.readexactly(wire.HEADER.size))
-                self.receive(wire.decode_up(await reader.readexactly(size)))
+                await self.receive(wire.decode_up(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -99,12 +99,11 @@ class EngineLink(RequestLink):
 
     # --- frames from the engine ---
 
-    def receive(self, message: wire.Up) -> None:
+    async def receive(self, message: wire.Up) -> None:
         """Handles one frame."""
         match message:
             case wire.Deltas(items, stats):
-                for delta in items:
-                    self.deliver(delta)
+                await self.deliver_all(items)
                 if stats is not None:
                     self.plan, self.stats = stats.plan or self.plan, stats
                     self.on_stats(stats)

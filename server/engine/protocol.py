@@ -14,6 +14,9 @@ from trencadis.core.request import Delta, Request
 Pixels = npt.NDArray[np.uint8]
 """uint8 [patches, PATCH_VALUES] of one image."""
 
+Taker = Callable[[Delta], bool]
+"""Takes a delta, or returns False, and leaves it as it is; see ``EngineClient.divert``."""
+
 
 class EngineClient(Protocol):
     """Takes requests and returns deltas."""
@@ -90,6 +93,14 @@ class EngineClient(Protocol):
 
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ids are ignored."""
+        ...
+
+    def divert(self, id: str, taker: Taker) -> None:
+        """From now on hands deltas of a request to ``taker`` at once while the reader of its iterator waits for them.
+
+        The iterator still gives each choice's last delta and what ``taker`` does not take, in order. Unknown ids are
+        ignored. Called once the first delta has come: until then the request may change its engine.
+        """
         ...
 
     def reset_prefix_cache(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,17 @@ import numpy as np
 from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.open_request import OpenRequest
+from trencadis.server.engine.protocol import Pixels, Taker
 
 log = logging.getLogger("trencadis.server")
 
 STOPPED = "The engine stopped; please retry."
+TURN = 0.001
+"""Seconds for which a step's deltas are handed on before the event loop serves others: each may be written to its
+client at once, which takes some twenty microseconds."""
+AT_A_TIME = 16
+"""Deltas between two looks at the clock."""
 
 
 class RequestElsewhere(Sequence[Pixels]):
@@ -29,41 +35,17 @@ class RequestElsewhere(Sequence[Pixels]):
 
     Args:
         media: how many it has.
-        forward: called with each delta that needs no look here: neither a choice's last one, nor one behind a delta
-            that has not been handed on yet. Only while ``straight`` is set, which the reader of the deltas does.
         need: called with the index of a medium whose pixels ``link`` wants.
     """
 
-    def __init__(self, media: int, forward: Callable[[Delta], None], need: Callable[[RequestLink, int], None]) -> None:
-        self.media, self.forward, self.need = media, forward, need
-        self.straight = False
+    def __init__(self, media: int, need: Callable[[RequestLink, int], None]) -> None:
+        self.media, self.need = media, need
 
     def __len__(self) -> int:
         return self.media
 
     def __getitem__(self, index: Any) -> Any:
         raise IndexError("the pixels are in another process")
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """An open request: the queue of its deltas, its pixels, its unfinished choices."""
-
-    deltas: asyncio.Queue[Delta]
-    pixels: Sequence[Pixels]
-    left: set[int] = field(default_factory=set)
-    elsewhere: RequestElsewhere | None = None
-
-    def give(self, delta: Delta) -> None:
-        """Hands a delta to whoever reads them.
-
-        The reader hands on all that is queued before it waits again, so an empty queue means that nothing is overtaken.
-        """
-        away = self.elsewhere
-        if away is not None and away.straight and delta.finish is None and self.deltas.empty():
-            away.forward(delta)
-        else:
-            self.deltas.put_nowait(delta)
 
 
 class RequestLink:
@@ -90,7 +72,7 @@ class RequestLink:
         """Ends every unfinished choice with an error, because the engine has ended."""
         for id, entry in self.requests.items():
             for choice in sorted(entry.left):
-                entry.deltas.put_nowait(Delta(id, choice, finish="error", status=503, message=STOPPED))
+                entry.give(Delta(id, choice, finish="error", status=503, message=STOPPED))
         self.requests.clear()
 
     def deliver(self, delta: Delta) -> None:
@@ -98,13 +80,29 @@ class RequestLink:
         entry = self.requests.get(delta.id)
         if entry is None or delta.choice not in entry.left:
             return
-        (entry.deltas.put_nowait if entry.elsewhere is None else entry.give)(delta)
+        entry.give(delta)
         if delta.finish is not None:
             entry.left.discard(delta.choice)
             if not entry.left:
                 del self.requests[delta.id]
 
+    async def deliver_all(self, deltas: Sequence[Delta]) -> None:
+        """Hands on the deltas of a step, in turns with whatever else the event loop has to do."""
+        end = time.monotonic() + TURN
+        for i in range(0, len(deltas), AT_A_TIME):
+            if i and time.monotonic() > end:
+                await asyncio.sleep(0)
+                end = time.monotonic() + TURN
+            for delta in deltas[i : i + AT_A_TIME]:
+                self.deliver(delta)
+
     # --- requests ---
+
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        entry = self.requests.get(id)
+        if entry is not None:
+            entry.taker = taker
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """Deltas until every choice has finished; closing the iterator aborts the rest."""
@@ -113,14 +111,13 @@ class RequestLink:
         self.submitted += 1
         if request.rule is not None and request.rule.grammar:
             await self.enter_with_vocabulary()
-        away = pixels if isinstance(pixels, RequestElsewhere) else None
-        entry = OpenRequest(asyncio.Queue(), pixels, set(range(request.params.n)), away)
+        entry = OpenRequest(pixels, request.params.n)
         self.requests[request.id] = entry
         try:
             await self.send(wire.Add(request))
             left = len(entry.left)
             while left:
-                delta = await entry.deltas.get()
+                delta = await entry.next()
                 left -= delta.finish is not None
                 yield delta
         finally:
@@ -165,8 +162,8 @@ class RequestLink:
     def need(self, id: str, index: int) -> None:
         """The other process wants the pixels of medium ``index``."""
         entry = self.requests.get(id)
-        if entry is not None and entry.elsewhere is not None:
-            entry.elsewhere.need(self, index)
+        if entry is not None and isinstance(entry.pixels, RequestElsewhere):
+            entry.pixels.need(self, index)
         else:
             self.wanted.put_nowait((id, index))
 

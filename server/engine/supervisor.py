@@ -14,7 +14,7 @@ from trencadis.core.errors import Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.client import STOPPED, EngineHandle, EngineLink
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.protocol import Pixels, Taker
 from trencadis.server.engine.slumber import Slumber
 
 log = logging.getLogger("trencadis.server")
@@ -182,6 +182,10 @@ class Supervisor:
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it."""
         self.link.abort(id, choice)
+
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        self.link.divert(id, taker)
 
     def reset_prefix_cache(self) -> None:
         """Blocks that were computed so far are not found again."""

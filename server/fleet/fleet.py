@@ -14,7 +14,7 @@ from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.client import STOPPED, EngineHandle
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.protocol import Pixels, Taker
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.fleet.joined import JoinedEngines
 from trencadis.server.fleet.keys import demand_of, keys_of
@@ -170,6 +170,12 @@ class Fleet(JoinedEngines[Supervisor]):
         at = self._placed.get(id)
         if at is not None:
             self.engines[at].abort(id, choice)
+
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        at = self._placed.get(id)
+        if at is not None:
+            self.engines[at].divert(id, taker)
 
     def reset_prefix_cache(self) -> None:
         """Blocks that were computed so far are not found again."""

@@ -13,7 +13,7 @@ import msgspec
 from trencadis.core.errors import TrencadisError
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.protocol import Pixels, Taker
 from trencadis.server.engine.requests import RequestElsewhere, RequestLink
 from trencadis.server.front.messages import Placed, Produced, Requests
 
@@ -31,6 +31,10 @@ class RequestRunner(Protocol):
         """See ``EngineClient``."""
         ...
 
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        ...
+
 
 class RelayedRequest(RequestElsewhere):
     """One of them.
@@ -41,15 +45,17 @@ class RelayedRequest(RequestElsewhere):
     """
 
     def __init__(self, relay: RequestRelay, own: str, request: Request) -> None:
-        super().__init__(len(request.spans), self._forward, self._need)
+        super().__init__(len(request.spans), self._need)
         self.relay, self.own, self.request = relay, own, request
         self.asker: RequestLink | None = None
         """The engine's link that wants its pixels: another one where its first engine died."""
         self.task: asyncio.Task[None] | None = None
 
-    def _forward(self, delta: Delta) -> None:
+    def forward(self, delta: Delta) -> bool:
+        """Sends a delta to the API process, which knows the request by its own id."""
         delta.id = self.own
         self.relay.forward(delta)
+        return True
 
     def _need(self, link: RequestLink, index: int) -> None:
         self.asker = link
@@ -140,13 +146,15 @@ class RequestRelay:
     async def _run(self, found: RelayedRequest) -> None:
         """Hands on the deltas of a request; its first delta, and what ends a choice, pass through here."""
         try:
-            deltas = cast(Any, self._engine.submit(found.request, found))
+            deltas, begun = cast(Any, self._engine.submit(found.request, found)), False
             async with aclosing(deltas):
                 async for delta in deltas:
-                    if self._several and not found.straight:
-                        self.write(Placed(found.own, found.request.replica))
+                    if not begun:
+                        begun = True
+                        if self._several:
+                            self.write(Placed(found.own, found.request.replica))
+                        self._engine.divert(found.request.id, found.forward)
                     found.forward(delta)
-                    found.straight = True
         except TrencadisError as error:
             self._fail(found, error.status, error.message)
         except Exception:

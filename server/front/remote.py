@@ -15,7 +15,7 @@ import msgspec
 from trencadis.core.errors import NotFound, Unavailable
 from trencadis.core.process import wire
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.protocol import Pixels
+from trencadis.server.engine.protocol import Pixels, Taker
 from trencadis.server.engine.requests import RequestLink
 from trencadis.server.fleet import sums
 from trencadis.server.fleet.joined import JoinedEngines
@@ -83,11 +83,14 @@ class FrontLink(RequestLink):
             raise NotFound(f"Nobody answers {what} here.")
         return await self.answers[what](given)
 
-    def _receive(self, message: messages.Down, payload: bytes) -> None:
+    def _receive(self, message: messages.Down, payload: bytes) -> Awaitable[None] | None:
+        if isinstance(message, messages.Produced):
+            return self.deliver_all(message.items)
+        self._learn_of(message)
+        return None
+
+    def _learn_of(self, message: messages.Down) -> None:
         match message:
-            case messages.Produced(items):
-                for delta in items:
-                    self.deliver(delta)
             case wire.NeedMedia(id, index):
                 self.need(id, index)
             case messages.Placed(id, replica):
@@ -195,6 +198,10 @@ class RemoteReplica:
         """Ends a request, or one choice of it."""
         self.link.abort(id, choice)
 
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        self.link.divert(id, taker)
+
     def reset_prefix_cache(self) -> None:
         """Blocks that were computed so far are not found again, in any engine."""
         self.link.channel.write(wire.ResetPrefixCache())
@@ -243,6 +250,10 @@ class RemoteFleet(JoinedEngines[RemoteReplica]):
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it."""
         self.link.abort(id, choice)
+
+    def divert(self, id: str, taker: Taker) -> None:
+        """See ``EngineClient``."""
+        self.link.divert(id, taker)
 
     def reset_prefix_cache(self) -> None:
         """See ``RemoteReplica``."""

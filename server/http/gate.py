@@ -82,11 +82,9 @@ class Gate:
         shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
         record = scope["trencadis.record"] = record_of(scope, headers, shown)
         RECORD.set(record)
-        sent_bytes = 0
         body = scope["trencadis.body"] = self._bodies.open()
 
         async def out(message: Message) -> None:
-            nonlocal sent_bytes
             if message["type"] == "http.response.start":
                 record.status, record.answered = message["status"], time.monotonic()
                 answer_begins(record)
@@ -99,7 +97,7 @@ class Gate:
                 if account is not None:
                     sent.update(dict(account.headers()))
             else:
-                sent_bytes += len(message.get("body", b""))
+                record.sent += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -118,9 +116,9 @@ class Gate:
                 await error_response(told, scope)(scope, receive, out)
         finally:
             body.leave()
-            self._close(record, scope, body.received, sent_bytes)
+            self._close(record, scope, body.received)
 
-    def _close(self, record: RequestRecord, scope: Scope, received: int, sent: int) -> None:
+    def _close(self, record: RequestRecord, scope: Scope, received: int) -> None:
         """Completes the record, and hands it on."""
         record.end = time.monotonic()
         if not record.status:
@@ -128,7 +126,7 @@ class Gate:
             say_access(record, scope.get("http_version", ""))
         method = record.method if record.method in METHODS else "other"
         path, seconds = getattr(scope.get("route"), "path", "other"), record.end - record.begun
-        self._observe(path, method, record.status, seconds, received, sent)
+        self._observe(path, method, record.status, seconds, received, record.sent)
         self._ended(record)
 
     def _check(self, scope: Scope, headers: Headers) -> int:

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from trencadis.core.errors import TrencadisError
-from trencadis.core.request import Request, RequestStats
+from trencadis.core.request import Delta, Request, RequestStats
 from trencadis.server.prompts.output import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.service import TextService
@@ -29,6 +29,18 @@ class ChoicePiece(NamedTuple):
 
     choice: int
     piece: TextPiece
+
+
+class Outlet(Protocol):
+    """Where the bytes of a stream go."""
+
+    def ready(self) -> bool:
+        """Whether there is somebody to write to, who has taken what was written before."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Writes whole events; call ``ready`` before."""
+        ...
 
 
 class PromptPiece(NamedTuple):
@@ -86,12 +98,18 @@ class Timing:
             return
         now = time.monotonic()
         self.generated += count
-        self.first = self.first or now
-        arrivals = self.choices.setdefault(choice, Arrivals(now, now, 0))
-        if arrivals.count:
-            self.gaps.extend([(now - arrivals.last) / count] * count)
+        arrivals = self.choices.get(choice)
+        if arrivals is None:
+            self.first = self.first or now
+            self.choices[choice] = Arrivals(now, now, count)
+            return
+        gap = now - arrivals.last
         arrivals.last = now
         arrivals.count += count
+        if count == 1:
+            self.gaps.append(gap)
+        else:
+            self.gaps.extend([gap / count] * count)
 
     def media_of(self, prompt: Prompt) -> None:
         """Takes what the media of the prompt were, and how long their preparation took."""
@@ -151,6 +169,8 @@ class Generation:
         self.params = request.params
         self.streams = [service.stream(self.params, prompt) for _ in range(self.params.n)]
         self.timing = begun(request, prompt, self.streams)
+        self._left = len(self.streams)
+        self._spacing = Spacing(prompt.interval) if prompt.interval > 1 else None
         self.said: list[list[str]] | None = None
         """Pieces of each choice's text, where the log shows them."""
 
@@ -160,33 +180,20 @@ class Generation:
         counts = [s.reasoning_tokens for s in self.streams if s.reasoning_tokens is not None]
         return sum(counts) if counts else None
 
-    def pieces(self) -> AsyncGenerator[ChoicePiece]:
+    async def pieces(self) -> AsyncGenerator[ChoicePiece]:
         """Pieces of text as they come, or of as many tokens as the prompt's interval, until every choice has finished.
 
         Raises:
             TrencadisError: from the engine.
         """
-        interval = self.prompt.interval
-        return self._pieces() if interval <= 1 else spaced(self._pieces(), interval)
-
-    async def _pieces(self) -> AsyncGenerator[ChoicePiece]:
         deltas = None
         try:
             deltas = self._engine.submit(self._request, self._pixels)
             async for delta in deltas:
-                stream = self.streams[delta.choice]
-                if stream.finish_reason is not None:
-                    continue  # tokens beyond the stop string that has ended the choice
-                piece = stream.feed(delta)
-                self.timing.tokens(delta.choice, len(delta.tokens))
-                if self.said is not None:
-                    self.said[delta.choice].append(piece.text)
-                if piece.finish_reason is not None:
-                    self.timing.finish.append(piece.finish_reason)
-                    if delta.finish is None and stream.stopped_early:
-                        self._engine.abort(self._request.id, delta.choice)
-                yield ChoicePiece(delta.choice, piece)
-                if all(s.finish_reason is not None for s in self.streams):
+                piece = self._feed(delta)
+                if piece is not None:
+                    yield ChoicePiece(delta.choice, piece)
+                if not self._left:
                     return
             raise TrencadisError("The engine ended the request without finishing it.")
         except Exception:
@@ -195,8 +202,44 @@ class Generation:
         finally:
             await self._close(deltas)
 
+    def divert(self, outlet: Outlet, said: Callable[[int, TextPiece], bytes]) -> None:
+        """Writes what ``said`` makes of a piece to ``outlet`` from now on, as soon as its delta is there.
+
+        Only while whoever reads ``pieces`` waits for the next one and ``outlet`` has room. The last piece of a choice
+        is read from ``pieces`` as before, unless a stop string made it the last.
+        """
+
+        def take(delta: Delta) -> bool:
+            if not outlet.ready():
+                return False
+            piece = self._feed(delta)
+            if piece is not None:
+                data = said(delta.choice, piece)
+                if data:
+                    outlet.write(data)
+            return True
+
+        self._engine.divert(self._request.id, take)
+
+    def _feed(self, delta: Delta) -> TextPiece | None:
+        """The piece of a delta; None: its choice has ended before, or the piece is held back."""
+        choice = delta.choice
+        stream = self.streams[choice]
+        if stream.finish_reason is not None:
+            return None  # tokens beyond the stop string that has ended the choice
+        piece = stream.feed(delta)
+        self.timing.tokens(choice, len(delta.tokens))
+        if self.said is not None:
+            self.said[choice].append(piece.text)
+        if piece.finish_reason is not None:
+            self._left -= 1
+            self.timing.finish.append(piece.finish_reason)
+            if delta.finish is None and stream.stopped_early:
+                self._engine.abort(self._request.id, choice)
+        return piece if self._spacing is None else self._spacing.of(choice, piece)
+
     async def _close(self, deltas: AsyncIterator[object] | None) -> None:
-        if any(s.finish_reason is None for s in self.streams):
+        if self._left:
             self._abort()
         if self.timing.end is None:
             self.timing.end = time.monotonic()
@@ -214,21 +257,25 @@ class Generation:
             self.timing.finish.append("abort")
 
 
-async def spaced(pieces: AsyncGenerator[ChoicePiece], interval: int) -> AsyncGenerator[ChoicePiece]:
+class Spacing:
     """Joins pieces of each choice until they have ``interval`` tokens; the first and the last piece do not wait."""
-    held: dict[int, TextPiece] = {}
-    begun: set[int] = set()
-    async with aclosing(pieces):
-        async for choice, piece in pieces:
-            if choice in held:
-                held[choice].extend(piece)
-                piece = held[choice]
-            if choice in begun and len(piece.tokens) < interval and piece.finish_reason is None:
-                held[choice] = piece
-                continue
-            begun.add(choice)
-            held.pop(choice, None)
-            yield ChoicePiece(choice, piece)
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[int, TextPiece] = {}
+        self._begun: set[int] = set()
+
+    def of(self, choice: int, piece: TextPiece) -> TextPiece | None:
+        """The piece that may go out now, with all that was held back before it."""
+        held = self._held.pop(choice, None)
+        if held is not None:
+            held.extend(piece)
+            piece = held
+        if choice in self._begun and len(piece.tokens) < self._interval and piece.finish_reason is None:
+            self._held[choice] = piece
+            return None
+        self._begun.add(choice)
+        return piece
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:

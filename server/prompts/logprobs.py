@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trencadis.core.request import TokenLogprob
-from trencadis.server.protocol.chat import ChoiceLogprobs, TokenLogprobs, TopLogprob
+from trencadis.server.protocol.chat import ChoiceLogprobs, TokenLogprobs
 from trencadis.server.protocol.completions import CompletionLogprobs
 from trencadis.server.text.tokenizer import Tokenizer
 
@@ -35,11 +35,20 @@ def chat_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
 ) -> ChoiceLogprobs:
     """The chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
-    content = []
+    return ChoiceLogprobs(content=[TokenLogprobs(**entry) for entry in chat_entries(tokenizer, items, top, as_ids)])
+
+
+def chat_entries(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """The fields of ``TokenLogprobs`` of each token, as ``chat_logprobs`` takes them."""
+    made = []
     for item in items:
-        best = [TopLogprob(**_fields(tokenizer, t, p, as_ids)) for t, p in shown(item, top)]
-        content.append(TokenLogprobs(**_fields(tokenizer, item.token, item.logprob, as_ids), top_logprobs=best))
-    return ChoiceLogprobs(content=content)
+        entry = _fields(tokenizer, item.token, item.logprob, as_ids)
+        best = shown(item, top) if item.top_ids else []
+        entry["top_logprobs"] = [_fields(tokenizer, t, p, as_ids) for t, p in best]
+        made.append(entry)
+    return made
 
 
 def _fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
@@ -68,16 +77,20 @@ class CompletionLogprobsBuilder:
 
     def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
         """Lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
-        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        return CompletionLogprobs(**self.lists(items, first))
+
+    def lists(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> dict[str, list[Any]]:
+        """The fields of ``build``."""
+        offsets, scores, tokens, best = list[Any](), list[Any](), list[Any](), list[Any]()
         for item in items:
             token = (first or 0) if item is None else item.token
             text = text_of(self._tokenizer, token)
-            out.text_offset.append(self._offset)
+            offsets.append(self._offset)
             self._offset += len(text)
-            out.tokens.append(id_text(token) if self._as_ids else text)
-            out.token_logprobs.append(None if item is None else finite(item.logprob))
-            out.top_logprobs.append(None if item is None else self._best(item))
-        return out
+            tokens.append(id_text(token) if self._as_ids else text)
+            scores.append(None if item is None else finite(item.logprob))
+            best.append(None if item is None else self._best(item))
+        return {"text_offset": offsets, "token_logprobs": scores, "tokens": tokens, "top_logprobs": best}
 
     def _best(self, item: TokenLogprob) -> dict[str, float]:
         best = {self._shown(t): finite(p) for t, p in shown(item, self._top)}

@@ -65,6 +65,7 @@ class ChoiceStream:
         """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
         self._params = params
         self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
+        self._begun = False
         self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
 
     @property
@@ -87,9 +88,22 @@ class ChoiceStream:
         Raises:
             TrencadisError: the delta reports an error.
         """
+        tokens = delta.tokens
+        self.count += len(tokens)
+        if delta.finish is not None or not self._begun or not self._params.detokenize:
+            return self._whole(delta)
+        if self._stop is None:
+            return TextPiece(self._detokenizer.feed(tokens), tokens, delta.logprobs or [])
+        piece = TextPiece(self._watched(tokens, delta, self._stop), tokens, delta.logprobs or [])
+        self._end(piece, self._stop)
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def _whole(self, delta: Delta) -> TextPiece:
+        """``feed`` of any delta; between the first and the last they bring tokens and log-probabilities alone."""
         if delta.finish == "error":
             raise _failure(delta)
-        self.count += len(delta.tokens)
+        self._begun = True
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.stats = delta.stats or self.stats
         self.pooled = delta.pooled or self.pooled

@@ -30,6 +30,7 @@ class RequestRecord:
         timer: ends what runs at the deadline.
         turn: seconds that it waited for its tenant's turn.
         works: whether it came to a route that runs the model.
+        sent: bytes of the answer's body so far.
         answer: the id in the answer.
         error: the type of the error that it ended with.
         params: of its first generation.
@@ -53,6 +54,7 @@ class RequestRecord:
     model: str = ""
     status: int = 0
     answered: float = 0.0
+    sent: int = 0
     end: float = 0.0
     error: str = ""
     params: SamplingParams | None = None

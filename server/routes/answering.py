@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from trencadis.server.admission import Ticket
 from trencadis.server.prompts.generation import primed
 from trencadis.server.routes.sse import EventStream, StreamForm, until_gone
+from trencadis.server.routes.streams.pieces import PieceStream
 
 
 class Work(Protocol):
@@ -31,8 +32,8 @@ class Work(Protocol):
         """Runs to the end and returns the whole answer."""
         ...
 
-    def events(self) -> AsyncGenerator[bytes]:
-        """The stream, encoded."""
+    def stream(self) -> PieceStream:
+        """Its stream; called once."""
         ...
 
 
@@ -72,8 +73,9 @@ async def _streamed(
     try:
         work = await until_gone(http, prepared)
         ticket.charge(tokens=work.prompt_tokens)
-        events = await until_gone(http, primed(work.events()))
+        stream = work.stream()
+        events = await until_gone(http, primed(stream.events()))
     except BaseException:
         ticket.leave()
         raise
-    return EventStream(events, keep_alive, ticket.leave, headers, work.form)
+    return EventStream(events, keep_alive, ticket.leave, headers, work.form, stream.divert)

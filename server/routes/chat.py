@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -24,21 +23,18 @@ from trencadis.server.prompts.params import output_limit, sampling_params, sent_
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.protocol.base import Usage
 from trencadis.server.protocol.chat import (
-    ChatChunk,
     ChatRequest,
     ChatResponse,
     Choice,
     ChoiceLogprobs,
-    ChunkChoice,
-    DeltaMessage,
 )
 from trencadis.server.protocol.tools import chosen, schemas
-from trencadis.server.routes.answer_parts import delta_of, message_of
+from trencadis.server.routes.answer_parts import message_of
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.plain_events import PlainEvents
-from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
+from trencadis.server.routes.sse import CHAT_FORM, StreamForm
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+from trencadis.server.routes.streams.chat import ChatStream
 from trencadis.server.text.template import Rendering
 
 NO_FORM = (
@@ -115,72 +111,14 @@ class ChatRoute:
             token_ids=tokens if self.body.return_token_ids else None,
         )
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The stream: roles, deltas, reasons, usage."""
-        options = self.body.stream_options
-        total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
-        total = total or self.body.return_image_sizes
-        always = bool(options and options.continuous_usage_stats)
-        started = False
-        plain = None
-        if not (always or self.body.logprobs or self.body.return_token_ids):
-            plain = PlainEvents(lambda i, text: event(self._chunk([self._delta(i, TextPiece(text))], False)))
-        async with aclosing(self.generation.pieces()) as pieces:
-            async for index, piece in pieces:
-                if not started:
-                    started = True
-                    for i in range(len(self.generation.streams)):
-                        yield event(self._chunk([self._opening(i)], always))
-                        if self.echo:
-                            yield event(
-                                self._chunk([ChunkChoice(index=i, delta=DeltaMessage(content=self.echo))], always)
-                            )
-                if plain is not None and piece.answer is None and piece.finish_reason is None:
-                    if piece.text or piece.tokens:
-                        yield plain.of(index, piece.text)
-                elif self._shows(piece):
-                    yield event(self._chunk([self._delta(index, piece)], always))
-        if total:
-            yield event(self._chunk([], True))
-
-    def _opening(self, index: int) -> ChunkChoice:
-        delta = DeltaMessage(role=self.role, content="")
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
-
-    def _shows(self, piece: TextPiece) -> bool:
-        """Whether a piece makes an event: one whose text a parser holds back may have nothing to say."""
-        if piece.finish_reason or piece.answer is None:
-            return bool(piece.finish_reason or piece.text or piece.tokens)
-        return bool(piece.answer.segments or self.body.logprobs or self.body.return_token_ids)
+    def stream(self) -> ChatStream:
+        """Its stream."""
+        return ChatStream(self)
 
     def reason(self, index: int, piece: TextPiece) -> str | None:
         """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
         calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
         return "tool_calls" if calls and not self.named else piece.finish_reason
-
-    def _delta(self, index: int, piece: TextPiece) -> ChunkChoice:
-        delta = DeltaMessage(content=piece.text) if piece.answer is None else delta_of(piece.answer)
-        choice = ChunkChoice(
-            index=index, delta=delta, logprobs=self.logprobs(piece), finish_reason=self.reason(index, piece)
-        )
-        if piece.finish_reason is not None:
-            choice.stop_reason = piece.stop_reason
-        if self.body.return_token_ids:
-            choice.token_ids = piece.tokens
-        return choice
-
-    def _chunk(self, choices: list[ChunkChoice], usage: bool) -> ChatChunk:
-        chunk = ChatChunk(
-            id=self.id,
-            object="chat.completion.chunk",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.state.settings.fingerprint,
-        )
-        if usage:
-            chunk.usage = self.usage
-        return chunk
 
     def logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
         """The log-probabilities of a piece's tokens, if the request asks for them."""

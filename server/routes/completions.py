@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,9 +27,9 @@ from trencadis.server.protocol.completions import (
 )
 from trencadis.server.routes.answering import answer
 from trencadis.server.routes.body import BodyRoute
-from trencadis.server.routes.plain_events import PlainEvents
-from trencadis.server.routes.sse import CHAT_FORM, StreamForm, event
+from trencadis.server.routes.sse import CHAT_FORM, StreamForm
 from trencadis.server.routes.state import AppState, forget_body, request_id, usage_of
+from trencadis.server.routes.streams.completions import CompletionStream
 
 
 @dataclass(slots=True)
@@ -61,13 +60,13 @@ class Completion:
             choices.append(self._choice(p, c, pieces[p, c]))
             if len(choices) % AT_A_TIME == 0:
                 await asyncio.sleep(0)
-        return self._response(choices, usage=True)
+        return self.response(choices, usage=True)
 
     def _choice(self, prompt: int, choice: int, pieces: list[TextPiece]) -> CompletionChoice:
         generation = self.generations[prompt]
         scored = generation.streams[choice].prompt_logprobs or generation.streams[0].prompt_logprobs
         tokenizer = self.state.service.tokenizer
-        quiet = self._silent
+        quiet = self.silent
         tokens = [] if quiet else [t for p in pieces for t in p.tokens]
         text = "" if quiet else "".join(p.text for p in pieces)
         logprobs = None
@@ -79,8 +78,8 @@ class Completion:
         wanted = self._scores
         table = None if scored is None or wanted is None else prompt_table(tokenizer, scored, wanted)
         return CompletionChoice(
-            index=prompt * self._n + choice,
-            text=self._echo(prompt) + text,
+            index=prompt * self.count + choice,
+            text=self.echo(prompt) + text,
             logprobs=logprobs,
             finish_reason=pieces[-1].finish_reason,
             stop_reason=pieces[-1].stop_reason,
@@ -89,51 +88,13 @@ class Completion:
             prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
         )
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The stream; an echoed prompt starts the first event of its choice."""
-        options = self.body.stream_options
-        total = self.state.settings.config.enable_force_include_usage or bool(options and options.include_usage)
-        always = bool(options and options.continuous_usage_stats)
-        builders: dict[tuple[int, int], CompletionLogprobsBuilder] = {}
-        plain = None
-        if not (always or self._silent or self.body.logprobs is not None or self.body.return_token_ids):
-            plain = PlainEvents(self._plain)
-        async with aclosing(merged(self.generations)) as pieces:
-            async for prompt, choice, piece in pieces:
-                head = ""
-                known = (prompt, choice) in builders
-                if known and plain is not None and piece.finish_reason is None:
-                    if piece.text or piece.tokens:
-                        yield plain.of(prompt * self._n + choice, piece.text)
-                    continue
-                if not known:
-                    head = self._echo(prompt)
-                    builders[prompt, choice] = CompletionLogprobsBuilder(
-                        self.state.service.tokenizer, self.body.logprobs or 0, self.state.shows_ids(self.body)
-                    )
-                made = self._event(prompt * self._n + choice, head, piece, builders[prompt, choice])
-                if made.text or piece.tokens or piece.finish_reason:
-                    yield event(self._response([made], always))
-        if total:
-            yield event(self._response([], True))
-
-    def _plain(self, index: int, text: str) -> bytes:
-        made = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None)
-        return event(self._response([made], False))
-
-    def _event(self, index: int, head: str, piece: TextPiece, builder: CompletionLogprobsBuilder) -> CompletionChoice:
-        text = head + ("" if self._silent else piece.text)
-        made = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=piece.finish_reason)
-        if self.body.logprobs is not None and piece.logprobs:
-            made.logprobs = builder.build(piece.logprobs)
-        if piece.finish_reason is not None:
-            made.stop_reason = piece.stop_reason
-        if self.body.return_token_ids:
-            made.token_ids = piece.tokens
-        return made
+    def stream(self) -> CompletionStream:
+        """Its stream."""
+        return CompletionStream(self)
 
     @property
-    def _n(self) -> int:
+    def count(self) -> int:
+        """Choices of each prompt."""
         return self.body.n or 1
 
     @property
@@ -143,17 +104,19 @@ class Completion:
         return self.body.logprobs if asked is None and self.body.echo else asked
 
     @property
-    def _silent(self) -> bool:
+    def silent(self) -> bool:
         """Whether the answer is only the prompt (max_tokens 0)."""
         return self.body.max_tokens == 0
 
-    def _echo(self, prompt: int) -> str:
+    def echo(self, prompt: int) -> str:
+        """The text of a prompt, where the answer begins with it."""
         if not self.body.echo:
             return ""
         made = self.generations[prompt].prompt
         return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
 
-    def _response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
+    def response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
+        """An answer, or (streaming) an event of it."""
         made = CompletionResponse(
             id=self.id,
             object="text_completion",

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
+from trencadis.server.prompts.generation import Outlet
 from trencadis.server.protocol.base import ErrorResponse
 from trencadis.server.records.record import RequestRecord
 
@@ -47,6 +48,21 @@ class StreamForm:
 
 
 CHAT_FORM = StreamForm()
+
+
+class WrittenOutlet(Outlet, Protocol):
+    """An outlet that knows when it was written to."""
+
+    written: float
+    """``time.monotonic`` of the last time."""
+
+
+class WrittenConnection(Protocol):
+    """A connection that can be written to past the layers of the app."""
+
+    def outlet(self, record: RequestRecord) -> WrittenOutlet | None:
+        """Writes chunks of the response that has begun; its bytes are noted in ``record``."""
+        ...
 
 
 class ClientGone(Exception):
@@ -83,6 +99,7 @@ class EventStream(Response):
         keep_alive: seconds of silence after which the stream sends a comment; 0: never.
         done: called once, however the stream ends.
         form: what the stream says besides the events.
+        divert: has events that are ready while the stream waits for one written to the connection itself.
     """
 
     media_type = "text/event-stream"
@@ -94,6 +111,7 @@ class EventStream(Response):
         done: Callable[[], None] | None = None,
         headers: Mapping[str, str] | None = None,
         form: StreamForm = CHAT_FORM,
+        divert: Callable[[Outlet], None] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
@@ -101,13 +119,15 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._done = done
         self._form = form
+        self._divert = divert
+        self._outlet: WrittenOutlet | None = None
         self._spoke = 0.0
         self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams until the end or the client's disconnect, whichever comes first."""
         self._record = scope.get("trencadis.record")
-        stream = asyncio.create_task(self._stream(send))
+        stream = asyncio.create_task(self._stream(send, scope))
         watch = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait({stream, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -122,8 +142,12 @@ class EventStream(Response):
                 if self._done is not None:
                     self._done()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._divert is not None:
+            self._outlet = outlet_of(scope)
+            if self._outlet is not None:
+                self._divert(self._outlet)
         try:
             async with asyncio.timeout_at(None if self._record is None else self._record.deadline) as timer:
                 if self._record is not None:
@@ -189,12 +213,26 @@ class EventStream(Response):
 
     async def _comment(self, send: Send) -> None:
         while True:
+            if self._outlet is not None:
+                self._spoke = max(self._spoke, self._outlet.written)
             rest = self._spoke + self._keep_alive - time.monotonic()
             if rest > 0:
                 await asyncio.sleep(rest)
                 continue
             self._spoke = time.monotonic()
             await send({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
+
+
+def outlet_of(scope: Scope) -> WrittenOutlet | None:
+    """What writes to the connection of a request past all layers of the app, which have nothing to add to a body.
+
+    None if there is no such connection, or its chunks are not those of HTTP/1.1.
+    """
+    known, record = scope.get("trencadis.connection"), scope.get("trencadis.record")
+    if known is None or record is None:
+        return None
+    connection: WrittenConnection | None = known()
+    return None if connection is None else connection.outlet(record)
 
 
 async def _gone(receive: Receive) -> None:

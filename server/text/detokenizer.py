@@ -66,8 +66,10 @@ class ByteDetokenizer:
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` made certain."""
         pieces = self._pieces
-        if len(tokens) == 1 and not pieces.is_special(tokens[0]):
-            return self._utf8.decode(pieces.bytes_of(tokens[0]))
+        if len(tokens) == 1 and not self._utf8.buffer:
+            text = pieces.text_of(tokens[0])
+            if text is not None:
+                return text
         kept = (t for t in tokens if not (self._skip and pieces.is_special(t)) or t in self._shown)
         return self._utf8.decode(b"".join(pieces.bytes_of(t) for t in kept))
 

@@ -108,13 +108,14 @@ class IncrementalParser(Generic[E]):
         The mark is "" while it has not come: the text is a part then, or all that is left if ``ended``.
         """
         while True:
-            found = [(place, mark) for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
-            if found:
-                end, mark = min(found)
-                return self._cut(end), mark
-            end = len(self.text) - (0 if self.ended else undecided(self.text, self.at, marks))
-            if end > self.at:
-                return self._cut(end), ""
+            if self.at < len(self.text):
+                found = [(place, mark) for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
+                if found:
+                    end, mark = min(found)
+                    return self._cut(end), mark
+                end = len(self.text) - (0 if self.ended else undecided(self.text, self.at, marks))
+                if end > self.at:
+                    return self._cut(end), ""
             if not (yield from self.wait()):
                 return "", ""
 
@@ -126,6 +127,12 @@ class IncrementalParser(Generic[E]):
 def undecided(text: str, start: int, marks: tuple[str, ...]) -> int:
     """Length of the longest end of ``text[start:]`` that begins one of ``marks`` and is shorter than it."""
     longest = max(map(len, marks)) - 1
+    tail = text[max(start, len(text) - longest) :]
+    for mark in marks:
+        if mark[0] in tail:
+            break
+    else:
+        return 0
     for size in range(min(longest, len(text) - start), 0, -1):
         if any(len(mark) > size and text.endswith(mark[:size]) for mark in marks):
             return size

@@ -36,6 +36,8 @@ class Pieces:
         self._special = special
         self.bytes_of: Callable[[int], bytes] = cache(self._bytes)
         """The bytes of one id; empty for an id without a text."""
+        self.text_of: Callable[[int], str | None] = cache(self._text)
+        """The text of one id; None for a special one, and for bytes that are no whole characters."""
         self.byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
 
     def _bytes(self, token: int) -> bytes:
@@ -47,6 +49,14 @@ class Pieces:
             # If an added token has a character outside the alphabet, the library takes the whole token literally.
             return text.encode() if None in values else bytes(v for v in values if v is not None)
         return text.encode() if token in self._special else sentencepiece_bytes(text)
+
+    def _text(self, token: int) -> str | None:
+        if token in self._special:
+            return None
+        try:
+            return self.bytes_of(token).decode()
+        except UnicodeDecodeError:
+            return None
 
     def is_special(self, token: int) -> bool:
         """Whether ``skip_special_tokens`` drops it."""

@@ -27,6 +27,7 @@ from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
 from trencadis.multimodal.workers.pool import WorkerPool
 from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.engine.protocol import Taker
 from trencadis.server.grammars.book import JOBS
 from trencadis.server.http.app import create_app
 from trencadis.server.prompts.generation_config import Defaults
@@ -74,6 +75,9 @@ class ScriptedEngine:
 
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
+
+    def divert(self, id: str, taker: Taker) -> None:
+        pass  # its deltas come from the iterator itself
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
         self.sleep_level = level

@@ -29,7 +29,8 @@ from trencadis.multimodal.uuids import UuidBook, name_digest
 from trencadis.multimodal.videos.items import PreparedVideo
 from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.requests import OpenRequest
+from trencadis.server.engine.open_request import OpenRequest
+from trencadis.server.engine.protocol import Taker
 from trencadis.server.front import media, table
 from trencadis.server.front.limits import SharedAccount, SharedAdmission, SharedUuids
 from trencadis.server.front.messages import Placed, Produced
@@ -287,11 +288,11 @@ class HandDriven:
 
     async def submit(self, request: Request, pixels: Any) -> AsyncIterator[Delta]:
         await self.held.wait()
-        entry = self.open[request.id] = OpenRequest(asyncio.Queue(), pixels, {0, 1}, pixels)
+        entry = self.open[request.id] = OpenRequest(pixels, 2)
         try:
             left = request.params.n
             while left:
-                delta = await entry.deltas.get()
+                delta = await entry.next()
                 left -= delta.finish is not None
                 yield delta
         finally:
@@ -299,6 +300,9 @@ class HandDriven:
 
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
+
+    def divert(self, id: str, taker: Taker) -> None:
+        self.open[id].taker = taker
 
 
 async def turns(count: int = 6) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from trencadis.server.routes.answering import answer
 from trencadis.server.routes.chat import ChatRoute, prompt_of
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, check_priority, forget_json, runs_the_model
+from trencadis.server.routes.streams.pieces import PieceStream
 from trencadis.server.routes.tokens import ticketed
 from trencadis.server.text.off_loop import OffLoop, small
 
@@ -70,7 +71,7 @@ class DialectRun:
 
     async def complete(self) -> BaseModel:
         """Runs to the end and returns the whole answer."""
-        blocks, last = self._blocks(), TextPiece("")
+        blocks, last = self.blocks(), TextPiece("")
         async with aclosing(self.chat.generation.pieces()) as pieces:
             async for _, last in pieces:
                 for change in blocks.feed(last):
@@ -80,30 +81,39 @@ class DialectRun:
             self.writer.take(change)
         return self.complete_by(last, reason)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The stream; it begins with the first token, so that an error before it is a plain HTTP error."""
-        blocks, last, started = self._blocks(), TextPiece(""), False
-        async with aclosing(self.chat.generation.pieces()) as pieces:
-            async for _, last in pieces:
-                if not started:
-                    started = True
-                    for event in self.writer.opening(self.chat.usage):
-                        yield event
-                for event in self._said(blocks.feed(last)):
-                    yield event
-        reason = self.chat.reason(0, last)
-        for event in self._said(blocks.finish(reason == "length")):
-            yield event
-        self.complete_by(last, reason)
-        for event in self.writer.closing():
-            yield event
+    def stream(self) -> DialectStream:
+        """Its stream."""
+        return DialectStream(self)
 
-    def _said(self, changes: Iterator[BlockEvent]) -> Iterator[bytes]:
-        for change in changes:
-            yield from self.writer.events(change)
-
-    def _blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:
+        """Makes the blocks of the answer."""
         return Blocks(self.chat.state.service.eos | frozenset(self.chat.generation.params.stop_token_ids))
+
+
+class DialectStream(PieceStream):
+    """The events of ``run``, in the words of its writer."""
+
+    def __init__(self, run: DialectRun) -> None:
+        super().__init__(run.chat.generation)
+        self._run, self._blocks = run, run.blocks()
+        self._last: TextPiece | None = None
+
+    def said(self, index: int, piece: TextPiece) -> bytes:
+        """See ``PieceStream``."""
+        writer = self._run.writer
+        made = [] if self._last is not None else [*writer.opening(self._run.chat.usage)]
+        self._last = piece
+        for change in self._blocks.feed(piece):
+            made += writer.events(change)
+        return b"".join(made)
+
+    def ending(self) -> bytes:
+        """See ``PieceStream``."""
+        run, last = self._run, self._last or TextPiece("")
+        reason = run.chat.reason(0, last)
+        made = [event for change in self._blocks.finish(reason == "length") for event in run.writer.events(change)]
+        run.complete_by(last, reason)
+        return b"".join([*made, *run.writer.closing()])
 
 
 async def answered(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from fastapi import APIRouter
@@ -19,6 +18,7 @@ from trencadis.server.routes.body import BodyRoute
 from trencadis.server.routes.chat import ChatRoute, prepare
 from trencadis.server.routes.sse import StreamForm
 from trencadis.server.routes.state import AppState, usage_of
+from trencadis.server.routes.streams.pieces import PieceStream
 
 
 @dataclass(slots=True)
@@ -48,10 +48,9 @@ class BatchChat:
         usage = usage_of([work.generation for work in self.works], body.return_image_sizes)
         return first.model_copy(update={"choices": choices, "usage": usage, "prompt_token_ids": None})
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def stream(self) -> PieceStream:
         """A batch is not streamed."""
         raise BadRequest("stream is not available for several conversations.", param="stream")
-        yield b""
 
 
 async def prepare_all(state: AppState, body: BatchChatRequest, http: Request, ticket: Ticket) -> BatchChat:

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tests.host.counted import instructions
+from tests.streams.test_same_events import KINDS
+from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
+from trencadis.core.request import Delta
 from trencadis.server.protocol.chat import ChatChunk, ChunkChoice, DeltaMessage
-from trencadis.server.routes.plain_events import PlainEvents
 from trencadis.server.routes.sse import event
+from trencadis.server.text.event_template import PlainEvents
 
 
 def chunk(index: int, text: str) -> bytes:
     choice = ChunkChoice(index=index, delta=DeltaMessage(content=text), logprobs=None, finish_reason=None)
-    name = 'a "model" that says content'
+    name = 'a "model" of 100 % that says content'
     return event(ChatChunk(id="c", object="chat.completion.chunk", created=1, model=name, choices=[choice]))
 
 
@@ -101,3 +104,43 @@ def test_a_streamed_token_costs_few_instructions(rig: ScriptedApp, path: str, mo
     token = (cost(260) - cost(60)) / 200
     print(f"{path}: {token:.0f} instructions a token")
     assert token < most
+
+
+MOST = {
+    "chat": 450, "running usage": 580, "stop string": 760, "logprobs": 880, "tools": 1200, "completions": 530,
+    "completions with all": 1000, "responses": 1150, "messages": 1330,
+}  # fmt: skip
+"""Instructions of Python that a token of a stream may take in the API process, from its delta to its bytes."""
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_a_token_that_is_written_at_once_costs_few_instructions(rig: ScriptedApp, kind: str) -> None:
+    path, body = KINDS[kind]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {name: value for name, value in body.items() if name != "n"} | {limit: 900}
+    engine, tokens = WiredEngine(), rig.tokenizer.encode("so it is, and we have done things. ")
+
+    async def run() -> float:
+        client = WiredClient(wired(rig, engine, tool_call_parser="hermes", served_model_name=["m"]))
+        client.ask(path, body)
+        await settled(40)
+        ((request, _),) = engine.submitted
+
+        def deltas(count: int) -> list[Delta]:
+            top, some = request.params.logprobs, [tokens[i % len(tokens)] for i in range(count)]
+            scores = [None if top is None else [score(token, top)] for token in some]
+            return [Delta(request.id, 0, [t], s) for t, s in zip(some, scores, strict=True)]
+
+        await engine.link.deliver_all(deltas(20))
+        await settled()
+        before, made = len(client.transport.written), deltas(100)
+        count = instructions(lambda: [engine.link.deliver(delta) for delta in made])
+        # Parsers hold back blanks, which may stand before a call.
+        assert len(client.transport.written) >= before + 80, "they are written at once"
+        client.leave()
+        await settled()
+        return count / len(made)
+
+    token = asyncio.run(run())
+    print(f"{kind}: {token:.0f} instructions a token")
+    assert token < MOST[kind]

@@ -1,0 +1,77 @@
+"""Events of a stream that differ in a few values alone: most are, and a model for each costs ten times its bytes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import msgspec
+
+encode = msgspec.json.Encoder().encode
+"""The JSON of a value, as models write it."""
+
+
+def mark() -> str:
+    """A text that nobody else writes."""
+    return secrets.token_hex(16)
+
+
+def number() -> int:
+    """A number that nobody else writes."""
+    return 10**20 + secrets.randbelow(10**20)
+
+
+class EventTemplate:
+    """An event with holes.
+
+    Args:
+        event: its bytes, with marks where values belong.
+        marks: the bytes of each value's mark; it may stand in several places, or nowhere.
+    """
+
+    def __init__(self, event: bytes, marks: Sequence[bytes]) -> None:
+        places = sorted((at, i) for i, one in enumerate(marks) for at in _places(event, one))
+        parts, end = [], 0
+        for at, i in places:
+            parts.append(event[end:at])
+            end = at + len(marks[i])
+        parts.append(event[end:])
+        self._format = b"%b".join(part.replace(b"%", b"%%") for part in parts)
+        order = [i for _, i in places]
+        self._pick: Callable[[Any], Any] | None = None
+        if order != [*range(len(marks))]:
+            self._pick = itemgetter(*order)
+
+    def fill(self, *values: bytes) -> bytes:
+        """The event with ``values``, one for each mark."""
+        return self._format % (values if self._pick is None else self._pick(values))
+
+
+def _places(event: bytes, one: bytes) -> list[int]:
+    found, at = [], event.find(one)
+    while at >= 0:
+        found.append(at)
+        at = event.find(one, at + len(one))
+    return found
+
+
+class PlainEvents:
+    """Events that say a text and nothing else.
+
+    Args:
+        make: the bytes of such an event of a choice.
+    """
+
+    def __init__(self, make: Callable[[int, str], bytes]) -> None:
+        self._make = make
+        self._templates: dict[int, EventTemplate] = {}
+
+    def of(self, choice: int, text: str) -> bytes:
+        """The event that says ``text``, as ``make`` would write it."""
+        template = self._templates.get(choice)
+        if template is None:
+            hole = mark()
+            template = self._templates[choice] = EventTemplate(self._make(choice, hole), [encode(hole)])
+        return template.fill(encode(text))

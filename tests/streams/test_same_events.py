@@ -1,0 +1,123 @@
+"""Events are the same, whether a callback writes them to the connection or a task through the app's layers, and whether
+a template is filled in or a model is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_app import ScriptedApp, scripted_app
+from tests.fakes.text_checkpoint import write_text_checkpoint
+from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
+from trencadis.core.request import Delta, Request, RequestStats
+from trencadis.server.dialects import messages_output
+from trencadis.server.dialects.responses_output import ResponseWriter
+from trencadis.server.http.outlet import ChunkOutlet
+from trencadis.server.routes.sse import event
+from trencadis.server.routes.streams.chat import ChatStream
+from trencadis.server.routes.streams.completions import CompletionStream
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "K\u00f6ln", "days": [1, 2, 3]}}\n</tool_call>'
+SAID = 'A "quoted" 100 % family 👩‍👩‍👧, 日本語,\n\ttabs and \\ and \x7f; then STOP and more of it.'
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, TALK),
+    "choices": (CHAT, TALK | {"n": 3}),
+    "usage": (CHAT, TALK | {"stream_options": {"include_usage": True}}),
+    "running usage": (CHAT, TALK | USAGE | {"n": 2}),
+    "stop string": (CHAT, TALK | {"stop": ["STOP"], "n": 2}),
+    "interval": (CHAT, TALK | {"stream_interval": 3, "n": 2}),
+    "logprobs": (CHAT, TALK | USAGE | {"logprobs": True, "top_logprobs": 2}),
+    "ids": (CHAT, TALK | {"logprobs": True, "return_token_ids": True, "return_tokens_as_token_ids": True}),
+    "tools": (CHAT, TALK | TOOLS | {"n": 2}),
+    "tools with usage": (CHAT, TALK | TOOLS | USAGE | {"logprobs": True}),
+    "completions": (PLAIN, {"prompt": "Hi"}),
+    "echo": (PLAIN, {"prompt": "Hi", "echo": True, "n": 2, "stop": "STOP"}),
+    "completions with all": (PLAIN, {"prompt": "Hi", "logprobs": 2, "return_token_ids": True, "n": 2} | USAGE),
+    "several prompts": (PLAIN, {"prompt": ["Hi", "Ho"], "n": 2}),
+    "responses": ("/v1/responses", {"input": "Hi"} | {"include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    "responses with tools": ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", "name": "weather"}]}),
+    "messages": ("/v1/messages", TALK | {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]}),
+}
+IDS = re.compile(r'"(id|item_id|call_id)":"[^"]*"|"(created|created_at|completed_at)":\d+')
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def streamed(rig: ScriptedApp, kind: str, straight: bool) -> str:
+    """The body of an answer that thinks, speaks and calls, a token a step."""
+    path, body = KINDS[kind]
+    tokens = rig.tokenizer.encode(f"<think>Well: 🤔 it\u2019s so.</think>{SAID}{CALL}")
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": len(tokens)}
+    engine = WiredEngine(straight)
+
+    async def run() -> bytes:
+        client = WiredClient(wired(rig, engine, tool_call_parser="hermes", reasoning_parser="qwen3"))
+        client.ask(path, body | limit)
+        await settled(40)
+        for i, token in enumerate(tokens):
+            last = i == len(tokens) - 1
+
+            def made(request: Request, choice: int, token: int = token, last: bool = last) -> Delta:
+                top = request.params.logprobs
+                return Delta(
+                    request.id, choice, [token], None if top is None else [score(token, top)],
+                    finish="length" if last else None, cached_tokens=2, stats=RequestStats() if last else None,
+                )  # fmt: skip
+
+            await engine.step(made)
+        await settled(40)
+        return client.body
+
+    return asyncio.run(run()).decode()
+
+
+def alike(said: str) -> list[Any]:
+    """Its lines without what is new in each answer, objects with their order; a number may be written in two ways."""
+    lines = IDS.sub('"new":0', said).split("\n")
+    return [json.loads(line[6:], object_pairs_hook=list) if line.startswith("data: {") else line for line in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callback_and_a_task_write_the_same(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    plain = ChunkOutlet.write
+
+    def write(self: ChunkOutlet, data: bytes) -> None:
+        written.append(data)
+        plain(self, data)
+
+    monkeypatch.setattr(ChunkOutlet, "write", write)
+    by_task = streamed(scripted_app(checkpoint), kind, straight=False)
+    assert not written and by_task.count("\n\n") > 10
+    by_callback = streamed(scripted_app(checkpoint), kind, straight=True)
+    assert bool(written) == (kind != "several prompts"), "the pieces of several prompts come from tasks"
+    ours, theirs = alike(by_callback), alike(by_task)
+    if kind == "several prompts":
+        ours, theirs = sorted(map(repr, ours)), sorted(map(repr, theirs))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_and_a_model_say_the_same(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = streamed(scripted_app(checkpoint), kind, straight=True)
+    monkeypatch.setattr(ChatStream, "_filled", lambda self, index, segment, text, piece: self._shown(index, piece))
+
+    def modelled(self: Any, index: int, piece: Any, builder: Any) -> bytes:
+        return event(self._answer.response([self._choice(index, "", piece, builder)], self._always))
+
+    monkeypatch.setattr(CompletionStream, "_filled", modelled)
+    monkeypatch.setattr(messages_output.MessageWriter, "_grown", lambda self, change: messages_output._grown(change))
+    monkeypatch.setattr(ResponseWriter, "_grown", ResponseWriter._written)
+    assert alike(streamed(scripted_app(checkpoint), kind, straight=True)) == alike(filled)
