@@ -127,9 +127,8 @@ class BlockPool:
 
     def publish(self, block: int, key: bytes) -> None:
         """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""
-        if key not in self._by_key and block not in self._key:
+        if block not in self._key and self._by_key.setdefault(key, block) == block:
             self._key[block] = key
-            self._by_key[key] = block
 
     def find(self, key: bytes) -> int | None:
         """The block that holds the content ``key``; None if none is cached."""

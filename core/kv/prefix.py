@@ -9,9 +9,11 @@ key because equal frames at another fps have other positions.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from hashlib import sha256
+from struct import Struct
 
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.request import Request
@@ -30,6 +32,7 @@ class Chain:
 
     def __init__(self, request: Request, block_size: int, adapter: int = 0, long: bool = False) -> None:
         self._size = block_size
+        self._packed = _packer(block_size)
         self._request = request
         root = ROOT + b"-long" if long else ROOT
         self._last = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
@@ -41,16 +44,16 @@ class Chain:
         made.keys = [*self.keys]
         return made
 
-    def extend(self, tokens: Sequence[int], known: int) -> None:
-        """Adds keys until every full block of ``tokens[:known]`` has one."""
-        while (len(self.keys) + 1) * self._size <= known:
-            start = len(self.keys) * self._size
-            block = array("i", tokens[start : start + self._size]).tobytes()
-            digest = sha256(self._last + block)
+    def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
+        """Adds keys until every full block of ``tokens[:known]`` has one; returns all that there are."""
+        size, keys = self._size, self.keys
+        for start in range(len(keys) * size, known - size + 1, size):
+            digest = sha256(self._last + self._packed(*tokens[start : start + size]))
             if self._request.spans:
                 digest.update(self._media(start))
             self._last = digest.digest()
-            self.keys.append(self._last)
+            keys.append(self._last)
+        return keys
 
     def _media(self, start: int) -> bytes:
         """What a block's KV depends on beside its tokens; empty for plain text."""
@@ -72,6 +75,12 @@ class Chain:
         tail = array("i", range(max(start, length) + delta, end + delta)).tobytes()
         rows = [positions[a * width + 4 * start : a * width + 4 * max(start, stop)] + tail for a in range(3)]
         return b"" if rows == [array("i", range(start, end)).tobytes()] * 3 else b"".join(rows)
+
+
+@cache
+def _packer(size: int) -> Callable[..., bytes]:
+    """Makes bytes of ``size`` token ids; an array takes four times as long."""
+    return Struct(f"{size}i").pack
 
 
 def _span_key(span: MediaSpan, start: int, end: int) -> bytes:

@@ -167,8 +167,9 @@ class RunningBatch:
         self._age += 1
         if self._told:
             self._tokens = self._last_tokens()
+        token = PENDING
         for seq in self.sequences:
-            seq.tokens.append(PENDING)
+            seq.tokens.append(token)
             seq.computed += 1
             seq.pending += 1
             seq.inflight += 1
@@ -278,6 +279,11 @@ class Lanes:
     def batch(self) -> RunningBatch:
         """The seats of the lane whose step is being built."""
         return self.batches[self.now]
+
+    @property
+    def all_seated(self) -> bool:
+        """Whether everything that runs in this lane has a seat."""
+        return len(self.batch.sequences) == self.sizes[self.now]
 
     def free(self, busy: Iterable[int]) -> list[int]:
         """The lanes that may have a step now, the one that waited longest first; ``busy``: those of steps in flight."""

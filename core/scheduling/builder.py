@@ -99,12 +99,13 @@ class StepBuilder:
 class InFlightStep:
     """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
 
-    ``seated``: those that had a seat, in the order of their draws. ``lane``: whose sequences it names. ``work``: what
-    it computes, where its time is learned.
+    ``seated``: those that had a seat, in the order of their draws; ``complete``: those of them whose last block it
+    fills. ``lane``: whose sequences it names. ``work``: what it computes, where its time is learned.
     """
 
     number: int
     seated: list[Sequence]
+    complete: list[Sequence]
     scheduled: list[Sequence]
     encoded: list[Sequence]
     lane: int = 0

@@ -62,8 +62,10 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
 
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
-    end = min(seq.computed, seq.known())
-    seq.chain.extend(seq.tokens, end)
-    for i in range(seq.published, end // size):
-        pool.publish(seq.blocks[i], seq.chain.keys[i])
-    seq.published = max(seq.published, end // size)
+    end = min(seq.computed, seq.known()) // size
+    if end <= seq.published:
+        return
+    keys = seq.chain.extend(seq.tokens, end * size)
+    for i in range(seq.published, end):
+        pool.publish(seq.blocks[i], keys[i])
+    seq.published = end

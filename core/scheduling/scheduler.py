@@ -102,7 +102,7 @@ class Scheduler:
         """The next Step of the lane."""
         self.lanes.begin(self.running)
         self.lanes.batch.leave_spent()
-        unseated = self._unseated()
+        unseated = [] if self.lanes.all_seated else self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch.sequences) + sum(seq.due == 1 for seq in unseated)
@@ -114,16 +114,16 @@ class Scheduler:
         else:
             self._serve_in_order(builder)
         grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
-        for seq in complete:
+        for seq in (s for s in complete if s.pending == 1):  # the tokens of others are to arrive
             self.publish(seq)
         if not builder.preempted and not any(self.lanes.short):
             self._admit(builder)
         self._had_vision = self._starved_text = False
         if self.with_media:
             self._end_vision(builder)
-        return self._step(builder, grown)
+        return self._step(builder, grown, complete)
 
-    def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
+    def _step(self, builder: StepBuilder, grown: Int32, complete: list[Sequence]) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images, seated = tuple(builder.vision.images), [*self.lanes.batch.sequences]
         if not builder.rows and not images and not seated:
@@ -131,7 +131,7 @@ class Scheduler:
         self.steps += 1
         lane, room, owners = self.lanes.now, builder.room, builder.vision.owners
         work = None if room is None else builder.work(room, self.clock())
-        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, owners, lane, work))
+        self.in_flight.append(InFlightStep(self.steps, seated, complete, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
@@ -157,8 +157,7 @@ class Scheduler:
 
     def _unseated(self) -> list[Sequence]:
         """Those that run without a seat, in order."""
-        if self.order.moves and len(self.lanes.batch.sequences) < self.lanes.sizes[self.lanes.now]:
-            self.order.sort(self.running)
+        self.order.sort(self.running)
         return [seq for seq in self.running if seq.seat < 0 and seq.lane == self.lanes.now]
 
     def _skips_vision(self) -> bool:

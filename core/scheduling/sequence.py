@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,8 @@ class Sequence:
     chain: Chain
     eos: tuple[int, ...] = ()  # ids that end a text
     unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
+    most: int = 0  # tokens that it has when its last output is drawn
+    plain: bool = False  # a token of it is told by its id alone, and no rule looks at it
     positions: Int32 | None = None  # [3, prompt]
     long: bool = False  # its keys turn by the table of long requests
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
@@ -273,3 +276,9 @@ def _on_all_axes(positions: Int32) -> Int32:
     out = np.empty((3, positions.size), np.int32)
     out[:] = positions
     return out
+
+
+@lru_cache(maxsize=64)
+def together(ids: tuple[int, ...], more: tuple[int, ...]) -> frozenset[int]:
+    """Both as one set, which those that have the same share: a step looks into the set of each row."""
+    return frozenset(ids) | frozenset(more)

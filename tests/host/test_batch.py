@@ -109,6 +109,23 @@ def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
     assert made.seated > 100 and made.guests > 20 and made.alone > 20
 
 
+@pytest.mark.parametrize("depth", range(3))
+def test_a_block_is_published_as_soon_as_it_is_full(depth: int) -> None:
+    """Behind each step, all blocks whose tokens are known and computed are in the prefix cache, with little memory too."""
+    rng, engine = random.Random(depth), shadow_engine(blocks=60, size=2, rows=14, depth=depth, seqs=5)[0]
+    driver, looked = ScheduleDriver(engine, rng, 96), 0
+    for number in range(30):
+        driver.add(random_request(rng, number, 96, images=0, prefixes=[[5] * 96]))
+        for _ in range(rng.choice([1, 3, 10])):
+            driver.turn()
+            for seq in engine.scheduler.running:
+                assert seq.published == min(seq.computed, seq.known()) // 2
+                looked += seq.seat >= 0 and seq.published * 2 > seq.prompt
+    driver.finish()
+    driver.verify()
+    assert looked > 100
+
+
 def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
     engine, _ = shadow_engine(blocks=40, size=4, rows=14, depth=0)
     engine.add(Request("r", [3, 4, 5], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)))
