@@ -145,7 +145,8 @@ class Lifecycle:
             self._of_prompts(output)
         if step.seated:
             self._seated(step.seated, output, buckets)
-            self._publish_completed()
+            if self.scheduler.in_flight:  # the last token of a block that the next step fills has just arrived
+                self.scheduler.publish_filled(self.scheduler.in_flight[0].filled)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
@@ -269,15 +270,6 @@ class Lifecycle:
                 self._token(seq, output, head, row)
             if seq.status is leaving and seq.inflight == 0:
                 self.scheduler.release(seq)
-
-    def _publish_completed(self) -> None:
-        """Publishes the blocks that the next step in flight fills, whose last tokens have arrived just now.
-
-        To ask each sequence would read an object of each in each step, more than a small cache holds.
-        """
-        for seq in self.scheduler.in_flight[0].complete if self.scheduler.in_flight else ():
-            if seq.status is SequenceStatus.RUNNING:
-                self.scheduler.publish(seq)
 
     def _beam(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         if seq.ended:

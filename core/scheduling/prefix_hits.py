@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.report import EngineStats
 from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence import Filled, Sequence, SequenceStatus
 
 ON_HOST = 0
 """Stands for a block whose content host memory holds; block 0 is never handed out."""
@@ -63,9 +65,18 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
     end = min(seq.computed, seq.known()) // size
-    if end <= seq.published:
-        return
-    keys = seq.chain.extend(seq.tokens, end * size)
     for i in range(seq.published, end):
-        pool.publish(seq.blocks[i], keys[i])
-    seq.published = end
+        pool.publish(seq.blocks[i], seq.chain.key(seq.tokens, i))
+    seq.published = max(seq.published, end)
+
+
+def publish_filled(filled: Iterable[Filled], pool: BlockPool, size: int) -> None:
+    """As ``publish`` for those of whom the last block is full, which is named: their lists are not looked into."""
+    for seq, block in filled:
+        if seq.status is not SequenceStatus.RUNNING:
+            continue
+        if seq.known() == (seq.published + 1) * size:
+            pool.publish(block, seq.chain.key(seq.tokens, seq.published))
+            seq.published = seq.chain.at  # one object for both, as each costs a look into memory
+        else:
+            publish(seq, pool, size)

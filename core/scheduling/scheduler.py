@@ -27,8 +27,8 @@ from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, spared
-from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, publish_filled, spared
+from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.shapes.seen import BLIND
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
@@ -113,17 +113,16 @@ class Scheduler:
                 self._serve(unseated, builder)
         else:
             self._serve_in_order(builder)
-        grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
-        for seq in (s for s in complete if s.pending == 1):  # the tokens of others are to arrive
-            self.publish(seq)
+        grown, filled = self.lanes.batch.advance(builder.grown, builder.number)
+        self.publish_filled(f for f in filled if f[0].pending == 1)  # the tokens of others are to arrive
         if not builder.preempted and not any(self.lanes.short):
             self._admit(builder)
         self._had_vision = self._starved_text = False
         if self.with_media:
             self._end_vision(builder)
-        return self._step(builder, grown, complete)
+        return self._step(builder, grown, filled)
 
-    def _step(self, builder: StepBuilder, grown: Int32, complete: list[Sequence]) -> Step | None:
+    def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images, seated = tuple(builder.vision.images), [*self.lanes.batch.sequences]
         if not builder.rows and not images and not seated:
@@ -131,7 +130,7 @@ class Scheduler:
         self.steps += 1
         lane, room, owners = self.lanes.now, builder.room, builder.vision.owners
         work = None if room is None else builder.work(room, self.clock())
-        self.in_flight.append(InFlightStep(self.steps, seated, complete, builder.scheduled, owners, lane, work))
+        self.in_flight.append(InFlightStep(self.steps, seated, filled, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
@@ -264,6 +263,10 @@ class Scheduler:
         """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
         if self.limits.caching:
             publish(seq, self.pool, self.limits.block_size)
+
+    def publish_filled(self, filled: Iterable[Filled]) -> None:
+        """``publish`` for those that have come to the end of a block and know its tokens."""
+        publish_filled(filled if self.limits.caching else (), self.pool, self.limits.block_size)
 
     # Sequences that branch off
 

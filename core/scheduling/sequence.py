@@ -214,6 +214,7 @@ class Sequence:
         self.computed, self.published = count * size, count
         self.entered = seq.entered
         self.long, self.chain = seq.long, seq.chain.branch() if seq.long else self.chain
+        self.chain.behind(seq.chain, seq.tokens, count)
         self.stats.cached_tokens = self.computed
 
     def repeats(self, pattern: Repetition | None) -> bool:
@@ -246,6 +247,10 @@ class Sequence:
 def _names(buckets: tuple[Bucket, ...]) -> list[str]:
     """The buckets that hold text or images; launches that only draw follow from them."""
     return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]
+
+
+Filled = tuple[Sequence, int]
+"""A sequence that has come to the end of its last block, and that block."""
 
 
 class MediaStart(NamedTuple):

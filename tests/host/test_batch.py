@@ -17,6 +17,7 @@ from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from trencadis.backends.cpu.padding import slot_map
 from trencadis.backends.cpu.programs import tensors
 from trencadis.core.executor import frames
+from trencadis.core.kv.prefix import Chain
 from trencadis.core.launches.batch import BatchOutOfStep, RankBatch
 from trencadis.core.launches.inputs import SampleRow, head_inputs, joined, text_inputs
 from trencadis.core.request import Request, SamplingParams
@@ -111,15 +112,19 @@ def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", range(3))
 def test_a_block_is_published_as_soon_as_it_is_full(depth: int) -> None:
-    """Behind each step, all blocks whose tokens are known and computed are in the prefix cache, with little memory too."""
+    """Behind each step, whose blocks are those of which all tokens are known and computed; with little memory too."""
     rng, engine = random.Random(depth), shadow_engine(blocks=60, size=2, rows=14, depth=depth, seqs=5)[0]
-    driver, looked = ScheduleDriver(engine, rng, 96), 0
+    driver, pool, looked = ScheduleDriver(engine, rng, 96), engine.scheduler.pool, 0
     for number in range(30):
         driver.add(random_request(rng, number, 96, images=0, prefixes=[[5] * 96]))
         for _ in range(rng.choice([1, 3, 10])):
             driver.turn()
             for seq in engine.scheduler.running:
-                assert seq.published == min(seq.computed, seq.known()) // 2
+                full = min(seq.computed, seq.known()) // 2
+                keys = Chain(seq.request, 2).extend(seq.tokens, 2 * full)
+                assert seq.published == full
+                found = {block: key for key in keys if (block := pool.find(key)) is not None}
+                assert all(found.get(block, key) == key for block, key in zip(seq.blocks, keys, strict=False))
                 looked += seq.seat >= 0 and seq.published * 2 > seq.prompt
     driver.finish()
     driver.verify()
