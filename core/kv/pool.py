@@ -115,15 +115,17 @@ class BlockPool:
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Gives references back. The last of ``blocks`` becomes the oldest: a tail is evicted before its prefix."""
+        references, keyed, idle, spare = self._references, self._key, self._idle, self._spare
         for block in reversed(blocks):
-            left = self._references[block] - 1
+            left = references[block] - 1
             assert left >= 0, f"block {block} was dropped more often than taken"
-            self._references[block] = left
-            if left == 0:
-                if block in self._key:
-                    self._idle[block] = None
-                else:
-                    self._spare.append(block)
+            references[block] = left
+            if left:
+                continue
+            if block in keyed:
+                idle[block] = None
+            else:
+                spare.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
         """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""

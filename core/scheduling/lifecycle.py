@@ -15,6 +15,7 @@ from trencadis.core.kv.spans import rows_at_once
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
+from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, together
 from trencadis.core.shapes.step_times import StepWork
@@ -146,7 +147,7 @@ class Lifecycle:
         if step.seated:
             self._seated(step.seated, output, buckets)
             if self.scheduler.in_flight:  # the last token of a block that the next step fills has just arrived
-                self.scheduler.publish_filled(self.scheduler.in_flight[0].filled)
+                publish_filled(self.scheduler.in_flight[0].filled, self.scheduler.limits, self.scheduler.pool)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)

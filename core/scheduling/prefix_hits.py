@@ -70,9 +70,10 @@ def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     seq.published = max(seq.published, end)
 
 
-def publish_filled(filled: Iterable[Filled], pool: BlockPool, size: int) -> None:
-    """As ``publish`` for those of whom the last block is full, which is named: their lists are not looked into."""
-    for seq, block in filled:
+def publish_filled(filled: Iterable[Filled], limits: SchedulerLimits, pool: BlockPool) -> None:
+    """As ``publish`` for those whose last block is full, which is named: a look into their lists costs more."""
+    size = limits.block_size
+    for seq, block in filled if limits.caching else ():
         if seq.status is not SequenceStatus.RUNNING:
             continue
         if seq.known() == (seq.published + 1) * size:

@@ -114,7 +114,7 @@ class Scheduler:
         else:
             self._serve_in_order(builder)
         grown, filled = self.lanes.batch.advance(builder.grown, builder.number)
-        self.publish_filled(f for f in filled if f[0].pending == 1)  # the tokens of others are to arrive
+        publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)  # others await tokens
         if not builder.preempted and not any(self.lanes.short):
             self._admit(builder)
         self._had_vision = self._starved_text = False
@@ -263,10 +263,6 @@ class Scheduler:
         """Enters the full blocks of ``seq`` in the prefix cache: their KV is submitted and their tokens are known."""
         if self.limits.caching:
             publish(seq, self.pool, self.limits.block_size)
-
-    def publish_filled(self, filled: Iterable[Filled]) -> None:
-        """``publish`` for those that have come to the end of a block and know its tokens."""
-        publish_filled(filled if self.limits.caching else (), self.pool, self.limits.block_size)
 
     # Sequences that branch off
 

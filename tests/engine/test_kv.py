@@ -142,7 +142,8 @@ def test_blocks_before_and_between_pictures_are_shared() -> None:
 @settings(deadline=None)
 def test_a_key_is_the_same_in_whatever_order_it_is_asked_for(asked: list[tuple[int, bool]], behind: int) -> None:
     tokens = list(range(50, 98))
-    wanted, chain, parent = keys(request(tokens=tokens)), Chain(request(tokens=tokens), 4), Chain(request(tokens=tokens), 4)
+    asking = request(tokens=tokens)
+    wanted, chain, parent = keys(asking), Chain(asking, 4), Chain(asking, 4)
     parent.extend(tokens, 4 * behind - 1)
     chain.behind(parent, tokens, behind)
     for index, kept in asked:

@@ -154,7 +154,7 @@ def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
 
 def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
     """At most 16 KB to a second rank; with 32k of context as with 1k, since only new blocks are told."""
-    host, sizes = HostSteps(Load(256, 64)), list[int]()
+    host, sizes = HostSteps(Load(256, 64, begin=256)), list[int]()
     execute = host.runner.execute
 
     def counted(step: Step) -> Any:
