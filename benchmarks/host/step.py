@@ -89,17 +89,24 @@ class NoModel:
 
 
 class HostSteps:
-    """A scheduler and a runner under ``load``, and the CPU seconds of each part of their steps."""
+    """A scheduler and a runner under ``load``, and the CPU seconds of each part of their steps.
 
-    def __init__(self, load: Load, clock: Callable[[], float] = time.thread_time) -> None:
+    Args:
+        spare: blocks beside those that the rows need.
+        limits: further fields of ``SchedulerLimits``.
+    """
+
+    def __init__(
+        self, load: Load, clock: Callable[[], float] = time.thread_time, spare: int = 64, **limits: Any
+    ) -> None:
         self.load, self.clock = load, clock
         length = load.context + 100_000
-        blocks = (load.rows + 1) * (load.context + ROOM) // BLOCK + 64
-        limits = SchedulerLimits(
+        blocks = (load.rows + 1) * (load.context + ROOM) // BLOCK + spare
+        made = SchedulerLimits(
             max_tokens=load.begin * load.context + load.rows, max_rows=load.rows, max_model_len=length,
             block_size=BLOCK, vocab=VOCAB, eos=(0,),
         )  # fmt: skip
-        self.scheduler = Scheduler(limits, BlockPool(blocks), Arena(16), load.rows + 8)
+        self.scheduler = Scheduler(replace(made, **limits), BlockPool(blocks), Arena(16), load.rows + 8)
         self.life = Lifecycle(self.scheduler)
         backend = CpuBackend(BackendConfig(block_size=BLOCK, vocab_size=VOCAB, options={"threads": "1"}))
         self.runner = Runner(backend, NoModel(), Plan(backend.policy, block_size=BLOCK))  # type: ignore[arg-type]

@@ -39,6 +39,8 @@ class BlockPool:
         self._untouched = RESERVED_BLOCKS
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.version = 0
+        """Grows whenever a block becomes idle or is idle no more: until then, what was found stays found."""
         self.log: EvictionLog | None = None
 
     @property
@@ -83,6 +85,7 @@ class BlockPool:
         key = self._key.pop(block)
         del self._by_key[key]
         self.evictions += 1
+        self.version += 1
         if self.host is not None:
             self.host.keep(key, block)
         elif self.log is not None:
@@ -111,6 +114,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._idle[block]
+                self.version += 1
             self._references[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -124,6 +128,7 @@ class BlockPool:
                 continue
             if block in keyed:
                 idle[block] = None
+                self.version += 1
             else:
                 spare.append(block)
 
@@ -142,6 +147,7 @@ class BlockPool:
 
     def forget(self) -> None:
         """Empties the prefix cache."""
+        self.version += 1
         self._spare.extend(self._idle)
         self._idle.clear()
         self._key.clear()

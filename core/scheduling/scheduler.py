@@ -74,7 +74,7 @@ class Scheduler:
 
     def enqueue(self, seq: Sequence) -> None:
         """Puts a sequence into the queue at its place."""
-        seq.status, seq.requeue = SequenceStatus.WAITING, False
+        seq.wait()
         self.order.insert(seq, self.waiting)
 
     @property
@@ -308,7 +308,7 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - (spared(hits, self.pool) if hits else 0)
+            need = -(-len(seq.tokens) // size) - (spared(seq, hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:

@@ -35,6 +35,23 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class PrefixFound:
+    """What a sequence that waits has found of its start, as long as ``BlockPool.version`` stays; it asks in each step.
+
+    Args:
+        counted: of how many of ``blocks`` it is known that ``used`` are in use.
+    """
+
+    version: int
+    blocks: list[int] = field(default_factory=list)
+    counted: int = 0
+    used: int = 0
+
+
+NOTHING_FOUND = PrefixFound(-1)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence; ``index`` is its number among the choices of its request.
 
@@ -72,6 +89,7 @@ class Sequence:
     requeue: bool = False
     ended: bool = False
     published: int = 0
+    found: PrefixFound = NOTHING_FOUND
     opened: bool = False  # the ranks' desks follow it
     fresh_state: bool = True  # sampler state must be (re)built before its next sample
     images_seen: set[int] = field(default_factory=set)
@@ -231,6 +249,10 @@ class Sequence:
         self.stats.ended = time.time()
         self.stats.first_buckets, self.stats.last_buckets = _names(self.first_buckets), _names(self.last_buckets)
         return self.stats
+
+    def wait(self) -> None:
+        """Begins to wait; what it found of its start may have been of other tokens."""
+        self.status, self.requeue, self.found = SequenceStatus.WAITING, False, NOTHING_FOUND
 
     def known(self) -> int:
         """Number of tokens whose id is on the host."""
