@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import fields, replace
 from typing import Any
 
@@ -262,3 +263,84 @@ def test_a_step_of_one_row_that_goes_on_looks_at_little() -> None:
     one = work_of(Load(1, 64), 128)
     print(f"{one:.0f} instructions")
     assert one < 4200
+
+
+def waiting_for_blocks(context: int, shared: int) -> HostSteps:
+    """Rows are free, but few blocks: a request waits that begins as one which runs, with ``shared`` tokens of that."""
+    host = HostSteps(Load(4, context), spare=0, max_rows=8)
+    host.scheduler.pool.take(host.scheduler.pool.free - 20)
+    tokens = host.life.requests["r3"][0].request.tokens[:shared]
+    host.life.add(Request("late", [*tokens, *range(1, 2001)], SamplingParams(max_tokens=9, seed=1)))
+    return host
+
+
+def each_step(host: HostSteps, steps: int = 16) -> float:
+    """Instructions of a step."""
+    for _ in range(3):
+        host.step()
+    return instructions(lambda: [host.step() for _ in range(steps)]) / steps
+
+
+def test_a_request_that_waits_for_blocks_does_not_look_them_up_in_each_step() -> None:
+    few, many = (each_step(waiting_for_blocks(4000, shared)) for shared in (0, 4000))
+    print(f"{few:.0f} instructions a step, {many:.0f} with 250 blocks found")
+    assert many < 1.05 * few
+
+
+def test_a_long_row_costs_the_short_ones_nothing() -> None:
+    """128k tokens beside short prompts: neither instructions nor new memory of a step grow with its 8,192 blocks."""
+
+    def cost(prompt: int) -> tuple[float, int]:
+        host = HostSteps(Load(8, 64), spare=9000, max_rows=9, max_model_len=1 << 18, max_tokens=1 << 18)
+        host.life.add(Request("long", [1 + i % 50_000 for i in range(prompt)], SamplingParams(max_tokens=90, seed=1)))
+        while host.scheduler.waiting or any(seq.outputs < 2 for seq in host.scheduler.running):
+            host.step()
+        work = each_step(host)
+        tracemalloc.start()
+        host.step()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        host.step()
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        return work, peak
+
+    (short, little), (long, much) = cost(64), cost(1 << 17)
+    print(f"{short:.0f} and {long:.0f} instructions, {little} and {much} bytes")
+    assert long < 1.02 * short and much < little + 4096
+
+
+def test_choices_of_a_long_prompt_do_not_read_it_again() -> None:
+    """What 16 choices cost that share a prompt, from their first draw to the end of their first blocks."""
+
+    def cost(prompt: int) -> int:
+        host = HostSteps(Load(1, 64), spare=4000, max_rows=17)
+        host.scheduler.slots = list(range(20, 1, -1))
+        host.life.add(Request("n", [1 + i % 999 for i in range(prompt)], SamplingParams(n=16, max_tokens=90, seed=1)))
+        while len(host.scheduler.running) < 17:
+            host.step()
+        return instructions(lambda: [host.step() for _ in range(20)])
+
+    short, long = cost(100), cost(3204)
+    print(f"{short} and {long} instructions in 20 steps")
+    assert long < 1.02 * short
+
+
+def test_clients_that_go_cost_what_they_held() -> None:
+    """Not what others hold or wait for."""
+
+    def cost(rows: int, waiting: int) -> int:
+        host = HostSteps(Load(rows, 64, waiting, begin=rows))
+        host.scheduler.limits = replace(host.scheduler.limits, max_rows=rows - 8)  # nobody takes their place
+        for _ in range(3):
+            host.step()
+
+        def go() -> None:
+            for number in range(8):
+                host.life.abort(f"r{number}")
+
+        return instructions(go) + instructions(host.step) - instructions(host.step)
+
+    alone, among, before = cost(9, 0), cost(40, 0), cost(40, 2000)
+    print(f"{alone}, {among} and {before} instructions")
+    assert among < 1.2 * alone and before < 1.05 * among
