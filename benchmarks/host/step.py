@@ -1,11 +1,17 @@
 """Host CPU of one decode step, from schedule to update, with a device that computes nothing.
 
 python -m benchmarks.host.step [--rows 1,32,256] [--contexts 1024,32768] [--waiting 0,10000] [--greedy] [--depth 1]
+                               [--begin 8] [--pairs 60]
 
 The scheduler, the runner and the CPU backend's inputs are the real ones; the model's bodies return at once. Times are
 CPU seconds of the thread: the mean over steps in which each row passes the ends of eight blocks and of a batch of
 random numbers, as rows that began together come there together; of such means the median, and of steps the least.
 ``inputs`` is what the runner does beside ``fill``, which pads a launch's arrays and makes tensors of them.
+
+Rows begin ``--begin`` at a time, whatever their context, because those come to the ends of blocks together. With
+``--pairs`` each load is compared with the first one of as many rows: both take turns of 16 steps, in which each row
+passes the end of one block, and the median of the ratios is reported with its quartiles. ``least`` is the ratio of the
+least times of each step between two ends of blocks, which neighbours on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -37,20 +43,28 @@ from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.scheduler import Scheduler
 from trencadis.core.scheduling.uniform import AHEAD
 
-VOCAB, BLOCK, CHUNK = 151936, 16, 8192
+VOCAB, BLOCK = 151936, 16
+ROOM = 2000
+"""Tokens for which each row has memory beyond its context."""
+MOST_PAIRS = (ROOM - 200) // (BLOCK + 1)
 PARTS = ("schedule", "inputs", "fill", "update")
+PAIRED = ("rows", "context", "waiting", "ratio", "low", "high", "least", "least ms of the first", "least ms")
 HEADER = ("rows", "context", "waiting", *(f"{part} ms" for part in PARTS), "all ms", "least ms")
 
 
 @dataclass(frozen=True)
 class Load:
-    """``rows`` sequences that decode after ``context`` tokens each, while ``waiting`` requests queue."""
+    """``rows`` sequences that decode after ``context`` tokens each, while ``waiting`` requests queue.
+
+    ``begin``: of how many a step takes the prompts.
+    """
 
     rows: int
     context: int = 1024
     waiting: int = 0
     greedy: bool = False
     depth: int = 1
+    begin: int = 8
 
 
 class NoModel:
@@ -75,17 +89,24 @@ class NoModel:
 
 
 class HostSteps:
-    """A scheduler and a runner under ``load``, and the CPU seconds of each part of their steps."""
+    """A scheduler and a runner under ``load``, and the CPU seconds of each part of their steps.
 
-    def __init__(self, load: Load, clock: Callable[[], float] = time.thread_time) -> None:
+    Args:
+        spare: blocks beside those that the rows need.
+        limits: further fields of ``SchedulerLimits``.
+    """
+
+    def __init__(
+        self, load: Load, clock: Callable[[], float] = time.thread_time, spare: int = 64, **limits: Any
+    ) -> None:
         self.load, self.clock = load, clock
         length = load.context + 100_000
-        blocks = (load.rows + 1) * (load.context + 2000) // BLOCK + 64
-        limits = SchedulerLimits(
-            max_tokens=max(CHUNK, load.rows), max_rows=load.rows, max_model_len=length, block_size=BLOCK, vocab=VOCAB,
-            eos=(0,),
+        blocks = (load.rows + 1) * (load.context + ROOM) // BLOCK + spare
+        made = SchedulerLimits(
+            max_tokens=load.begin * load.context + load.rows, max_rows=load.rows, max_model_len=length,
+            block_size=BLOCK, vocab=VOCAB, eos=(0,),
         )  # fmt: skip
-        self.scheduler = Scheduler(limits, BlockPool(blocks), Arena(16), load.rows + 8)
+        self.scheduler = Scheduler(replace(made, **limits), BlockPool(blocks), Arena(16), load.rows + 8)
         self.life = Lifecycle(self.scheduler)
         backend = CpuBackend(BackendConfig(block_size=BLOCK, vocab_size=VOCAB, options={"threads": "1"}))
         self.runner = Runner(backend, NoModel(), Plan(backend.policy, block_size=BLOCK))  # type: ignore[arg-type]
@@ -149,6 +170,39 @@ def measure(loads: list[Load], repeats: int) -> list[dict[str, float]]:
     return [_figures(rounds) for rounds in done]
 
 
+def compare(loads: list[Load], pairs: int) -> list[dict[str, float]]:
+    """Each of ``loads`` against the first: the median ratio of ``pairs`` turns, its quartiles, that of the least."""
+    first, *others = loads
+    return [_compared(HostSteps(first), HostSteps(other), pairs) for other in others]
+
+
+def _compared(a: HostSteps, b: HostSteps, pairs: int) -> dict[str, float]:
+    for _ in range(40):
+        a.step()
+        b.step()
+    gc.collect()
+    gc.freeze()
+    took: dict[HostSteps, list[list[float]]] = {a: [], b: []}
+    for turn in range(pairs):
+        for host in (a, b) if turn % 2 else (b, a):
+            host.step()  # brings back what the other has driven from the caches
+            took[host].append([sum(host.step().values()) for _ in range(BLOCK)])
+    gc.unfreeze()
+    low, middle, high = statistics.quantiles((sum(y) / sum(x) for x, y in zip(took[a], took[b], strict=True)), n=4)
+    least = [sum(map(min, _by_age(rounds))) / BLOCK for rounds in took.values()]
+    ms = {"least ms of the first": 1000 * least[0], "least ms": 1000 * least[1]}
+    return {"ratio": middle, "low": low, "high": high, "least": least[1] / least[0]} | ms
+
+
+def _by_age(rounds: list[list[float]]) -> list[list[float]]:
+    """The steps of turns, each of BLOCK + 1 steps, by where they stand between two ends of blocks."""
+    found: list[list[float]] = [[] for _ in range(BLOCK)]
+    for turn, steps in enumerate(rounds):
+        for i, seconds in enumerate(steps):
+            found[(turn + i) % BLOCK].append(seconds)
+    return found
+
+
 def _figures(rounds: list[list[dict[str, float]]]) -> dict[str, float]:
     means = [{part: statistics.mean(step[part] for step in steps) for part in PARTS} for steps in rounds]
     found = {part: 1000 * statistics.median(mean[part] for mean in means) for part in PARTS}
@@ -170,14 +224,32 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--begin", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=0)
     args = parser.parse_args()
+    if args.pairs > MOST_PAIRS:
+        parser.error(f"after {MOST_PAIRS} pairs memory is full")
+    if args.pairs:
+        _compare(args)
+        return
     found = list[tuple[Load, dict[str, float]]]()
     for count in args.rows:  # what is compared takes turns
-        loads = [Load(count, c, w, args.greedy, args.depth) for c in args.contexts for w in args.waiting]
+        loads = [Load(count, c, w, args.greedy, args.depth, args.begin) for c in args.contexts for w in args.waiting]
         found += zip(loads, measure(loads, args.repeats), strict=True)
     rows = [(load.rows, load.context, load.waiting, *(round(ms, 3) for ms in f.values())) for load, f in found]
     cases = {f"{load.rows}/{load.context}/{load.waiting}": f for load, f in found}
     report("host_step", {"settings": vars(args), "cases": cases}, table(HEADER, rows))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    """``--pairs``."""
+    found = list[tuple[Load, dict[str, float]]]()
+    for count in args.rows:
+        loads = [Load(count, c, w, args.greedy, args.depth, args.begin) for c in args.contexts for w in args.waiting]
+        found += zip(loads[1:], compare(loads, args.pairs), strict=True)
+    rows = [(load.rows, load.context, load.waiting, *(round(x, 3) for x in f.values())) for load, f in found]
+    cases = {f"{load.rows}/{load.context}/{load.waiting}": f for load, f in found}
+    report("host_step_pairs", {"settings": vars(args), "cases": cases}, table(PAIRED, rows))
 
 
 if __name__ == "__main__":

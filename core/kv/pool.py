@@ -39,6 +39,8 @@ class BlockPool:
         self._untouched = RESERVED_BLOCKS
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.version = 0
+        """Grows whenever a block becomes idle or is idle no more: until then, what was found stays found."""
         self.log: EvictionLog | None = None
 
     @property
@@ -83,6 +85,7 @@ class BlockPool:
         key = self._key.pop(block)
         del self._by_key[key]
         self.evictions += 1
+        self.version += 1
         if self.host is not None:
             self.host.keep(key, block)
         elif self.log is not None:
@@ -111,25 +114,28 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._idle[block]
+                self.version += 1
             self._references[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Gives references back. The last of ``blocks`` becomes the oldest: a tail is evicted before its prefix."""
+        references, keyed, idle, spare = self._references, self._key, self._idle, self._spare
         for block in reversed(blocks):
-            left = self._references[block] - 1
+            left = references[block] - 1
             assert left >= 0, f"block {block} was dropped more often than taken"
-            self._references[block] = left
-            if left == 0:
-                if block in self._key:
-                    self._idle[block] = None
-                else:
-                    self._spare.append(block)
+            references[block] = left
+            if left:
+                continue
+            if block in keyed:
+                idle[block] = None
+                self.version += 1
+            else:
+                spare.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
         """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""
-        if key not in self._by_key and block not in self._key:
+        if block not in self._key and self._by_key.setdefault(key, block) == block:
             self._key[block] = key
-            self._by_key[key] = block
 
     def find(self, key: bytes) -> int | None:
         """The block that holds the content ``key``; None if none is cached."""
@@ -141,6 +147,7 @@ class BlockPool:
 
     def forget(self) -> None:
         """Empties the prefix cache."""
+        self.version += 1
         self._spare.extend(self._idle)
         self._idle.clear()
         self._key.clear()

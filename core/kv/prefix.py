@@ -9,9 +9,11 @@ key because equal frames at another fps have other positions.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from hashlib import sha256
+from struct import Struct
 
 from trencadis.core.kv.spans import MediaSpan
 from trencadis.core.request import Request
@@ -28,12 +30,16 @@ class Chain:
         long: whether keys turn by the table of long requests.
     """
 
+    __slots__ = ("_last", "_packed", "_request", "_root", "_size", "at", "keys")
+
     def __init__(self, request: Request, block_size: int, adapter: int = 0, long: bool = False) -> None:
-        self._size = block_size
+        self._size, self._packed = block_size, _packer(block_size)
         self._request = request
         root = ROOT + b"-long" if long else ROOT
-        self._last = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
+        self._root = sha256(root + f"{adapter}\0{request.salt}".encode()).digest()
         self.keys: list[bytes] = []
+        self.at, self._last = 0, self._root
+        """Blocks that the key given last covers, and that key."""
 
     def branch(self) -> Chain:
         """A chain that goes on from here by itself."""
@@ -41,16 +47,43 @@ class Chain:
         made.keys = [*self.keys]
         return made
 
-    def extend(self, tokens: Sequence[int], known: int) -> None:
-        """Adds keys until every full block of ``tokens[:known]`` has one."""
-        while (len(self.keys) + 1) * self._size <= known:
-            start = len(self.keys) * self._size
-            block = array("i", tokens[start : start + self._size]).tobytes()
-            digest = sha256(self._last + block)
-            if self._request.spans:
-                digest.update(self._media(start))
-            self._last = digest.digest()
-            self.keys.append(self._last)
+    def behind(self, chain: Chain, tokens: Sequence[int], count: int) -> None:
+        """Goes on behind the first ``count`` blocks of a chain over the same ``tokens``, if it has hashed those."""
+        if 0 < count <= max(len(chain.keys), chain.at) + 1:
+            self.at, self._last = count, chain.key(tokens, count - 1)
+
+    def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
+        """Adds keys until every full block of ``tokens[:known]`` has one; returns all that there are."""
+        keys = self.keys
+        for index in range(len(keys), known // self._size):
+            keys.append(self.key(tokens, index))
+        return keys
+
+    def key(self, tokens: Sequence[int], index: int) -> bytes:
+        """The key of full block ``index``. It is not kept: those who run ask for one after the other, and only once."""
+        if index < len(self.keys):
+            self.at, self._last = index + 1, self.keys[index]
+            return self._last
+        if index != self.at:
+            self._go_to(tokens, index)
+        self._step(tokens)
+        return self._last
+
+    def _go_to(self, tokens: Sequence[int], index: int) -> None:
+        """Goes behind the first ``index`` blocks, for which at least those of ``keys`` need not be hashed again."""
+        kept = len(self.keys)
+        if not kept <= self.at <= index:
+            self.at, self._last = kept, self.keys[-1] if kept else self._root
+        while self.at < index:
+            self._step(tokens)
+
+    def _step(self, tokens: Sequence[int]) -> None:
+        """Goes behind one block more."""
+        start = self.at * self._size
+        digest = sha256(self._last + self._packed(*tokens[start : start + self._size]))
+        if self._request.spans:
+            digest.update(self._media(start))
+        self.at, self._last = self.at + 1, digest.digest()
 
     def _media(self, start: int) -> bytes:
         """What a block's KV depends on beside its tokens; empty for plain text."""
@@ -72,6 +105,12 @@ class Chain:
         tail = array("i", range(max(start, length) + delta, end + delta)).tobytes()
         rows = [positions[a * width + 4 * start : a * width + 4 * max(start, stop)] + tail for a in range(3)]
         return b"" if rows == [array("i", range(start, end)).tobytes()] * 3 else b"".join(rows)
+
+
+@cache
+def _packer(size: int) -> Callable[..., bytes]:
+    """Makes bytes of ``size`` token ids; an array takes four times as long."""
+    return Struct(f"{size}i").pack
 
 
 def _span_key(span: MediaSpan, start: int, end: int) -> bytes:

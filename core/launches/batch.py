@@ -89,7 +89,7 @@ class RankBatch:
         """Rows from ``count`` on are ZERO blocks, except for guests of the last launch."""
         self._width = 1
         """Blocks of the longest row, or more if it has left."""
-        self._guests = 0
+        self._guests = self._lent = 0  # rows that guests were lent, and how many blocks of each
         self._tokens = NO_TOKENS  # int32 [count] where the host knows them
         self._text: SeatedText | None = None
         self._head: SeatedHead | None = None
@@ -142,19 +142,20 @@ class RankBatch:
 
     def _leave(self, seat: int) -> None:
         self._forget()
-        last = self.count - 1
+        last, held = self.count - 1, self._numbers[HELD]
+        self._table[seat, : held[seat]] = 0  # nothing stands behind what a row holds, however wide the table is
         if seat != last:
+            self._table[seat, : held[last]] = self._table[last, : held[last]]
+            self._table[last, : held[last]] = 0
             self._move(last, seat)
-        self._table[last] = 0
         self._keys.pop()
         self._samples.pop()
         self.count = last
 
     def _move(self, old: int, seat: int) -> None:
-        """Gives the row of seat ``old`` another one."""
+        """Gives the row of seat ``old`` another one, in which its blocks stand already."""
         self._numbers[:, seat] = self._numbers[:, old]
         self._floats[:, seat] = self._floats[:, old]
-        self._table[seat] = self._table[old]
         self._keys[seat], self._samples[seat] = self._keys[old], self._samples[old]
 
     def _join(self, row: Row, delta: int) -> None:
@@ -182,7 +183,7 @@ class RankBatch:
         self._forget()
         have = self._table.shape
         rows = 2 * rows + 1 if rows + 1 > have[0] else have[0]
-        table = np.zeros((rows, width + 64 if width > have[1] else have[1]), np.int32)
+        table = np.zeros((rows, width + width // 8 + 64 if width > have[1] else have[1]), np.int32)
         table[: self._table.shape[0], : self._table.shape[1]] = self._table
         self._table = table
         self._numbers = _wider(self._numbers, rows)
@@ -234,7 +235,7 @@ class RankBatch:
         width = guests.blocks.shape[1]
         self._reserve(count + more, width)
         self._table[count : count + more, :width] = guests.blocks
-        self._guests = more
+        self._guests, self._lent = more, width
         own = self.inputs()
         return StepInputs(
             tokens=np.concatenate([own.tokens, guests.tokens]),
@@ -255,7 +256,7 @@ class RankBatch:
     def _dismiss(self) -> None:
         """Takes the rows back that guests were lent."""
         if self._guests:
-            self._table[self.count : self.count + self._guests] = 0
+            self._table[self.count : self.count + self._guests, : self._lent] = 0
             self._guests = 0
 
     def head(self, everything: UInt8) -> HeadInputs:

@@ -10,11 +10,12 @@ import zlib
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.scheduling.builder import StepBuilder
 from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence import Filled, Sequence
 from trencadis.core.scheduling.uniform import AHEAD, numbers
 from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
 
@@ -61,6 +62,7 @@ class RunningBatch:
         self.sequences: list[Sequence] = []
         self._size = block_size
         self._age = 0  # steps that seats have gone through
+        self._last = np.zeros(rows, np.int32)  # its last block
         self._full_at = np.zeros(rows, np.int64)  # the age at which its blocks have no room
         self._spent_at = np.zeros(rows, np.int64)  # the age at which it has drawn its last output
         self._next_full = self._next_spent = NEVER  # no seat comes to either before
@@ -95,7 +97,7 @@ class RunningBatch:
         """Gives ``seq``, which had seat ``old``, another one."""
         self.sequences[seat] = seq
         seq.seat = seat
-        for values in (self._full_at, self._spent_at, self._turn, self._numbers):
+        for values in (self._last, self._full_at, self._spent_at, self._turn, self._numbers):
             values[seat] = values[old]
 
     def leave_all(self, sequences: list[Sequence]) -> None:
@@ -115,9 +117,17 @@ class RunningBatch:
         return self._full() if self._age >= self._next_full else []
 
     def _full(self) -> list[Sequence]:
+        return [self.sequences[i] for i in self._full_seats().tolist()]
+
+    def _full_seats(self) -> NDArray[np.int64]:
         dates = self._full_at[: len(self.sequences)]
         self._next_full = int(dates.min(initial=NEVER))
-        return [self.sequences[i] for i in np.flatnonzero(dates <= self._age)]
+        return np.flatnonzero(dates <= self._age)
+
+    def _filled(self) -> list[Filled]:
+        """Sequences that have come to the end of a block, with that block."""
+        seats = self._full_seats()
+        return [(self.sequences[i], block) for i, block in zip(seats.tolist(), self._last[seats].tolist(), strict=True)]
 
     # One step
 
@@ -148,14 +158,14 @@ class RunningBatch:
         if len(seq.blocks) * self._size - seq.computed == self._size:
             builder.grown.append(seq)
 
-    def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Sequence]]:
+    def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Filled]]:
         """Takes every sequence that has a seat one token further; step ``number`` computes it.
 
         Args:
             grown: those that got a block for it.
 
         Returns:
-            ``BatchChange.grown``, and the sequences that come to the end of a block.
+            ``BatchChange.grown``, and the sequences that come to the end of a block, with that block.
         """
         count, blocks = len(self.sequences), NO_BLOCKS
         if not count:
@@ -164,16 +174,18 @@ class RunningBatch:
         if grown:
             blocks = np.array(([seq.seat for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
             self._full_at[blocks[0]] += self._size
+            self._last[blocks[0]] = blocks[1]
         self._age += 1
         if self._told:
             self._tokens = self._last_tokens()
+        token = PENDING
         for seq in self.sequences:
-            seq.tokens.append(PENDING)
+            seq.tokens.append(token)
             seq.computed += 1
             seq.pending += 1
             seq.inflight += 1
             seq.scheduled = number
-        return blocks, self.full()
+        return blocks, self._filled() if self._age >= self._next_full else []
 
     def _last_tokens(self) -> Int32:
         """int32 [count]: the token that each computes now."""
@@ -201,6 +213,7 @@ class RunningBatch:
         self.sequences.append(seq)
         room, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
         assert room < self._size, "a seat begins with a block more than it needs"
+        self._last[seat] = seq.blocks[-1]
         self._full_at[seat], self._spent_at[seat] = self._age + room, self._age + draws
         self._next_full = min(self._next_full, self._age + room)
         self._next_spent = min(self._next_spent, self._age + draws)
@@ -241,6 +254,7 @@ class RunningBatch:
             assert seq.seat == seat and seq.computed + 1 == len(seq.tokens), "a seat holds another sequence"
             room, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
             assert self._full_at[seat] - self._age == room and self._spent_at[seat] - self._age == draws
+            assert self._last[seat] == seq.blocks[-1]
             assert self._next_full <= self._full_at[seat] and self._next_spent <= self._spent_at[seat]
         assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._turns)
 
@@ -278,6 +292,11 @@ class Lanes:
     def batch(self) -> RunningBatch:
         """The seats of the lane whose step is being built."""
         return self.batches[self.now]
+
+    @property
+    def all_seated(self) -> bool:
+        """Whether everything that runs in this lane has a seat."""
+        return len(self.batch.sequences) == self.sizes[self.now]
 
     def free(self, busy: Iterable[int]) -> list[int]:
         """The lanes that may have a step now, the one that waited longest first; ``busy``: those of steps in flight."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trencadis.core.request import TokenLogprob
 from trencadis.core.scheduling.encoder import VisionBuilder
 from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence import Filled, Sequence
 from trencadis.core.shapes.step_times import ChunkRoom, StepTimes, StepWork
 from trencadis.core.step import PENDING, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
 
@@ -99,12 +99,13 @@ class StepBuilder:
 class InFlightStep:
     """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
 
-    ``seated``: those that had a seat, in the order of their draws. ``lane``: whose sequences it names. ``work``: what
-    it computes, where its time is learned.
+    ``seated``: those that had a seat, in the order of their draws; ``filled``: those of them whose last block it
+    fills. ``lane``: whose sequences it names. ``work``: what it computes, where its time is learned.
     """
 
     number: int
     seated: list[Sequence]
+    filled: list[Filled]
     scheduled: list[Sequence]
     encoded: list[Sequence]
     lane: int = 0

@@ -15,8 +15,9 @@ from trencadis.core.kv.spans import rows_at_once
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.beams import BeamGroup
 from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
+from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in
+from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, together
 from trencadis.core.shapes.step_times import StepWork
 from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
 
@@ -75,8 +76,8 @@ class Lifecycle:
         self._keys += 1
         grammar = request.rule is not None and bool(request.rule.grammar)
         endless = p.ignore_eos and not grammar  # a finished grammar ends the choice
-        stops = frozenset(p.stop_token_ids) | (frozenset() if endless else frozenset(limits.eos))
-        banned = frozenset(p.stop_token_ids) | frozenset(limits.eos)
+        stops = tuple(p.stop_token_ids)
+        limit = 0 if request.pool else room if p.max_tokens is None else min(room, p.max_tokens)
         seed = p.seed if p.seed is not None else zlib.crc32(request.id.encode()) ^ (limits.seed * 0x9E3779B1)
         return Sequence(
             key=self._keys,
@@ -84,9 +85,11 @@ class Lifecycle:
             index=index,
             seed=seed,
             tokens=list(request.tokens),
-            limit=0 if request.pool else room if p.max_tokens is None else min(room, p.max_tokens),
-            stops=stops,
-            banned=tuple(sorted(t for t in banned if 0 <= t < limits.vocab)),
+            limit=limit,
+            most=len(request.tokens) + limit,
+            plain=request.rule is None and p.logprobs is None,
+            stops=together(stops, () if endless else limits.eos),
+            banned=tuple(sorted(t for t in together(stops, limits.eos) if 0 <= t < limits.vocab)),
             eos=tuple(t for t in limits.eos if 0 <= t < limits.vocab),
             unending=p.ignore_eos and grammar,
             chain=Chain(request, limits.block_size),
@@ -143,6 +146,8 @@ class Lifecycle:
             self._of_prompts(output)
         if step.seated:
             self._seated(step.seated, output, buckets)
+            if self.scheduler.in_flight:  # the last token of a block that the next step fills has just arrived
+                publish_filled(self.scheduler.in_flight[0].filled, self.scheduler.limits, self.scheduler.pool)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
@@ -250,27 +255,21 @@ class Lifecycle:
 
     def _seated(self, sequences: list[Sequence], output: StepOutput, buckets: tuple[Bucket, ...]) -> None:
         """``_token`` and the end of a step for sequences that have a seat, whose draws come first; most just go on."""
-        head, limits, launches = output.head, self.scheduler.limits, len(buckets)
+        head, launches, leaving = output.head, len(buckets), SequenceStatus.LEAVING
         assert head is not None
-        size = limits.block_size if limits.caching else limits.max_model_len + 1
         for row, (seq, token) in enumerate(zip(sequences, head.token[: len(sequences)].tolist(), strict=True)):
             seq.inflight -= 1
             seq.stats.launches += launches
             seq.last_buckets = buckets
-            request, tokens = seq.request, seq.tokens
-            at = len(tokens) - seq.pending
-            goes_on = token not in seq.stops and at + 1 - len(request.tokens) < seq.limit and not seq.ended
-            if goes_on and request.rule is None and request.params.logprobs is None:
-                tokens[at] = token
+            at = len(seq.tokens) - seq.pending
+            if at + 1 < seq.most and seq.plain and token not in seq.stops and not seq.ended:
+                seq.tokens[at] = token
                 seq.pending -= 1
                 self.totals.generation_tokens += 1
-                self._outbox.append(Delta(request.id, seq.index, [token]))
+                self._outbox.append(Delta(seq.request.id, seq.index, [token]))
             else:
                 self._token(seq, output, head, row)
-            if seq.status is SequenceStatus.RUNNING:
-                if at + 1 - seq.published * size >= size:
-                    self.scheduler.publish(seq)
-            elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
+            if seq.status is leaving and seq.inflight == 0:
                 self.scheduler.release(seq)
 
     def _beam(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:

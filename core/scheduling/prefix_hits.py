@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trencadis.core.kv.pool import BlockPool
 from trencadis.core.report import EngineStats
 from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.sequence import Sequence
+from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
 
 ON_HOST = 0
 """Stands for a block whose content host memory holds; block 0 is never handed out."""
@@ -16,14 +18,13 @@ def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> li
     if not limits.caching or not seq.reads_prefix:
         return []
     limit = (seq.known() - 1) // limits.block_size
-    seq.chain.extend(seq.tokens, limit * limits.block_size)
-    hits: list[int] = []
-    for key in seq.chain.keys[:limit]:
-        block = pool.find(key)
-        if block is None:
-            break
+    keys = seq.chain.extend(seq.tokens, limit * limits.block_size)
+    if seq.found.version != pool.version:
+        seq.found = PrefixFound(pool.version)
+    hits = seq.found.blocks
+    while len(hits) < limit and (block := pool.find(keys[len(hits)])) is not None:
         hits.append(block)
-    return hits if pool.host is None else _with_host(hits, seq.chain.keys[:limit], pool)
+    return hits if pool.host is None else _with_host([*hits], keys[:limit], pool)
 
 
 def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]:
@@ -38,10 +39,14 @@ def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]
     return hits
 
 
-def spared(hits: list[int], pool: BlockPool) -> int:
-    """How many free blocks fewer a sequence takes that finds ``hits``."""
-    held = [block for block in hits if block != ON_HOST]
-    return len(held) - pool.idle(held)
+def spared(seq: Sequence, hits: list[int], pool: BlockPool) -> int:
+    """How many free blocks fewer ``seq`` takes, which has just found ``hits``."""
+    found = seq.found
+    new = [block for block in hits[found.counted :] if block != ON_HOST]
+    used = found.used + len(new) - pool.idle(new)
+    if pool.host is None:  # what comes from there is counted anew each time
+        found.counted, found.used = len(hits), used
+    return used
 
 
 def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: EngineStats) -> None:
@@ -54,6 +59,7 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
     back = iter(pool.restore(absent) if absent else ())
     seq.blocks = [block if block != ON_HOST else next(back) for block in hits]
     seq.computed, seq.published = len(hits) * size, len(hits)
+    seq.found = NOTHING_FOUND
     if not seq.outputs:
         seq.stats.cached_tokens = max(seq.stats.cached_tokens, seq.computed)
     totals.host_hits += len(absent) * size
@@ -62,8 +68,20 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
 
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
-    end = min(seq.computed, seq.known())
-    seq.chain.extend(seq.tokens, end)
-    for i in range(seq.published, end // size):
-        pool.publish(seq.blocks[i], seq.chain.keys[i])
-    seq.published = max(seq.published, end // size)
+    end = min(seq.computed, seq.known()) // size
+    for i in range(seq.published, end):
+        pool.publish(seq.blocks[i], seq.chain.key(seq.tokens, i))
+    seq.published = max(seq.published, end)
+
+
+def publish_filled(filled: Iterable[Filled], limits: SchedulerLimits, pool: BlockPool) -> None:
+    """As ``publish`` for those whose last block is full, which is named: a look into their lists costs more."""
+    size = limits.block_size
+    for seq, block in filled if limits.caching else ():
+        if seq.status is not SequenceStatus.RUNNING:
+            continue
+        if seq.known() == (seq.published + 1) * size:
+            pool.publish(block, seq.chain.key(seq.tokens, seq.published))
+            seq.published = seq.chain.at  # one object for both, as each costs a look into memory
+        else:
+            publish(seq, pool, size)

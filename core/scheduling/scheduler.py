@@ -27,8 +27,8 @@ from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans
 from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.order import TotalOrder, media_order
 from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, spared
-from trencadis.core.scheduling.sequence import MediaStart, Sequence, SequenceStatus, check_holders
+from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, publish_filled, spared
+from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
 from trencadis.core.shapes.seen import BLIND
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
@@ -74,7 +74,7 @@ class Scheduler:
 
     def enqueue(self, seq: Sequence) -> None:
         """Puts a sequence into the queue at its place."""
-        seq.status, seq.requeue = SequenceStatus.WAITING, False
+        seq.wait()
         self.order.insert(seq, self.waiting)
 
     @property
@@ -102,7 +102,7 @@ class Scheduler:
         """The next Step of the lane."""
         self.lanes.begin(self.running)
         self.lanes.batch.leave_spent()
-        unseated = self._unseated()
+        unseated = [] if self.lanes.all_seated else self._unseated()
         vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
         builder.decoding = len(self.lanes.batch.sequences) + sum(seq.due == 1 for seq in unseated)
@@ -113,17 +113,16 @@ class Scheduler:
                 self._serve(unseated, builder)
         else:
             self._serve_in_order(builder)
-        grown, complete = self.lanes.batch.advance(builder.grown, builder.number)
-        for seq in complete:
-            self.publish(seq)
+        grown, filled = self.lanes.batch.advance(builder.grown, builder.number)
+        publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)  # others await tokens
         if not builder.preempted and not any(self.lanes.short):
             self._admit(builder)
         self._had_vision = self._starved_text = False
         if self.with_media:
             self._end_vision(builder)
-        return self._step(builder, grown)
+        return self._step(builder, grown, filled)
 
-    def _step(self, builder: StepBuilder, grown: Int32) -> Step | None:
+    def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
         images, seated = tuple(builder.vision.images), [*self.lanes.batch.sequences]
         if not builder.rows and not images and not seated:
@@ -131,7 +130,7 @@ class Scheduler:
         self.steps += 1
         lane, room, owners = self.lanes.now, builder.room, builder.vision.owners
         work = None if room is None else builder.work(room, self.clock())
-        self.in_flight.append(InFlightStep(self.steps, seated, builder.scheduled, owners, lane, work))
+        self.in_flight.append(InFlightStep(self.steps, seated, filled, builder.scheduled, owners, lane, work))
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
@@ -157,8 +156,7 @@ class Scheduler:
 
     def _unseated(self) -> list[Sequence]:
         """Those that run without a seat, in order."""
-        if self.order.moves and len(self.lanes.batch.sequences) < self.lanes.sizes[self.lanes.now]:
-            self.order.sort(self.running)
+        self.order.sort(self.running)
         return [seq for seq in self.running if seq.seat < 0 and seq.lane == self.lanes.now]
 
     def _skips_vision(self) -> bool:
@@ -310,7 +308,7 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - (spared(hits, self.pool) if hits else 0)
+            need = -(-len(seq.tokens) // size) - (spared(seq, hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,23 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class PrefixFound:
+    """What a sequence that waits has found of its start, as long as ``BlockPool.version`` stays; it asks in each step.
+
+    Args:
+        counted: of how many of ``blocks`` it is known that ``used`` are in use.
+    """
+
+    version: int
+    blocks: list[int] = field(default_factory=list)
+    counted: int = 0
+    used: int = 0
+
+
+NOTHING_FOUND = PrefixFound(-1)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence; ``index`` is its number among the choices of its request.
 
@@ -52,6 +70,8 @@ class Sequence:
     chain: Chain
     eos: tuple[int, ...] = ()  # ids that end a text
     unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
+    most: int = 0  # tokens that it has when its last output is drawn
+    plain: bool = False  # a token of it is told by its id alone, and no rule looks at it
     positions: Int32 | None = None  # [3, prompt]
     long: bool = False  # its keys turn by the table of long requests
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
@@ -69,6 +89,7 @@ class Sequence:
     requeue: bool = False
     ended: bool = False
     published: int = 0
+    found: PrefixFound = NOTHING_FOUND
     opened: bool = False  # the ranks' desks follow it
     fresh_state: bool = True  # sampler state must be (re)built before its next sample
     images_seen: set[int] = field(default_factory=set)
@@ -211,6 +232,7 @@ class Sequence:
         self.computed, self.published = count * size, count
         self.entered = seq.entered
         self.long, self.chain = seq.long, seq.chain.branch() if seq.long else self.chain
+        self.chain.behind(seq.chain, seq.tokens, count)
         self.stats.cached_tokens = self.computed
 
     def repeats(self, pattern: Repetition | None) -> bool:
@@ -228,6 +250,10 @@ class Sequence:
         self.stats.first_buckets, self.stats.last_buckets = _names(self.first_buckets), _names(self.last_buckets)
         return self.stats
 
+    def wait(self) -> None:
+        """Begins to wait; what it found of its start may have been of other tokens."""
+        self.status, self.requeue, self.found = SequenceStatus.WAITING, False, NOTHING_FOUND
+
     def known(self) -> int:
         """Number of tokens whose id is on the host."""
         return len(self.tokens) - self.pending
@@ -243,6 +269,10 @@ class Sequence:
 def _names(buckets: tuple[Bucket, ...]) -> list[str]:
     """The buckets that hold text or images; launches that only draw follow from them."""
     return [str(bucket) for bucket in buckets if bucket.stage in SHAPING]
+
+
+Filled = tuple[Sequence, int]
+"""A sequence that has come to the end of its last block, and that block."""
 
 
 class MediaStart(NamedTuple):
@@ -273,3 +303,9 @@ def _on_all_axes(positions: Int32) -> Int32:
     out = np.empty((3, positions.size), np.int32)
     out[:] = positions
     return out
+
+
+@lru_cache(maxsize=64)
+def together(ids: tuple[int, ...], more: tuple[int, ...]) -> frozenset[int]:
+    """Both as one set, which those that have the same share: a step looks into the set of each row."""
+    return frozenset(ids) | frozenset(more)

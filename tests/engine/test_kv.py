@@ -136,3 +136,18 @@ def test_blocks_before_and_between_pictures_are_shared() -> None:
     assert text[:2] == one[:2] == both[:2] == other[:2], "the text before the first picture"
     assert one == both[:7], "the first turn, and the answer that was generated in it"
     assert not set(text[2:]) & set(one[2:]) and not set(both[2:]) & set(other[2:])
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=12), st.integers(0, 8))
+@settings(deadline=None)
+def test_a_key_is_the_same_in_whatever_order_it_is_asked_for(asked: list[tuple[int, bool]], behind: int) -> None:
+    tokens = list(range(50, 98))
+    asking = request(tokens=tokens)
+    wanted, chain, parent = keys(asking), Chain(asking, 4), Chain(asking, 4)
+    parent.extend(tokens, 4 * behind - 1)
+    chain.behind(parent, tokens, behind)
+    for index, kept in asked:
+        if kept:
+            assert chain.extend(tokens, 4 * index + 3) == wanted[: len(chain.keys)] and len(chain.keys) >= index
+        else:
+            assert chain.key(tokens, index) == wanted[index] and chain.at == index + 1

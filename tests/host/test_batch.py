@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from trencadis.backends.cpu.padding import slot_map
 from trencadis.backends.cpu.programs import tensors
 from trencadis.core.executor import frames
+from trencadis.core.kv.prefix import Chain
 from trencadis.core.launches.batch import BatchOutOfStep, RankBatch
 from trencadis.core.launches.inputs import SampleRow, head_inputs, joined, text_inputs
 from trencadis.core.request import Request, SamplingParams
@@ -109,6 +111,27 @@ def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
     assert made.seated > 100 and made.guests > 20 and made.alone > 20
 
 
+@pytest.mark.parametrize("depth", range(3))
+def test_a_block_is_published_as_soon_as_it_is_full(depth: int) -> None:
+    """Behind each step, whose blocks are those of which all tokens are known and computed; with little memory too."""
+    rng, engine = random.Random(depth), shadow_engine(blocks=60, size=2, rows=14, depth=depth, seqs=5)[0]
+    driver, pool, looked = ScheduleDriver(engine, rng, 96), engine.scheduler.pool, 0
+    for number in range(30):
+        driver.add(random_request(rng, number, 96, images=0, prefixes=[[5] * 96]))
+        for _ in range(rng.choice([1, 3, 10])):
+            driver.turn()
+            for seq in engine.scheduler.running:
+                full = min(seq.computed, seq.known()) // 2
+                keys = Chain(seq.request, 2).extend(seq.tokens, 2 * full)
+                assert seq.published == full
+                found = {block: key for key in keys if (block := pool.find(key)) is not None}
+                assert all(found.get(block, key) == key for block, key in zip(seq.blocks, keys, strict=False))
+                looked += seq.seat >= 0 and seq.published * 2 > seq.prompt
+    driver.finish()
+    driver.verify()
+    assert looked > 100
+
+
 def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
     engine, _ = shadow_engine(blocks=40, size=4, rows=14, depth=0)
     engine.add(Request("r", [3, 4, 5], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)))
@@ -132,7 +155,7 @@ def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
 
 def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
     """At most 16 KB to a second rank; with 32k of context as with 1k, since only new blocks are told."""
-    host, sizes = HostSteps(Load(256, 64)), list[int]()
+    host, sizes = HostSteps(Load(256, 64, begin=256)), list[int]()
     execute = host.runner.execute
 
     def counted(step: Step) -> Any:
@@ -240,3 +263,84 @@ def test_a_step_of_one_row_that_goes_on_looks_at_little() -> None:
     one = work_of(Load(1, 64), 128)
     print(f"{one:.0f} instructions")
     assert one < 4200
+
+
+def waiting_for_blocks(context: int, shared: int) -> HostSteps:
+    """Rows are free, but few blocks: a request waits that begins as one which runs, with ``shared`` tokens of that."""
+    host = HostSteps(Load(4, context), spare=0, max_rows=8)
+    host.scheduler.pool.take(host.scheduler.pool.free - 20)
+    tokens = host.life.requests["r3"][0].request.tokens[:shared]
+    host.life.add(Request("late", [*tokens, *range(1, 2001)], SamplingParams(max_tokens=9, seed=1)))
+    return host
+
+
+def each_step(host: HostSteps, steps: int = 16) -> float:
+    """Instructions of a step."""
+    for _ in range(3):
+        host.step()
+    return instructions(lambda: [host.step() for _ in range(steps)]) / steps
+
+
+def test_a_request_that_waits_for_blocks_does_not_look_them_up_in_each_step() -> None:
+    few, many = (each_step(waiting_for_blocks(4000, shared)) for shared in (0, 4000))
+    print(f"{few:.0f} instructions a step, {many:.0f} with 250 blocks found")
+    assert many < 1.05 * few
+
+
+def test_a_long_row_costs_the_short_ones_nothing() -> None:
+    """128k tokens beside short prompts: neither instructions nor new memory of a step grow with its 8,192 blocks."""
+
+    def cost(prompt: int) -> tuple[float, int]:
+        host = HostSteps(Load(8, 64), spare=9000, max_rows=9, max_model_len=1 << 18, max_tokens=1 << 18)
+        host.life.add(Request("long", [1 + i % 50_000 for i in range(prompt)], SamplingParams(max_tokens=90, seed=1)))
+        while host.scheduler.waiting or any(seq.outputs < 2 for seq in host.scheduler.running):
+            host.step()
+        work = each_step(host)
+        tracemalloc.start()
+        host.step()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        host.step()
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        return work, peak
+
+    (short, little), (long, much) = cost(64), cost(1 << 17)
+    print(f"{short:.0f} and {long:.0f} instructions, {little} and {much} bytes")
+    assert long < 1.02 * short and much < little + 4096
+
+
+def test_choices_of_a_long_prompt_do_not_read_it_again() -> None:
+    """What 16 choices cost that share a prompt, from their first draw to the end of their first blocks."""
+
+    def cost(prompt: int) -> int:
+        host = HostSteps(Load(1, 64), spare=4000, max_rows=17)
+        host.scheduler.slots = list(range(20, 1, -1))
+        host.life.add(Request("n", [1 + i % 999 for i in range(prompt)], SamplingParams(n=16, max_tokens=90, seed=1)))
+        while len(host.scheduler.running) < 17:
+            host.step()
+        return instructions(lambda: [host.step() for _ in range(20)])
+
+    short, long = cost(100), cost(3204)
+    print(f"{short} and {long} instructions in 20 steps")
+    assert long < 1.02 * short
+
+
+def test_clients_that_go_cost_what_they_held() -> None:
+    """Not what others hold or wait for."""
+
+    def cost(rows: int, waiting: int) -> int:
+        host = HostSteps(Load(rows, 64, waiting, begin=rows))
+        host.scheduler.limits = replace(host.scheduler.limits, max_rows=rows - 8)  # nobody takes their place
+        for _ in range(3):
+            host.step()
+
+        def go() -> None:
+            for number in range(8):
+                host.life.abort(f"r{number}")
+
+        return instructions(go) + instructions(host.step) - instructions(host.step)
+
+    alone, among, before = cost(9, 0), cost(40, 0), cost(40, 2000)
+    print(f"{alone}, {among} and {before} instructions")
+    assert among < 1.2 * alone and before < 1.05 * among
