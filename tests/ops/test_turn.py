@@ -68,7 +68,9 @@ def test_keys_and_values_are_stored_and_no_other_slot_is_touched(dtype: torch.dt
     v = torch.randn(n, 3 * groups, size)[:, groups : 2 * groups].to(dtype)
     slots = torch.randperm(20 * 16, generator=torch.Generator().manual_seed(1))[:n]
     kv = empty(groups, size, dtype)
-    _, turned, same = CpuOps().rope_store(q, k, v, Rotary(cos, sin), kv, Attn(*torch.zeros(3, 1), slots))
+    unused = torch.zeros(1, dtype=torch.int32)
+    attn = Attn(unused, unused, unused, slots)
+    _, turned, same = CpuOps().rope_store(q, k, v, Rotary(cos, sin), kv, attn)
     assert same is v and torch.equal(kv.v.flatten(0, 1)[slots], v) and torch.equal(kv.k.flatten(0, 1)[slots], turned)
     torch.testing.assert_close(turned.double(), exact(q, k, cos, sin)[:, 6:], rtol=2e-2, atol=2e-2)
     left = torch.ones(20 * 16, dtype=torch.bool)
