@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import threading
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,23 @@ def test_weights_of_a_checkpoint_are_the_same_in_one_pass(dtype: torch.dtype, mo
 def test_types_that_differ_within_a_weight_are_joined_first() -> None:
     rows = [torch.randn(64, 32), torch.randn(64, 32).to(torch.bfloat16)]
     assert packing.packed(rows, [64, 64], 32, torch.float32) is None
+
+
+def test_threads_that_load_get_memory_apart() -> None:
+    """Ranks may be threads of one process; two that got the same memory would multiply each other's weights."""
+    before, pages, taken = sys.getswitchinterval(), packing.Pages(), list[Tensor]()
+
+    def take() -> None:
+        taken.extend([pages.take(64) for _ in range(2000)])
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    apart = len({t.data_ptr() for t in taken})
+    assert apart == 4 * 2000

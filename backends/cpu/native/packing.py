@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
@@ -54,14 +55,22 @@ class PackCall(ctypes.Structure):
 
 
 class Pages:
-    """Memory of huge pages, given out piece by piece and never taken back before all of a chunk is unused."""
+    """Memory of huge pages, given out piece by piece and never taken back before all of a chunk is unused.
+
+    Engines of one process share it, and threads that load them.
+    """
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
         self._at = 0
+        self._lock = threading.Lock()
 
     def take(self, size: int) -> Tensor:
         """uint8 [size] at a multiple of 64 bytes; zeros that no page holds yet."""
+        with self._lock:
+            return self._taken(size)
+
+    def _taken(self, size: int) -> Tensor:
         if self._chunk is None or self._at + size > len(self._chunk):
             self._chunk, self._at = mmap.mmap(-1, max(CHUNK, aligned(size, HUGE)), flags=mmap.MAP_PRIVATE), 0
             if hasattr(mmap, "MADV_HUGEPAGE") and envs.get_bool(VARIABLE):
