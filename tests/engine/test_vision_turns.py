@@ -141,8 +141,9 @@ def test_a_text_passes_images_whose_pixels_are_on_their_way(depth: int) -> None:
     run.turn(feed=False)
     run.engine.add(text("t"))
     run.turn(feed=False)
-    assert [row.key for row in run.steps[0].rows] == [run.key("t")] and not run.steps[0].images
-    run.finish()
+    key = run.key("t")
+    run.finish()  # a step is noted by the thread that runs it
+    assert [row.key for row in run.steps[0].rows] == [key] and not run.steps[0].images
 
 
 @pytest.mark.parametrize("depth", [0, 1])
