@@ -22,7 +22,7 @@ from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
-from trencadis.backends.cpu.native.turn import Stored, stores, torch_turn, turn
+from trencadis.backends.cpu.native.turn import StoredKeys, stores, torch_turn, turn
 from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
 from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
 from trencadis.backends.cpu.reference import ReferenceOps, activated
@@ -204,7 +204,7 @@ class CpuOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[1]
-        into = Stored(v, kv, attn.slot_map) if stores(v, kv) else None
+        into = StoredKeys(v, kv, attn.slot_map) if stores(v, kv) else None
         turned = turn(q, k, rotary.cos, rotary.sin, self.kernels, into)
         if turned is None or into is None:
             turned = torch_turn(q, k, rotary.cos, rotary.sin) if turned is None else turned

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import library
-from trencadis.backends.cpu.native.turn import Stored, stores, torch_turn, turn
+from trencadis.backends.cpu.native.turn import StoredKeys, stores, torch_turn, turn
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.backend import Attn, LayerKV, Rotary
 
@@ -82,7 +82,7 @@ def test_keys_and_values_are_stored_and_no_other_slot_is_touched(dtype: torch.dt
 def test_storing_changes_no_bit_of_what_is_turned(kind: str) -> None:
     q, k, cos, sin = parts(50, 4, 2, 64, torch.bfloat16)
     v, kv, slots = torch.randn(50, 2, 64).bfloat16(), empty(2, 64, torch.bfloat16), torch.arange(100, 150)
-    found = turn(q, k, cos, sin, library.KINDS[kind], Stored(v, kv, slots))
+    found = turn(q, k, cos, sin, library.KINDS[kind], StoredKeys(v, kv, slots))
     alone = turn(q, k, cos, sin, library.KINDS[kind])
     assert found is not None and alone is not None and torch.equal(found, alone)
     assert torch.equal(kv.k.flatten(0, 1)[slots], found[:, 4:]) and torch.equal(kv.v.flatten(0, 1)[slots], v)

@@ -26,7 +26,7 @@ class TurnLayout(ctypes.Structure):
     ]
 
 
-class Stored(NamedTuple):
+class StoredKeys(NamedTuple):
     """Values [n, g, d], and the slots of a cache that they and their keys are stored in, int64 [n]."""
 
     v: Tensor
@@ -41,7 +41,7 @@ def stores(v: Tensor, kv: LayerKV) -> bool:
     return v.stride()[1:] == (v.shape[2], 1) and kv.k.is_contiguous() and kv.v.is_contiguous()
 
 
-def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: Stored | None = None) -> Tensor | None:
+def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: StoredKeys | None = None) -> Tensor | None:
     """[n, h + g, d]: q [n, h, d] and k [n, g, d] turned, in float32 and rounded once. None: torch has to do it.
 
     Args:
