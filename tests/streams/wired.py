@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from trencadis.server.http.web import make_server
 
 HIGH = 64 << 10
 """Bytes that wait in a socket before its writer is asked to pause, as asyncio does it."""
+
+UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
 
 
 class Frames:
@@ -155,7 +158,11 @@ class WiredClient:
 def wired(rig: ScriptedApp, engine: WiredEngine, **flags: Any) -> Any:
     """A server over ``engine``, which accepts no connections by itself."""
     rig.engine = engine
-    return make_server(ServerConfig(uvicorn_log_level="error"), rig.app(**flags), 1)
+    levels = {name: logging.getLogger(name).level for name in UVICORN}
+    made = make_server(ServerConfig(uvicorn_log_level="error"), rig.app(**flags), 1)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)  # uvicorn sets those of the process
+    return made
 
 
 def score(token: int, top: int) -> TokenLogprob:
