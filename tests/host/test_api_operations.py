@@ -165,7 +165,7 @@ def test_sleep_and_waking_are_the_servers_and_wait_for_the_requests_of_all(tmp_p
         assert set(counts) <= {200, 429} and counts[200] >= 8, counts
         assert all(one.json()["choices"] == first for one in told if one.status_code == 200)
         assert len(engines(made)) == 1
-        assert [c.get("/is_sleeping").json()["is_sleeping"] for c in clients] == [False] * COUNT
+        until(lambda: [c.get("/is_sleeping").json()["is_sleeping"] for c in clients] == [False] * COUNT, "all know")
 
         # What sleeps through one process is woken through another; a request under way may be aborted.
         stream = PacedStream(made.client(1), LONG)
