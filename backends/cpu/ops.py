@@ -18,7 +18,6 @@ from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import dense, flash, library, packing, panels
-from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -88,10 +87,10 @@ class CpuOps(ReferenceOps):
 
     def keeps(self) -> bool:
         """``core.layers.source.KeepingOps``."""
-        return isinstance(self.pages, FilePages) and self.pages.keeps
+        return self.pages.keeps
 
     def loaded(self) -> int:
-        return self.pages.loaded() if isinstance(self.pages, FilePages) else 0
+        return self.pages.loaded()
 
     def table_of(self, weight: Weight) -> Tensor | None:
         """``core.layers.source.SharingOps``: the panels of a weight that own kernels multiply."""

@@ -55,23 +55,3 @@ def _places(event: bytes, one: bytes) -> list[int]:
         found.append(at)
         at = event.find(one, at + len(one))
     return found
-
-
-class PlainEvents:
-    """Events that say a text and nothing else.
-
-    Args:
-        make: the bytes of such an event of a choice.
-    """
-
-    def __init__(self, make: Callable[[int, str], bytes]) -> None:
-        self._make = make
-        self._templates: dict[int, EventTemplate] = {}
-
-    def of(self, choice: int, text: str) -> bytes:
-        """The event that says ``text``, as ``make`` would write it."""
-        template = self._templates.get(choice)
-        if template is None:
-            hole = mark()
-            template = self._templates[choice] = EventTemplate(self._make(choice, hole), [encode(hole)])
-        return template.fill(encode(text))

@@ -18,7 +18,7 @@ from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta
 from trencadis.server.protocol.chat import ChatChunk, ChunkChoice, DeltaMessage
 from trencadis.server.routes.sse import event
-from trencadis.server.text.event_template import PlainEvents
+from trencadis.server.text.event_template import EventTemplate, encode, mark
 
 
 def chunk(index: int, text: str) -> bytes:
@@ -30,9 +30,10 @@ def chunk(index: int, text: str) -> bytes:
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(st.characters(exclude_categories=["Cs"])))))
 @settings(max_examples=40, deadline=None)
 def test_a_text_between_cut_ends_is_the_event_of_its_model(said: list[tuple[int, str]]) -> None:
-    plain = PlainEvents(chunk)
+    hole = mark()
+    templates = [EventTemplate(chunk(index, hole), [encode(hole)]) for index in range(3)]
     for index, text in [*said, (0, "".join(map(chr, range(0x300))))]:
-        assert plain.of(index, text) == chunk(index, text)
+        assert templates[index].fill(encode(text)) == chunk(index, text)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ class FilePages(Pages):
 
     @property
     def keeps(self) -> bool:
-        """Whether weights come from the file."""
+        """While the file holds what it is asked for."""
         return self._data is not None
 
     def kept(self, what: str, size: int) -> Tensor | None:
@@ -56,11 +56,7 @@ class FilePages(Pages):
         self._all.append((what, room))
 
     def loaded(self) -> int:
-        """All weights are packed. Waits for the disk, and writes the file in a thread where it lacks some.
-
-        Returns:
-            Bytes that were mapped.
-        """
+        """Waits for the disk, and writes the file in a thread where it lacks some."""
         if self._populating is not None:
             self._populating.wait()
         made, self._all = self._all, []

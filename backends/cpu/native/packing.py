@@ -80,6 +80,15 @@ class Pages:
         self._at += aligned(size, 64)
         return found
 
+    @property
+    def keeps(self) -> bool:
+        """Whether weights come from an earlier start."""
+        return False
+
+    def loaded(self) -> int:
+        """All weights are packed; returns the bytes of those that ``kept`` gave."""
+        return 0
+
     def kept(self, what: str, size: int) -> Tensor | None:
         """The next packed weight of an earlier start, uint8 [size]; None where there is none, or it is another one."""
         return None
