@@ -14,13 +14,14 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "backends/cpu/native"
 PACKAGE = "trencadis.backends.cpu.native"
+KINDS = ("avx2", "avx_vnni", "avx512", "avx512_vnni")
 SOURCES = [
-    f"{FOLDER}/{name}.c"
-    for name in ("panels", "panels_avx2", "panels_avx_vnni", "panels_avx512_vnni", "dense", "pack", "flash", "turn")
+    *(f"{FOLDER}/{name}.c" for name in ("panels", "dense", "pack", "flash", "turn")),
+    *(f"{FOLDER}/panels_{kind}.c" for kind in KINDS),
 ]
 HEADERS = [
     *(f"{FOLDER}/{name}.h" for name in ("panels", "dense", "flash")),
-    *(f"{FOLDER}/{name}.inc" for name in ("panels", "panels_256", "rows", "attend", "flash", "turn")),
+    *(f"{FOLDER}/{name}.inc" for name in ("panels", "panels_256", "panels_512", "rows", "attend", "flash", "turn")),
 ]
 
 
@@ -51,8 +52,6 @@ kernels = Extension(
 
 x86 = platform.machine().lower() in ("x86_64", "amd64")
 setup(
-    ext_modules=[kernels]
-    if platform.machine().lower() in ("x86_64", "amd64") and platform.system() != "Windows"
-    else [],
+    ext_modules=[kernels] if x86 and platform.system() != "Windows" else [],
     cmdclass={"build_ext": Library, "bdist_wheel": Wheel},
 )

@@ -33,7 +33,7 @@ TIMERS = {"cuda": "trencadis.backends.cuda.timing.report"}
 GROUP = "trencadis.backends"
 """Entry-point group in which an installed package offers ``make_backend``; its module also has ``pick_policy``."""
 
-KERNELS = "trencadis.backends.cpu.native.library"
+KERNELS = "trencadis.backends.cpu.native.kernel_table"
 """A module with ``line()``: what multiplies quantised weights on the CPU."""
 
 RESOURCES = {"cuda": "GPU", "hpu": "HPU", "cpu": "CPU"}
@@ -130,11 +130,11 @@ def listing() -> list[str]:
     for name in LISTED:
         package = import_module(TABLE[name])
         lines += package.listing() or [f"{name:8} none: {package.usable()}"]
-    return [*lines, f"cpu      {computing_cpus()} threads"]
+    return [*lines, f"cpu      {computing_cpus()} threads; {kernels()}"]
 
 
 def kernels() -> str:
-    """What multiplies quantised weights on this CPU."""
+    """Which kernels serve on this CPU and why, in one line."""
     line: str = import_module(KERNELS).line()
     return line
 

@@ -17,7 +17,7 @@ from tests.syntax import statements
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis", "assets")
 LARGE_FOLDERS = {"backends/cuda/kernels": 24, "backends/hpu/emulator": 24}
-FOLDER, FILE, FUNCTION, KERNEL = 16, 400, 60, 80
+FOLDER, FILE, FUNCTION, KERNEL = 16, 500, 60, 80
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
 SOURCES = [f for f in TRACKED if f.endswith(".py") and (ROOT / f).is_file()]
 MODULE = re.compile(r"\b(?:trencadis|benchmarks)(?:\.[A-Za-z_]\w*)+")

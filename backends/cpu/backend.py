@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Op
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 from trencadis.core.cpus import BIND, RESERVED, computing_cpus, own_cpus
+
+log = logging.getLogger("trencadis.engine")
 
 
 def asked_cpus() -> tuple[str, int]:
@@ -61,6 +64,8 @@ class CpuBackend:
         self.dtype = cfg.dtype
         self.policy = policy(options.get("policy", ""))
         self.ops: Ops = _ops(cfg)
+        if isinstance(self.ops, CpuOps) and cfg.rank == 0:
+            log.info("cpu: %s", self.ops.table.line())
         self.memory: Memory = CpuMemory()
         self.comm: Comm = comm_of(cfg)
         self.pipe = pipe_of(cfg)

@@ -2,8 +2,9 @@
 
 A matrix product may sum a row in another order when the number of rows changes, attention when the number of queries
 does, and an elementwise function may differ between the vectorised middle and the end of what a thread was given.
-Here rows are padded to a multiple of ``policy.invariant_rows``, attention runs over tiles of queries at fixed positions
-of a row, and functions that are not correctly rounded get pieces too small to be divided among threads. This is slower.
+Here own products multiply where the CPU has them, else rows are padded to a multiple of ``policy.invariant_rows``.
+Attention runs over tiles of queries at fixed positions of a row, and functions that are not correctly rounded get
+pieces too small to be divided among threads. This is slower.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.ops import CpuOps, stored_at
+from trencadis.backends.cpu.ops import CpuOps, PackedWeight, stored_at
 from trencadis.backends.cpu.plan import ChunkSpan, plan_of
 from trencadis.backends.cpu.policy import INVARIANT_ROWS as ROWS
 from trencadis.backends.cpu.reference import ReferenceOps, activated
-from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
+from trencadis.core.backend import Attn, LayerKV, Rotary, Weight
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
 from trencadis.core.quant.tensor import QTensor
 
 TILE = 16
 """Queries of one attention tile: positions 16 i to 16 i + 15 of a row, present or not."""
+
+FIXED_ROWS = 64
+"""Rows of each product of a weight whose bits depend on the number of rows."""
 
 GRAIN = 32768
 """Elements above which torch divides an elementwise function among threads."""
@@ -81,15 +85,35 @@ class TriedOps(ReferenceOps):
 
 
 class InvariantOps(TriedOps, CpuOps):
-    """``core.backend.Ops`` for CPU tensors, the same bits in any batch."""
+    """``core.backend.Ops`` for CPU tensors, the same bits in any batch.
+
+    Own products give each row its own sums. Where oneDNN multiplies, rows are padded to a multiple of ``ROWS``; a
+    weight for which that is not enough (oneDNN's products on AMX tiles) is multiplied in calls of ``FIXED_ROWS`` rows.
+    """
 
     shift, probes = ROWS, PROBES
-    own_products = False
+    every_row = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fixed: set[tuple[int, int]] = set()
+
+    def _try(self, packed: Weight, held: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+        try:
+            super()._try(packed, held, dtype, device)
+        except StartupError:
+            if not isinstance(packed, PackedWeight) or packed.panels is not None:
+                raise
+            self._fixed.add((packed.out_features, packed.in_features))
+            super()._try(packed, held, dtype, device)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        rows = len(x)
-        surplus = -rows % ROWS
-        return super().linear(functional.pad(x, (0, 0, 0, surplus)) if surplus else x, w)[:rows]
+        if isinstance(w, PackedWeight) and w.panels is not None:
+            return super().linear(x.contiguous(), w)
+        if len(x) and (w.out_features, w.in_features) in self._fixed:
+            parts = [super(InvariantOps, self).linear(_filled(p, FIXED_ROWS), w) for p in _pieces(x, FIXED_ROWS)]
+            return torch.cat(parts)[: len(x)]
+        return super().linear(_filled(x, ROWS), w)[: len(x)]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -128,12 +152,23 @@ class InvariantOps(TriedOps, CpuOps):
             _row(q[span.start : span.stop], *stored, span, scale, window, out[span.start : span.stop])
         return out
 
-    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
+    def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
         """Always masked, so that padding in another window of the launch cannot choose another code path."""
-        queries, keys, values = (t.view(-1, WINDOW_SLOTS, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-        mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
-        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).reshape(q.shape)
+        whole = torch.full((len(q) // WINDOW_SLOTS,), WINDOW_SLOTS, dtype=torch.int32) if real is None else real
+        return super()._torch_windows(q, k, v, whole, scale)
+
+    def _sdpa_windows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Window by window: on AMX, torch's attention packs keys or not by how many windows there are."""
+        assert mask is not None
+        alone = super()._sdpa_windows
+        each = [alone(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask[i : i + 1], scale) for i in range(len(q))]
+        return torch.cat(each) if each else q.transpose(1, 2)
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """``x`` with rows of zeros behind, up to a multiple of ``rows``."""
+    surplus = -len(x) % rows
+    return functional.pad(x, (0, 0, 0, surplus)) if surplus else x
 
 
 def _pieces(x: Tensor, rows: int) -> list[Tensor]:

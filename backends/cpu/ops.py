@@ -17,7 +17,8 @@ from torch.nn import functional
 from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
-from trencadis.backends.cpu.native import dense, flash, library, packing, panels
+from trencadis.backends.cpu.native import dense, flash, packing, panels
+from trencadis.backends.cpu.native.kernel_table import KernelTable, chosen_table
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -38,9 +39,14 @@ QUERY_TILE = 512
 
 @dataclass(slots=True)
 class PackedWeight:
-    """A weight in oneDNN's blocked layout."""
+    """A weight in a blocked layout, which is oneDNN's or, on some CPUs, only that of own products.
 
-    packed: Tensor
+    Args:
+        packed: of oneDNN's layout; None: ``panels`` serve every number of rows.
+        panels: where own products read it; None: oneDNN serves every number of rows.
+    """
+
+    packed: Tensor | None
     bias: Tensor | None
     out_features: int
     in_features: int
@@ -51,16 +57,16 @@ class CpuOps(ReferenceOps):
     """``core.backend.Ops`` for CPU tensors."""
 
     copies = True
-    own_products = True
-    """Whether own kernels multiply few rows."""
+    every_row = False
+    """Own products take every number of rows that they can, so that a row has the same bits beside any others."""
 
     pages: packing.Pages = packing.pages
     """Where packed weights lie."""
 
     @cached_property
-    def kernels(self) -> int:
-        """Number of own kernels that serve; 0: none."""
-        return library.KINDS.get(library.serving(), 0)
+    def table(self) -> KernelTable:
+        """Which kernels serve."""
+        return chosen_table(self.every_row)
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """oneDNN's layout where the CPU computes the type natively: never slower, up to 3 times faster from 8 rows."""
@@ -72,18 +78,22 @@ class CpuOps(ReferenceOps):
             return made
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
-        panels = dense.panels_of(packed, weight, bias) if self.own_products else None
+        panels = dense.panels_of(packed, weight, bias, self.table)
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
-        if not self.own_products or not packable(rows.dtype):
+        if not packable(rows.dtype):
             return None
-        packed = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype, self.pages)
-        if packed is None:
+        made = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
+        if made is None:
             return None
-        bias = bias if bias is None else bias.contiguous()
-        return PackedWeight(packed, bias, packed.shape[0], rows.inputs, dense.panels_at(packed, rows.dtype, bias))
+        bias, (outputs, inputs) = bias if bias is None else bias.contiguous(), (sum(rows.widths), rows.inputs)
+        keep = made.memory if made.tensor is None else made.tensor
+        panels = dense.panels_at(made.memory.data_ptr(), keep, outputs, inputs, rows.dtype, bias, self.table)
+        if made.tensor is None and panels is None:
+            return None
+        return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
         """``core.layers.source.KeepingOps``."""
@@ -103,7 +113,10 @@ class CpuOps(ReferenceOps):
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):
             if w.panels is not None and dense.serves(x, w.panels):
-                return dense.product(x, w.panels)  # of any number of rows
+                return dense.product(x, w.panels)
+            if w.packed is None:
+                assert w.panels is not None
+                return dense.product(x.contiguous(), w.panels)
             return by_sizes(x, lambda part: _product(part, w))
         return self._quantised_linear(x, w)
 
@@ -117,7 +130,7 @@ class CpuOps(ReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As the reference; ``x`` itself becomes the sum."""
-        made = rms_norm(x, weight, eps, residual, self.kernels)
+        made = rms_norm(x, weight, eps, residual, self.table)
         return self._torch_rms_norm(x, weight, eps, residual) if made is None else (made, x)
 
     def _torch_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -136,7 +149,7 @@ class CpuOps(ReferenceOps):
         return functional.layer_norm(total, weight.shape, weight, bias, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        made = silu_mul(gate_up, self.kernels)
+        made = silu_mul(gate_up, self.table)
         return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
@@ -204,15 +217,15 @@ class CpuOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[1]
         into = StoredKeys(v, kv, attn.slot_map) if stores(v, kv) else None
-        turned = turn(q, k, rotary.cos, rotary.sin, self.kernels, into)
+        turned = turn(q, k, rotary.cos, rotary.sin, self.table, into)
         if turned is None or into is None:
             turned = torch_turn(q, k, rotary.cos, rotary.sin) if turned is None else turned
             self._store(kv, turned[:, heads:], v, attn.slot_map)
         return turned[:, :heads], turned[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.kernels))
-        if flash.serves(q, self.kernels):
+        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.table))
+        if flash.serves(q, self.table):
             return self._attend_parts(q, kv, plan, scale, window)
         if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
@@ -221,13 +234,13 @@ class CpuOps(ReferenceOps):
     def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
         """``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if flash.serves(q, self.kernels):
+        if flash.serves(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out)
         else:
             for span in plan.spans:
                 out[span.start : span.stop] = _span(q[span.start : span.stop], kv, span, scale, window)
         if plan.singles is not None:
-            native_attend.attend(q, kv, plan.singles, scale, out, self.kernels)
+            native_attend.attend(q, kv, plan.singles, scale, out, self.table)
         for group in plan.groups:
             out[group.rows] = _group(q[group.rows], kv, group, scale)
         return out
@@ -240,35 +253,47 @@ class CpuOps(ReferenceOps):
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
                 held = [span.seen(slice(0, len(keys)))]
-                flash.attend(q, keys, values, held, scale, out, self.kernels, window)
+                flash.attend(q, keys, values, held, scale, out, self.table, window)
         elif spans:
             keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
             held = [span.seen(span.where) for span in spans]
-            flash.attend(q, keys, values, held, scale, out, self.kernels, window)
+            flash.attend(q, keys, values, held, scale, out, self.table, window)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads, made = q.shape[1], turn(q, k, rotary.cos, rotary.sin, self.kernels)
+        heads, made = q.shape[1], turn(q, k, rotary.cos, rotary.sin, self.table)
         turned = torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
         return turned[:, :heads], turned[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        if flash.serves(q, self.kernels):
-            whole = torch.empty(q.shape, dtype=q.dtype)
-            flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, whole, self.kernels)
-            return whole
-        queries, keys, values = (t.view(-1, WINDOW_SLOTS, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-        mask = None
-        if bool((seg.real < WINDOW_SLOTS).any()):
-            mask = (torch.arange(WINDOW_SLOTS) < seg.real[:, None])[:, None, None]
-        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).reshape(q.shape)
+        """Padding slots give zeros, and what they hold is not read."""
+        padded = bool((seg.real < WINDOW_SLOTS).any())
+        if not flash.serves(q, self.table):
+            return self._torch_windows(q, k, v, seg.real if padded else None, scale)
+        out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
+        flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, out, self.table)
+        return out
+
+    def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
+        """``attend_windows`` by torch; ``real``: int32 [windows], None where no slot is padding."""
+        if real is None:
+            return self._sdpa_windows(_by_window(q), _by_window(k), _by_window(v), None, scale).reshape(q.shape)
+        inside = torch.arange(WINDOW_SLOTS) < real[:, None]
+        outside = ~inside.view(-1, 1, 1)
+        # A mask hides scores, but a value that is no number makes a sum none even with a weight of zero.
+        queries, keys, values = (_by_window(t.masked_fill(outside, 0)) for t in (q, k, v))
+        out = self._sdpa_windows(queries, keys, values, inside[:, None, None], scale)
+        return out.reshape(q.shape).masked_fill_(outside, 0)
+
+    def _sdpa_windows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Attention of [windows, h, 64, d] under a mask of keys, bool [windows, 1, 1, 64] -> [windows, 64, h, d]."""
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        if flash.serves(q, self.kernels):
+        if flash.serves(q, self.table):
             spans = [flash.Span(seers, where, whole=True) for seers, where in seeing(seg)]
-            flash.attend(q, k, v, spans, scale, out, self.kernels)
+            flash.attend(q, k, v, spans, scale, out, self.table)
             return out
         for seers, where in seeing(seg):
             queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, seers), (k, where), (v, where)))
@@ -285,7 +310,7 @@ class CpuOps(ReferenceOps):
         return x.index_copy_(0, images, arena[image_row[images]]) if len(images) else x
 
     def best(self, logits: Tensor) -> Tensor:
-        found = best(logits, self.kernels)
+        found = best(logits, self.table)
         return super().best(logits) if found is None else found
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
@@ -322,9 +347,15 @@ def packable(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def _by_window(x: Tensor) -> Tensor:
+    """[windows * 64, h, d] -> [windows, h, 64, d]."""
+    return x.view(-1, WINDOW_SLOTS, *x.shape[1:]).transpose(1, 2)
+
+
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
     if w.panels is not None and dense.serves(x, w.panels):
         return dense.product(x, w.panels)
+    assert w.packed is not None
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
     return y
 

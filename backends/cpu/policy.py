@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from platform import machine
 
-from trencadis.backends.cpu.native import library
+from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
 from trencadis.core.layout import WINDOW_SLOTS
@@ -81,4 +81,4 @@ def policy(name: str) -> Policy:
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the cpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")
-    return replace(found, quantised=PANELS) if library.serving() != library.TORCH else found
+    return replace(found, quantised=PANELS) if kernel_table.chosen_table().number else found

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import library
+from trencadis.backends.cpu.native import kernel_table, library
 from trencadis.core.quant.scheme import ROW_BYTES
 from trencadis.core.quant.tensor import QTensor
 
@@ -92,7 +92,8 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
     rows, columns = q.shape
     bias = None if bias is None else bias.float()
     whole = not narrow() and onednn()
-    library.tell(library.line("oneDNN's (with zero points fbgemm's)" if whole else "fbgemm's"))
+    libraries = "oneDNN's (with zero points fbgemm's)" if whole else "fbgemm's"
+    library.log_quantised_kernels(kernel_table.chosen_table().line(libraries))
     if zero is None and whole:
         packed = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
         return IntegerWeight(packed, bias, rows, columns, scale.float().clone(), False)

@@ -31,7 +31,7 @@ def ways(ops: CpuOps, w: PackedWeight, x: torch.Tensor) -> dict[str, Callable[[]
         return y
 
     panels = w.panels
-    made: dict[str, Callable[[], Any]] = {WAYS[0]: theirs, WAYS[2]: lambda: best(theirs(), ops.kernels)}
+    made: dict[str, Callable[[], Any]] = {WAYS[0]: theirs, WAYS[2]: lambda: best(theirs(), ops.table)}
     if panels is not None:
         made[WAYS[1]] = lambda: dense.product(x, panels)
         made[WAYS[3]] = lambda: dense.best(x, panels, panels.outputs, 1.0)

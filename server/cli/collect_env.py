@@ -105,7 +105,7 @@ def _cpu() -> Section:
         "cpus": f"{os.cpu_count()} of the machine, {available_cpus()} for this process",
         "instructions": " ".join(flag for flag in FLAGS if flag in flags) or "none of note",
         "numa nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1),
-        "quantised weights": _kernels(),
+        "kernels": _kernels(),
     }
 
 
@@ -129,7 +129,7 @@ def _listing() -> list[str]:
 
 def _kernels() -> str:
     try:
-        return f"multiplied by {devices.kernels()}"
+        return devices.kernels()
     except Exception as error:  # As above.
         return f"cannot be told: {type(error).__name__}: {error}"
 

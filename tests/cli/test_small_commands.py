@@ -89,7 +89,7 @@ def test_collect_env_shows_no_secret(monkeypatch, capsys, words):
     assert not [one for one in PLANTED if one in said]
     for one in ("VLLM_API_KEY", "OMP_NUM_THREADS", "7", "torch", "TRENCADIS_CACHE", "@host/x", "cpu"):
         assert one in said
-    assert f"multiplied by {devices.kernels()}" in said
+    assert devices.kernels() in said
     assert "proxy" not in said
     if words:
         assert set(json.loads(said)) == {"Trencadis", "System", "CPU", "Devices", "Packages", "Variables"}

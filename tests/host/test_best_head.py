@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,18 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trencadis.backends.cpu.invariant import InvariantOps
+from tests import kernel_kinds
+from tests.kernel_kinds import threads
 from trencadis.backends.cpu.native import dense
+from trencadis.backends.cpu.native.kernel_table import TORCH, VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import Comm
 from trencadis.core.launches.between import SingleRank
 from trencadis.core.layers.embedding import LAST, Head
 
-TYPES = sorted(dense.types(), key=str)
+TYPES = kernel_kinds.dense_types()
 pytestmark = pytest.mark.skipif(not TYPES, reason="own kernels do not multiply dense weights on this CPU")
 EVERY = pytest.mark.parametrize("dtype", TYPES)
 ROWS = (1, 2, 5, 6, 7, 8, 13, 32, 64, 127, 128)
 SHAPES = ((64, 32), (65, 34), (127, 96), (200, 130), (448, 1000))
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels serve on this CPU otherwise."""
+    monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -33,14 +40,10 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
     return made
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def torch_ops() -> CpuOps:
+    made = CpuOps()
+    made.table = kernel_kinds.table(TORCH)
+    return made
 
 
 @EVERY
@@ -146,7 +149,7 @@ def on_ranks(table: Tensor, x: Tensor, unit: int, lacking: int = -1) -> list[tup
 
     def run(rank: int) -> None:
         comm: Comm = ThreadComm(ranks, rank)
-        head = Head(InvariantOps() if rank == lacking else CpuOps(), comm, len(table), table.shape[1], unit=unit)
+        head = Head(torch_ops() if rank == lacking else CpuOps(), comm, len(table), table.shape[1], unit=unit)
         head.load(Table(), "embed_tokens")  # type: ignore[arg-type]
         found[rank] = head.best(x), head(x).argmax(-1)
 
@@ -180,8 +183,8 @@ def test_ranks_take_logits_together_where_one_has_no_kernels() -> None:
 def test_a_weight_that_lies_otherwise_keeps_onednns_products(dtype: torch.dtype) -> None:
     weight = torch.randn(130, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
     other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0))
-    assert dense.panels_of(other, weight, None) is None
-    assert dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight[:64]), weight, None) is None
-    assert dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight), weight, None) is not None
-    held = InvariantOps().pack_weight(weight)
-    assert isinstance(held, PackedWeight) and held.panels is None, "the same bits in any batch: one library's alone"
+    table = kernel_kinds.table(kernel_kinds.DENSE)
+    assert dense.panels_of(other, weight, None, table) is None
+    assert dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight[:64]), weight, None, table) is None
+    mine = dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight), weight, None, table)
+    assert (mine is not None) == (dtype in kernel_kinds.shared_types())

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import attend, library
+from tests import kernel_kinds
+from trencadis.backends.cpu.native import attend
+from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.plan import CpuAttn, plan_of
 from trencadis.core.backend import LayerKV
 from trencadis.core.quant import kv_codes
 
-KINDS = library.found().kinds
 BLOCK = 16
 CASES = (
     # rows, keys of the shortest, of the longest, query heads, KV heads, values of a head, window
@@ -84,10 +85,10 @@ def plain(cache: Tensor) -> Tensor:
     return cache.flatten(0, 1)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=kernel_kinds.OWN)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     made = CpuOps()
-    made.kernels = library.KINDS[request.param]
+    made.table = kernel_kinds.table(request.param)
     return made
 
 
@@ -96,8 +97,11 @@ def test_rows_attend_as_float64_does_and_alone_as_in_company(ops: CpuOps, dtype:
     for case in CASES:
         made = decoding(case, dtype)
         if case[5] % attend.LANES == 0:
-            assert attend.serves(made.q, made.kv, ops.kernels), case
-        found, exact = made.run(ops), made.exact(plain(made.kv.k), plain(made.kv.v))
+            assert attend.serves(made.q, made.kv, ops.table), case
+        own = case[5] % attend.LANES == 0
+        with kernel_kinds.served("decode_attention", ops.table, own):
+            found = made.run(ops)
+        exact = made.exact(plain(made.kv.k), plain(made.kv.v))
         step = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
         assert float((found.double() - exact).abs().max()) <= step * float(exact.abs().max()), case
         for row in range(made.rows):
@@ -127,7 +131,7 @@ def test_codes_of_eight_bits_are_read_as_they_are_opened(ops: CpuOps, kept: int)
     coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
     kv_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
     made.kv = coded
-    assert attend.serves(made.q, coded, ops.kernels)
+    assert attend.serves(made.q, coded, ops.table)
     exact = made.exact(*kv_codes.opened(coded, slice(0, len(plain(k))), torch.float32))
     found = made.run(ops)
     assert float((found.double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
@@ -140,7 +144,7 @@ def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) ->
     made.q = torch.randn(12, 4, 64, generator=torch.Generator().manual_seed(3))
     found = made.run(ops)
     torches = CpuOps()
-    torches.kernels = 0
+    torches.table = kernel_kinds.table(TORCH)
     made.attn = CpuAttn(*made.attn)
     wanted = made.run(torches)
     assert float((found - wanted).abs().max()) < 1e-5 and not found[10:].any()
@@ -148,7 +152,7 @@ def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) ->
 
 def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
     made = decoding((2, 30, 60, 4, 2, 24, 0), torch.float32)
-    assert not attend.serves(made.q, made.kv, max(library.KINDS.values()))
+    assert not attend.serves(made.q, made.kv, kernel_kinds.table("avx2"))
     found, exact = made.run(CpuOps()), made.exact(plain(made.kv.k), plain(made.kv.v))
     assert float((found.double() - exact).abs().max()) < 1e-5
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native import dense, packing
+from trencadis.backends.cpu.native import packing
+from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
@@ -26,16 +28,21 @@ from trencadis.core.models.collected import Collected
 from trencadis.core.models.loader import weights_of
 from trencadis.core.models.registry import family_of
 
-TYPES = sorted(dense.types(), key=str)
+TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
-pytestmark = pytest.mark.skipif(
-    not TYPES or packing.name_of(TYPES[0], 64, 64) is None, reason="oneDNN's layout is not known here"
-)
+pytestmark = pytest.mark.skipif(not TYPES, reason="oneDNN's layout is not known here")
 
 
-def memory(packed: Tensor) -> bytes:
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels serve on this CPU otherwise."""
+    monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
+
+
+def memory(packed: Tensor | None) -> bytes:
     """Its bytes; what is no number has the same ones everywhere."""
+    assert packed is not None
     size: int = torch.ops.mkldnn._nbytes(packed)
     raw = bytes((ctypes.c_uint8 * size).from_address(torch.ops.mkldnn.data_ptr(packed)))
     values = torch.frombuffer(bytearray(raw), dtype=packed.dtype)
@@ -70,15 +77,17 @@ def test_bytes_are_those_of_onednns_packing(source: torch.dtype, target: torch.d
             at += width
         before = torch.get_num_threads()
         torch.set_num_threads(1 + 2 * (number % 2))
-        found = packing.packed(parts, widths, inputs, target)
+        made = packing.packed(parts, widths, inputs, target, kernel_kinds.table(kernel_kinds.DENSE))
         torch.set_num_threads(before)
+        found = made and made.tensor
         assert found is not None and found.shape == whole.shape
         assert memory(found) == memory(torch.ops.mkldnn._reorder_linear_weight(whole)), (counts, inputs)
 
 
 def test_rows_may_be_shorter_than_their_inputs() -> None:
     part = odd(70, 20, torch.float32, 1).nan_to_num_()
-    found = packing.packed([part], [70], 48, torch.float32)
+    made = packing.packed([part], [70], 48, torch.float32, kernel_kinds.table(kernel_kinds.DENSE))
+    found = made and made.tensor
     assert found is not None
     whole = torch.nn.functional.pad(part, (0, 28))
     assert memory(found) == memory(torch.ops.mkldnn._reorder_linear_weight(whole))
@@ -118,7 +127,7 @@ def test_a_layout_of_another_name_is_packed_by_onednn(monkeypatch: pytest.Monkey
     packing.name_of.cache_clear()
     try:
         weight = torch.randn(96, 64)
-        assert packing.packed([weight], [96], 64, torch.float32) is None
+        assert packing.packed([weight], [96], 64, torch.float32, kernel_kinds.table(kernel_kinds.DENSE)) is None
         packed = CpuOps().pack_weight(weight)
         assert isinstance(packed, PackedWeight) and torch.allclose(
             CpuOps().linear(torch.eye(64), packed), weight.T, atol=1e-6
@@ -169,7 +178,7 @@ def test_weights_of_a_checkpoint_are_the_same_in_one_pass(dtype: torch.dtype, mo
 
 def test_types_that_differ_within_a_weight_are_joined_first() -> None:
     rows = [torch.randn(64, 32), torch.randn(64, 32).to(torch.bfloat16)]
-    assert packing.packed(rows, [64, 64], 32, torch.float32) is None
+    assert packing.packed(rows, [64, 64], 32, torch.float32, kernel_kinds.table(kernel_kinds.DENSE)) is None
 
 
 def test_threads_that_load_get_memory_apart() -> None:

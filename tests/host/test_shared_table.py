@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native import dense, packing
+from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.loader import weights_of
 
-TYPES = sorted(dense.types(), key=str)
+TYPES = kernel_kinds.shared_types()
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 TABLE = "model.embed_tokens.weight"
-pytestmark = pytest.mark.skipif(
-    not TYPES or packing.name_of(TYPES[0], 64, 64) is None, reason="oneDNN's layout is not known here"
-)
+pytestmark = pytest.mark.skipif(not TYPES, reason="oneDNN's layout is not known here")
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels serve on this CPU otherwise."""
+    monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

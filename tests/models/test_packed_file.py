@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native import dense, packing
+from trencadis.backends.cpu.native import packing
 from trencadis.backends.cpu.native.kept import FilePages
+from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.reading import load_config
@@ -28,8 +30,15 @@ from trencadis.core.process import ahead
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 needs_panels = pytest.mark.skipif(
-    not dense.types() or packing.name_of(torch.float32, 64, 64) is None, reason="weights are not packed here"
+    torch.float32 not in kernel_kinds.shared_types(), reason="weights are not packed here"
 )
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernels serve on this CPU otherwise."""
+    if kernel_kinds.DENSE:
+        monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
 
 
 @pytest.fixture
@@ -298,9 +307,9 @@ def test_only_some_rows_of_the_checkpoint_are_read(checkpoint: Path, monkeypatch
     started(checkpoint)
     packed: list[int] = []
 
-    def counted(call: Any, rows: Any, room: torch.Tensor) -> None:
+    def counted(call: Any, rows: Any, room: torch.Tensor, kind: int) -> None:
         packed.append(len(room.flatten()))
-        _pack(call, rows, room)
+        _pack(call, rows, room, kind)
 
     _pack = packing._pack
     monkeypatch.setattr(packing, "_pack", counted)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import library
+from tests import kernel_kinds
+from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.native.turn import StoredKeys, stores, torch_turn, turn
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.core.backend import Attn, LayerKV, Rotary
@@ -30,29 +31,30 @@ def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None].double() + torch.cat([-second, first], -1) * sin[:, None].double()
 
 
-@pytest.mark.parametrize("kind", library.found().kinds)
+@pytest.mark.parametrize("kind", kernel_kinds.OWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_turn_as_in_float64_and_rows_alone_as_in_company(kind: str, dtype: torch.dtype) -> None:
-    number = library.KINDS[kind]
+    table = kernel_kinds.table(kind)
     for n, heads, groups, size in ((1, 14, 2, 64), (63, 3, 1, 80), (1000, 4, 4, 72), (5, 2, 2, 128), (3, 1, 1, 32)):
         made = parts(n, heads, groups, size, dtype)
         wanted = exact(*made)
-        found = turn(*made, number)
+        with kernel_kinds.served("rotary", table):
+            found = turn(*made, table)
         assert found is not None
         bound = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
         assert bool(((found.double() - wanted).abs() <= bound * wanted.abs() + 1e-6).all()), (n, heads, size)
-        apart = turn(made[0], made[1].contiguous(), *made[2:], number)
+        apart = turn(made[0], made[1].contiguous(), *made[2:], table)
         assert apart is not None and torch.equal(apart, found)
         q, k, cos, sin = (t[n // 2 : n // 2 + 1].contiguous() for t in made)
-        some = turn(q, k, cos, sin, number)
+        some = turn(q, k, cos, sin, table)
         assert some is not None and torch.equal(some[0], found[n // 2])
 
 
 def test_what_the_library_does_not_turn_torch_does() -> None:
-    kind = max(library.KINDS.values())
-    for size, dtype, number in ((16, torch.float32, kind), (64, torch.float64, kind), (64, torch.float32, 0)):
+    cases = ((16, torch.float32, "avx2"), (64, torch.float64, "avx2"), (64, torch.float32, TORCH))
+    for size, dtype, kind in cases:
         made = parts(9, 4, 2, size, dtype)
-        assert turn(*made, number) is None
+        assert turn(*made, kernel_kinds.table(kind)) is None
         torch.testing.assert_close(torch_turn(*made).double(), exact(*made), rtol=1e-5, atol=1e-5)
 
 
@@ -78,12 +80,12 @@ def test_keys_and_values_are_stored_and_no_other_slot_is_touched(dtype: torch.dt
     assert all(bool(t.flatten(0, 1)[left].isnan().all()) for t in (kv.k, kv.v))
 
 
-@pytest.mark.parametrize("kind", library.found().kinds)
+@pytest.mark.parametrize("kind", kernel_kinds.OWN)
 def test_storing_changes_no_bit_of_what_is_turned(kind: str) -> None:
     q, k, cos, sin = parts(50, 4, 2, 64, torch.bfloat16)
     v, kv, slots = torch.randn(50, 2, 64).bfloat16(), empty(2, 64, torch.bfloat16), torch.arange(100, 150)
-    found = turn(q, k, cos, sin, library.KINDS[kind], StoredKeys(v, kv, slots))
-    alone = turn(q, k, cos, sin, library.KINDS[kind])
+    found = turn(q, k, cos, sin, kernel_kinds.table(kind), StoredKeys(v, kv, slots))
+    alone = turn(q, k, cos, sin, kernel_kinds.table(kind))
     assert found is not None and alone is not None and torch.equal(found, alone)
     assert torch.equal(kv.k.flatten(0, 1)[slots], found[:, 4:]) and torch.equal(kv.v.flatten(0, 1)[slots], v)
 

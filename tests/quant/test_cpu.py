@@ -15,7 +15,8 @@ from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
 from trencadis.backends.cpu import quantised as cpu
 from trencadis.backends.cpu.invariant import InvariantOps
-from trencadis.backends.cpu.native.library import KINDS, TORCH, VARIABLE, found
+from trencadis.backends.cpu.native.kernel_table import KINDS, TORCH, VARIABLE, available_kinds
+from trencadis.backends.cpu.native.library import found
 from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.quantised import IntegerWeight
@@ -64,14 +65,14 @@ def test_products_of_every_scheme(
             packed = CpuOps().pack_quantised(q.inputs(part.start, part.stop), None)
             assert isinstance(packed, IntegerWeight if kernels == TORCH else PanelWeight)
             total += CpuOps().linear(x[:, part].contiguous(), packed).float()
-        assert away(total, want) <= (4e-2 if kernels == "avx2" and bits == 8 else 2e-2)
+        assert away(total, want) <= (4e-2 if kernels in ("avx2", "avx512") and bits == 8 else 2e-2)
 
 
-OWN = found().kinds
+OWN = available_kinds()
 """Own kernels that this CPU can run."""
 
 
-@pytest.fixture(params=["onednn", "fbgemm", "7 bits", *(k for k in KINDS if k != "avx_vnni" or k in OWN)])
+@pytest.fixture(params=["onednn", "fbgemm", "7 bits", *OWN])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies: torch's for CPUs with VNNI, its stand-in, that for older CPUs, and own kernels by name."""
     if request.param in KINDS:
@@ -93,7 +94,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def narrow(library: str, scheme: Scheme) -> bool:
     """Whether activations have 7 bits."""
-    return library == "7 bits" or (library == "avx2" and scheme.bits == 8)
+    return library == "7 bits" or (library in ("avx2", "avx512") and scheme.bits == 8)
 
 
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, group=32)])

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.quant.test_cpu import away, normal
-from trencadis.backends.cpu.native import library, panels, threads
-from trencadis.backends.cpu.native.library import KINDS, VARIABLE, found
+from trencadis.backends.cpu.native import kernel_table, library, panels, threads
+from trencadis.backends.cpu.native.kernel_table import KINDS, VARIABLE, available_kinds
+from trencadis.backends.cpu.native.library import found
 from trencadis.backends.cpu.native.panels import PanelWeight, decoded
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
@@ -27,20 +28,24 @@ from trencadis.core.quant.tensor import QTensor, joined
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx_vnni": {"avx2", "avx_vnni"},
+    "avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"},
     "avx512_vnni": {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni"},
+    "amx": {"avx512f", "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"},
 }
 """What Linux calls the instructions of each kind."""
 
-own = pytest.mark.skipif(not found().kinds, reason=f"own kernels: {found().why}")
+own = pytest.mark.skipif(not available_kinds(), reason=f"own kernels: {found().why}")
 
 
 @own
-def test_kernels_are_those_that_the_cpu_has() -> None:
-    """As /proc/cpuinfo lists its instructions; the last kind that it has serves."""
+def test_kernels_are_those_that_the_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc/cpuinfo lists its instructions, of which the system may forbid tiles; the last kind serves."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     text = Path("/proc/cpuinfo").read_text()
     flags = set(next(line for line in text.splitlines() if line.startswith("flags")).split())
-    assert found().kinds == tuple(kind for kind in KINDS if FLAGS[kind] <= flags)
-    assert library.serving() == found().kinds[-1]
+    listed = tuple(kind for kind in KINDS if FLAGS[kind] <= flags)
+    assert available_kinds() in (listed, tuple(kind for kind in listed if kind != "amx"))
+    assert kernel_table.chosen_table().kind == available_kinds()[-1]
 
 
 @pytest.mark.parametrize("fault", ["missing", "broken", "older", "another CPU"])
@@ -57,29 +62,33 @@ def test_without_a_library_torch_serves_and_a_line_says_why(
         monkeypatch.setattr(library, "VERSION", 99) if fault == "older" else None
     have = library.load(tmp_path)
     if fault == "another CPU":
-        have = have._replace(kinds=(), why="the CPU has no AVX2")
-    assert have.kinds == () and said[fault] in have.why
+        have = have._replace(features=frozenset(), why="the CPU has no AVX2")
+    assert not have.features and said[fault] in have.why
     monkeypatch.setattr(library, "found", lambda: have)
-    library.tell.cache_clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for cached in (library.log_quantised_kernels, kernel_table._chosen):
+        cached.cache_clear()
     with caplog.at_level(logging.INFO, "trencadis.engine"):
         packed = CpuOps().pack_quantised(quantised(normal(32, 64), Scheme(8), torch.float32))
     assert isinstance(packed, IntegerWeight) and policy("").quantised != PANELS
     assert "integers are multiplied by" in caplog.text and said[fault] in caplog.text
     with pytest.raises(StartupError, match=said[fault]):
         monkeypatch.setenv(VARIABLE, "avx2")
-        library.serving()
+        kernel_table.chosen_table()
 
 
 def test_a_name_of_no_kernels_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "neon")
-    with pytest.raises(StartupError, match=f"{VARIABLE}='neon' is none of auto, torch, avx2, avx_vnni, avx512_vnni"):
+    with pytest.raises(
+        StartupError, match=f"{VARIABLE}='neon' is none of auto, torch, avx2, avx_vnni, avx512, avx512_vnni, amx"
+    ):
         policy("")
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=own) for kind in KINDS])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kind that the CPU can run."""
-    if request.param not in found().kinds:
+    if request.param not in available_kinds():
         pytest.skip("not of this CPU")
     monkeypatch.setenv(VARIABLE, request.param)
     return str(request.param)
@@ -107,7 +116,7 @@ def weight(shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QTenso
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.label}{'' if s.symmetric else ', zero points'}")
 def test_shapes_that_fill_no_panel(scheme: Scheme, kernels: str) -> None:
     """The weight comes back, costs what the ledger counts, and each row's product is near and its own."""
-    bar = 5e-2 if kernels == "avx2" and scheme.bits == 8 else 2.5e-2
+    bar = 5e-2 if kernels in ("avx2", "avx512") and scheme.bits == 8 else 2.5e-2
     for shape, dtype in ((s, d) for s in SHAPES for d in (torch.float32, torch.bfloat16, torch.float16)):
         q = weight(shape, scheme, dtype)
         bias = normal(shape[0], seed=2).to(dtype)
@@ -179,7 +188,7 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
 def test_the_threads_are_torchs() -> None:
     """The functions lie in the runtime that torch's library is linked with: no second one is loaded."""
     maps = Path("/proc/self/maps")
-    if not maps.exists() or not found().kinds:
+    if not maps.exists() or not available_kinds():
         pytest.skip("no Linux, or no kernels")
     runtimes = lambda: {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line.split()[-1]}  # noqa: E731
     before = runtimes()

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
@@ -50,16 +51,16 @@ class Singles:
     blocks: Tensor
 
 
-def serves(q: Tensor, kv: LayerKV, kind: int) -> bool:
+def serves(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
     """Whether the kernel attends: to values of ``q``'s type, or to signed codes of 8 bits with their scales."""
     size = kv.k.shape[-1]
-    if not kind or q.dtype not in TYPES or size % LANES or size > WIDEST:
+    if size % LANES or size > WIDEST or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
         return False
     coded = kv.k_scale is not None and kv.k.dtype == torch.int8
     return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
 
 
-def attend(q: Tensor, kv: LayerKV, rows: Singles, scale: float, out: Tensor, kind: int) -> None:
+def attend(q: Tensor, kv: LayerKV, rows: Singles, scale: float, out: Tensor, table: KernelTable) -> None:
     """Attention of single tokens: q [n, h, d], ``out`` [n, h, d] is written where ``rows`` names tokens.
 
     A row's bits depend on nothing but the row. Softmax and sums are float32.
@@ -77,5 +78,5 @@ def attend(q: Tensor, kv: LayerKV, rows: Singles, scale: float, out: Tensor, kin
         len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
         scale, TYPES[q.dtype], int(kv.k.dtype == torch.int8), 0 if kv.kept is None else TYPES[kv.kept.dtype],
     )  # fmt: skip
-    if threads.calls().attend(ctypes.addressof(layout), kind, torch.get_num_threads()):
+    if threads.calls().attend(ctypes.addressof(layout), table.number, torch.get_num_threads()):
         raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import library, threads
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES
 from trencadis.core.layout import aligned
 
 ROWS = 128
@@ -56,40 +57,48 @@ class Panels:
     at: int
     dtype: torch.dtype
     outputs: int
-    held: tuple[DenseLayout, Tensor, Tensor | None] = field(repr=False)
+    most_rows: int
+    """Of a product; a weight that does not lie as oneDNN has it takes any number."""
+    kind: int
+    """Of the kernels, a number of ``kernel_table.NUMBERS``."""
+    held: tuple[DenseLayout, Tensor, Tensor | None] = field(init=False, repr=False)
 
 
-@cache
-def types() -> frozenset[torch.dtype]:
-    """Types of weights that the library multiplies on this CPU; none where other kernels are asked for."""
-    if library.serving() != "avx512_vnni" or not hasattr(torch.ops.mkldnn, "data_ptr"):
-        return frozenset()
-    bits: int = library.found().library.trencadis_dense_types()
-    return frozenset(dtype for dtype, code in CODES.items() if bits >> code & 1)
+def most_rows(table: KernelTable, dtype: torch.dtype) -> int:
+    """The most rows that the library multiplies with a weight of ``dtype``; 0: none, oneDNN serves."""
+    if not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return 0
+    return table.most_rows(Op.LINEAR, DTYPE_NAMES.get(dtype, ""))
 
 
-def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Panels | None:
+def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None, table: KernelTable) -> Panels | None:
     """The panels of a weight [out, in] that oneDNN packed; None where it lies otherwise, or nothing here serves it."""
     outputs, inputs = weight.shape
-    if weight.dtype not in types() or inputs % 2 or not outputs:
+    if not most_rows(table, weight.dtype) or inputs % 2 or not outputs:
         return None
     depth, size = aligned(inputs, UNITS[weight.dtype]), weight.element_size()
     if torch.ops.mkldnn._nbytes(packed) != aligned(outputs, PANEL) * depth * size:
         return None
     if not _lies(torch.ops.mkldnn.data_ptr(packed), weight, depth):
         return None
-    return panels_at(packed, weight.dtype, bias)
+    return panels_at(torch.ops.mkldnn.data_ptr(packed), packed, outputs, inputs, weight.dtype, bias, table)
 
 
-def panels_at(packed: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Panels | None:
-    """The panels of a weight that lies in them; None where its bias has another type."""
+def panels_at(
+    at: int, memory: Tensor, outputs: int, inputs: int, dtype: torch.dtype, bias: Tensor | None, table: KernelTable
+) -> Panels | None:
+    """The panels of a weight [outputs, inputs] that lies in them at the address ``at``, in ``memory``.
+
+    None where the bias has another type than the weight.
+    """
     if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
         return None
-    (outputs, inputs), at = packed.shape, torch.ops.mkldnn.data_ptr(packed)
     depth = aligned(inputs, UNITS[dtype])
     own = None if bias is None else bias.data_ptr()
     layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # the rest is the call's
-    return Panels(ctypes.addressof(layout), dtype, outputs, (layout, packed, bias))
+    made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number)
+    made.held = (layout, memory, bias)
+    return made
 
 
 def table_of(p: Panels) -> Tensor:
@@ -126,15 +135,17 @@ def _lies(at: int, weight: Tensor, depth: int) -> bool:
 
 def serves(x: Tensor, p: Panels) -> bool:
     """Whether ``product`` takes these rows."""
-    return 0 < len(x) <= ROWS and x.dtype == p.dtype and x.stride(1) == 1
+    return 0 < len(x) <= p.most_rows and x.dtype == p.dtype and x.stride(1) == 1
 
 
 def product(x: Tensor, p: Panels) -> Tensor:
-    """[n, in] -> [n, out] of at most ``ROWS`` rows. No row's bits depend on the others."""
+    """[n, in] -> [n, out], ``ROWS`` rows at a time. No row's bits depend on the others."""
     out = x.new_empty((len(x), p.outputs))
-    threads.calls().dense(
-        p.at, x.data_ptr(), out.data_ptr(), None, len(x), x.stride(0), p.outputs, 1.0, torch.get_num_threads()
-    )
+    call, team, size, stride = threads.calls().dense, torch.get_num_threads(), x.element_size(), x.stride(0)
+    for start in range(0, len(x), ROWS):
+        rows = min(ROWS, len(x) - start)
+        source, target = x.data_ptr() + start * stride * size, out.data_ptr() + start * p.outputs * size
+        call(p.at, source, target, None, rows, stride, p.outputs, 1.0, p.kind, team)
     return out
 
 
@@ -151,5 +162,5 @@ def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     for start in range(0, len(x), ROWS):
         rows = min(ROWS, len(x) - start)
         source, target = x.data_ptr() + start * row, found.data_ptr() + start * 8
-        call(p.at, source, None, target, rows, x.shape[1], outputs, scale, team)
+        call(p.at, source, None, target, rows, x.shape[1], outputs, scale, p.kind, team)
     return found

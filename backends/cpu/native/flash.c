@@ -27,6 +27,7 @@ static void flash_work(void *data) {
 
 /* Writes p->out of the queries that spans name; 0, or 1 without memory. */
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
+    panels_count(ATTENTION, kind);
     Flash p = *asked;
     const Kernels *kernels = panels_kernels(kind);
     const int64_t each = p.heads / p.groups, wide = (p.size + 15) / 16 * 16;

@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import dense, threads
-from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 
 WIDEST = 512
 """Most values of a head."""
@@ -75,29 +75,23 @@ def _lies(where: Where) -> tuple[int, int, int]:
     return 0, len(where), where.data_ptr()
 
 
-def serves(q: Tensor, kind: int) -> bool:
+def serves(q: Tensor, table: KernelTable) -> bool:
     """Whether the kernel attends to values of ``q``'s type and size of a head."""
-    return bool(kind) and q.dtype in types() and q.shape[-1] <= WIDEST
-
-
-@cache
-def types() -> frozenset[torch.dtype]:
-    """Types of values that the kernel attends to on this CPU: torch multiplies bfloat16 by tiles where it has them."""
-    tiles = torch.cpu._is_amx_tile_supported()
-    return frozenset(dtype for dtype in TYPES if dtype != torch.bfloat16 or not tiles)
+    return q.shape[-1] <= WIDEST and table.serves(Op.ATTENTION, DTYPE_NAMES.get(q.dtype, ""))
 
 
 def windows(real: Tensor, size: int) -> NDArray[np.int64]:
-    """Spans of windows of ``size`` rows; int32 [windows]: how many of its first ones each window's rows see."""
+    """Spans of windows of ``size`` rows, of which the first ``real`` (int32 [windows]) attend to each other."""
     made = np.zeros((len(real), 10), np.int64)
     made[:, 0] = made[:, 3] = np.arange(0, len(real) * size, size)
-    made[:, 1], made[:, 4], made[:, 9] = size, real.numpy(), 1
+    made[:, 1] = made[:, 4] = real.numpy()
+    made[:, 9] = 1
     return made
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor, kind: int,
-    window: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor,
+    table: KernelTable, window: int = 0,
 ) -> None:  # fmt: skip
     """Attention q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written where spans name queries.
 
@@ -110,7 +104,7 @@ def attend(
     layout = FlashLayout(
         *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),
         heads, k.shape[1], size, window, made.ctypes.data, len(made), TYPES[q.dtype], scale,
-        q.dtype == torch.bfloat16 and q.dtype in dense.types(), None, 0, 0, 0,
+        q.dtype == torch.bfloat16 and table.bfloat16_pairs, None, 0, 0, 0,
     )  # fmt: skip
-    if threads.calls().flash(ctypes.addressof(layout), kind, torch.get_num_threads()):
+    if threads.calls().flash(ctypes.addressof(layout), table.number, torch.get_num_threads()):
         raise MemoryError(f"no memory for the attention of {len(made)} spans")

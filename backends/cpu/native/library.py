@@ -1,7 +1,7 @@
-"""Finds this package's compiled kernels, and says which of them serve.
+"""Finds this package's compiled kernels, and asks them what the CPU has.
 
-The library is built with the package where there is a C compiler (``[[tool.setuptools.ext-modules]]``), and loaded by
-ctypes: it is plain C, so that one binary serves any torch. What the CPU has is asked at run time.
+The library is built with the package where there is a C compiler (setup.py), and loaded by ctypes: it is plain C, so
+that one binary serves any torch. Which of its kernels serve says ``kernel_table``.
 """
 
 from __future__ import annotations
@@ -12,30 +12,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trencadis.core import envs
-from trencadis.core.errors import StartupError
-
 log = logging.getLogger("trencadis.engine")
 
-VARIABLE = "TRENCADIS_CPU_KERNELS"
-
-VERSION = 7
+VERSION = 8
 """``PANELS_VERSION`` of panels.h."""
 
-TORCH = "torch"
-"""The kernels that torch brings serve."""
+FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+"""What the library asks of the CPU and of the system, by bits of ``trencadis_cpu_features``."""
 
-KINDS = {"avx2": 1, "avx_vnni": 2, "avx512_vnni": 3}
-"""Name -> number in panels.h; later ones are faster."""
+OPERATIONS = ("linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention")
+"""What the library counts launches of, by their numbers in panels.h."""
 
 BUILD = "`pip install -e .` (or of a wheel for this machine) with a C compiler builds them"
 
 
 class Found(NamedTuple):
-    """The library and what the CPU can run of it, or why there is none."""
+    """The library and what the CPU has of ``FEATURES``, or why there is none."""
 
     library: Any
-    kinds: tuple[str, ...]
+    features: frozenset[str]
     why: str
 
 
@@ -49,47 +44,27 @@ def load(folder: Path) -> Found:
     """The library in ``folder``; a file that is missing, broken or of other sources is a reason and no error."""
     files = sorted(folder.glob("_panels*.so"))
     if not files:
-        return Found(None, (), f"they are not built; {BUILD}")
+        return Found(None, frozenset(), f"they are not built; {BUILD}")
     try:
         library = ctypes.CDLL(str(files[0]))
         version = library.trencadis_panels_version()
     except (OSError, AttributeError) as error:
-        return Found(None, (), f"{files[0].name} does not load ({str(error)[:120]}); {BUILD}")
+        return Found(None, frozenset(), f"{files[0].name} does not load ({str(error)[:120]}); {BUILD}")
     if version != VERSION:
-        return Found(None, (), f"{files[0].name} was built from other sources; {BUILD} again")
-    bits = library.trencadis_panels_kinds()
-    kinds = tuple(name for name, number in KINDS.items() if bits >> number & 1)
-    return Found(library, kinds, "" if kinds else "the CPU has no AVX2")
+        return Found(None, frozenset(), f"{files[0].name} was built from other sources; {BUILD} again")
+    library.trencadis_launches.restype = ctypes.c_uint64
+    bits = library.trencadis_cpu_features()
+    features = frozenset(name for number, name in enumerate(FEATURES) if bits >> number & 1)
+    return Found(library, features, "" if features else "the CPU has no AVX2")
 
 
-def serving() -> str:
-    """The kind of kernels that multiply quantised weights: a key of ``KINDS``, or ``TORCH``.
-
-    Raises:
-        StartupError: the variable names kernels that cannot serve here.
-    """
-    asked, have = envs.get(VARIABLE) or "auto", found()
-    if asked == TORCH:
-        return TORCH
-    if asked == "auto":
-        return have.kinds[-1] if have.kinds else TORCH
-    if asked not in KINDS:
-        raise StartupError(f"{VARIABLE}={asked!r} is none of auto, {TORCH}, {', '.join(KINDS)}.")
-    if asked not in have.kinds:
-        why = have.why or f"this CPU has {', '.join(have.kinds)}"
-        raise StartupError(f"{VARIABLE}={asked}: these kernels cannot serve: {why}.")
-    return asked
-
-
-def line(libraries: str = "torch's") -> str:
-    """What multiplies quantised weights on this CPU, and why no own kernels do; ``libraries``: those of torch."""
-    kind, have = serving(), found()
-    if kind != TORCH:
-        return f"own kernels ({kind})"
-    return f"{libraries} kernels ({f'{VARIABLE} is {TORCH}' if have.kinds else 'own kernels: ' + have.why})"
+def count_launches(operation: str, kind: int) -> int:
+    """How many launches of an operation of ``OPERATIONS`` kernels of this kind (by number) have served so far."""
+    count: int = found().library.trencadis_launches(OPERATIONS.index(operation), kind)
+    return count
 
 
 @cache
-def tell(text: str) -> None:
-    """Says once a process what multiplies."""
+def log_quantised_kernels(text: str) -> None:
+    """Says once a process what multiplies quantised weights."""
     log.info("weights: integers are multiplied by %s", text)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trencadis.backends.cpu.native import dense, threads
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.layout import aligned
@@ -103,26 +104,41 @@ class Pages:
 pages = Pages()
 
 
+class PackedPanels(NamedTuple):
+    """A weight in panels of 64 outputs.
+
+    Args:
+        memory: uint8, the panels.
+        tensor: float32 or bfloat16 [outputs, inputs] of oneDNN's layout around ``memory``; None where oneDNN's layout
+            is another one on this CPU, so that own products alone serve.
+    """
+
+    memory: Tensor
+    tensor: Tensor | None
+
+
 def packed(
-    parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype, pages: Pages = pages
-) -> Tensor | None:
-    """A tensor of oneDNN's layout: rows of ``parts`` [rows, up to ``inputs``], below each other.
+    parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype, table: KernelTable,
+    pages: Pages = pages,
+) -> PackedPanels | None:  # fmt: skip
+    """Packs rows of ``parts`` [rows, up to ``inputs``], below each other, into panels.
 
     Args:
         widths: rows of each part, with zeros below.
         inputs: values of a row, with zeros behind.
+        table: which kernels serve.
         pages: memory for it, which may hold it already.
 
     Returns:
-        float32 or bfloat16 [sum of widths, inputs]; None where oneDNN has to pack.
+        None where oneDNN has to pack.
     """
-    outputs, first = sum(widths), parts[0]
-    if dtype not in dense.types() or outputs < dense.PANEL or inputs % 2 or first.dtype not in TYPES:
+    outputs, first, most = sum(widths), parts[0], dense.most_rows(table, dtype)
+    if not most or inputs % 2 or first.dtype not in TYPES:
         return None
     if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
         return None
-    named = name_of(dtype, outputs, inputs)
-    if named is None:
+    named = name_of(dtype, outputs, inputs) if outputs >= dense.PANEL else None
+    if named is None and most < ANY:
         return None
     depth = aligned(inputs, dense.UNITS[dtype])
     panels = aligned(outputs, dense.PANEL) // dense.PANEL
@@ -137,23 +153,25 @@ def packed(
     row_bytes = first.shape[1] * first.element_size()
     what = f"{str(dtype).removeprefix('torch.')} [{outputs}, {inputs}]"
     room = pages.kept(what, size)
-    if room is not None and not _holds(room, call, rows, row_bytes, {*begins, panels - 1}):
+    if room is not None and not _holds(room, call, rows, row_bytes, {*begins, panels - 1}, table.number):
         pages.refuse()
         room = None
     if room is None:
         room = pages.take(size)
-        _pack(call, rows, room)
+        _pack(call, rows, room, table.number)
     pages.made(what, room)
-    return around(room, outputs, inputs, dtype, named)
+    return PackedPanels(room, None if named is None else around(room, outputs, inputs, dtype, named))
 
 
-def _pack(call: PackCall, rows: NDArray[np.int64], room: Tensor) -> None:
+def _pack(call: PackCall, rows: NDArray[np.int64], room: Tensor, kind: int) -> None:
     """Packs panels of rows that lie at the addresses ``rows`` [panels * PANEL] into ``room``; 0: a row of zeros."""
     call.rows, call.out = rows.ctypes.data, room.data_ptr()
-    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, torch.get_num_threads())
+    threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, kind, torch.get_num_threads())
 
 
-def _holds(room: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, panels: Collection[int]) -> bool:
+def _holds(
+    room: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, panels: Collection[int], kind: int
+) -> bool:
     """Whether some of the panels in ``room`` are those of ``rows``, of ``length`` bytes each.
 
     Reading all of them would take as long as packing does.
@@ -164,7 +182,7 @@ def _holds(room: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, p
         made, some = torch.empty_like(held[panel]), rows[panel * dense.PANEL : (panel + 1) * dense.PANEL]
         if some[0]:
             ahead.ask_for(int(some[0]), int(some.max()) + length)
-        _pack(call, some, made)
+        _pack(call, some, made, kind)
         if not torch.equal(made, held[panel]):
             return False
     return True

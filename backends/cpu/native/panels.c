@@ -6,6 +6,10 @@
 #ifdef __linux__
 #define _GNU_SOURCE
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
 #endif
 
 #include "dense.h"
@@ -26,7 +30,18 @@ static int (*thread_num)(void);
 static int (*num_threads)(void);
 static void (*barrier)(void);
 
+static uint64_t launches[OPERATIONS][KINDS];
+
 EXPORT int trencadis_panels_version(void) { return PANELS_VERSION; }
+
+void panels_count(int operation, int kind) {
+    if (kind > LIBRARY && kind < KINDS) __atomic_fetch_add(&launches[operation][kind], 1, __ATOMIC_RELAXED);
+}
+
+/* How many launches of an operation each kind of kernels has served, since the library was loaded. */
+EXPORT uint64_t trencadis_launches(int operation, int kind) {
+    return __atomic_load_n(&launches[operation][kind], __ATOMIC_RELAXED);
+}
 
 EXPORT void trencadis_panels_threads(void *p, void *num, void *count, void *wait) {
     parallel = (Parallel)p;
@@ -65,33 +80,36 @@ static uint64_t xgetbv(void) {
     return ((uint64_t)high << 32) | low;
 }
 
-/* The kinds of kernels that the CPU and the system allow, a bit each. */
-EXPORT int trencadis_panels_kinds(void) {
-    unsigned a, b, c, d, a1, b1, c1, d1, kinds = 0;
+/* Tiles hold 8 KiB a thread, which Linux gives to processes that ask. */
+static int tiles_allowed(void) {
+#if defined(__linux__)
+    return (xgetbv() & 0x60000) == 0x60000 && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+#else
+    return 0;
+#endif
+}
+
+/* HAS_... of the CPU, as far as the system keeps the registers. */
+EXPORT int trencadis_cpu_features(void) {
+    unsigned a, b, c, d, a1 = 0, b1, c1, d1, found = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
     const unsigned fma = c >> 12 & 1, xsave = c >> 27 & 1, half = c >> 29 & 1;
     if (!xsave || !fma || !half || (xgetbv() & 0x06) != 0x06) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    if (!(b >> 5 & 1)) return 0;
-    kinds |= 1 << AVX2;
-    if (a >= 1 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 >> 4 & 1)) kinds |= 1 << AVX_VNNI;
-    /* F, DQ, BW, VL and VNNI; the system keeps the wide registers. */
-    const unsigned wide = (b >> 16 & 1) & (b >> 17 & 1) & (b >> 30 & 1) & (b >> 31 & 1) & (c >> 11 & 1);
-    if (wide && (xgetbv() & 0xe6) == 0xe6) kinds |= 1 << AVX512_VNNI;
-    return (int)kinds;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1)) return 0;
+    found |= 1 << HAS_AVX2;
+    if (a < 1 || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) a1 = 0;
+    found |= (a1 >> 4 & 1) << HAS_AVX_VNNI;
+    const unsigned wide = (b >> 16 & 1) & (b >> 17 & 1) & (b >> 30 & 1) & (b >> 31 & 1); /* F, DQ, BW, VL */
+    if (!wide || (xgetbv() & 0xe6) != 0xe6) return (int)found;
+    found |= 1 << HAS_AVX512 | (c >> 11 & 1) << HAS_AVX512_VNNI | (a1 >> 5 & 1) << HAS_AVX512_BF16;
+    if ((d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1) && tiles_allowed()) found |= 1 << HAS_AMX;
+    return (int)found;
 }
 
-/* The types of dense weights that kernels multiply, a bit each; not 16 bits where the CPU has tiles for them. */
-EXPORT int trencadis_dense_types(void) {
-    unsigned a, b, c, d, a1, b1, c1, d1;
-    if (!(trencadis_panels_kinds() >> AVX512_VNNI & 1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    const int tiles = d >> 22 & 1;
-    const int pairs = a >= 1 && __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 >> 5 & 1);
-    return 1 << FLOAT32 | (pairs && !tiles) << BFLOAT16;
-}
-
+/* Kernels by their number. AMX: what its tiles do not do is done as on any CPU with VNNI. */
 const Kernels *panels_kernels(int kind) {
-    if (kind == AVX512_VNNI) return &panels_avx512_vnni;
+    if (kind == AVX512_VNNI || kind == AMX) return &panels_avx512_vnni;
+    if (kind == AVX512) return &panels_avx512;
     return kind == AVX_VNNI ? &panels_avx_vnni : &panels_avx2;
 }
 
@@ -141,6 +159,7 @@ static void work(void *data) {
 /* out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; 0, or 1 without memory. */
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads) {
+    panels_count(CODED_PRODUCTS, kind);
     const int64_t groups = groups_of(w);
     const int64_t codes = n * w->columns, sums = n * groups * 4, steps = n * 4;
     int64_t most = w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4) + 1;
@@ -188,6 +207,7 @@ static void row_work(void *data) {
 /* n rows of `width` values each; x is written to where there is a residual. */
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads) {
+    panels_count(ROWS_OPS, kind);
     const Rows rows = {op, x, residual, weight, out, width, eps, type};
     RowCall call = {&rows, panels_kernels(kind), n};
     int64_t most = n * width / GRAIN + 1;
@@ -219,6 +239,7 @@ static void attend_work(void *data) {
 
 /* Writes p->out of the rows that it names; 0, or 1 without memory. */
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
+    panels_count(DECODE_ATTENTION, kind);
     Attend p = *asked;
     int64_t few[65], keys = 0, several = 0;
     p.starts = p.n < 65 ? few : malloc((size_t)(p.n + 1) * 8);
@@ -268,7 +289,8 @@ static void dense_work(void *data) {
 
 /* One product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written. */
 EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
-                            int64_t outputs, float scale, int threads) {
+                            int64_t outputs, float scale, int kind, int threads) {
+    panels_count(PRODUCTS, kind);
     Dense p = *weight;
     p.x = x, p.out = out, p.n = n, p.stride = stride, p.outputs = outputs, p.scale = scale, p.parts = 1;
     const int64_t panels = (outputs + DENSE_PANEL - 1) / DENSE_PANEL;
@@ -306,7 +328,8 @@ static void pack_work(void *data) {
 }
 
 /* Panels lie with the threads that multiply them: both are shared out alike. */
-EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int threads) {
+EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads) {
+    panels_count(PACKS, kind);
     PackCall call = {p, panels};
     if (parallel && threads > 1 && panels > 1)
         parallel(pack_work, &call, (unsigned)threads, 0);
@@ -316,14 +339,12 @@ EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int threads) {
 
 #else
 
-EXPORT int trencadis_dense_types(void) { return 0; }
-
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     (void)asked, (void)kind, (void)threads;
     return 1;
 }
 
-EXPORT int trencadis_panels_kinds(void) { return 0; }
+EXPORT int trencadis_cpu_features(void) { return 0; }
 
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads) {

@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 7
+#define PANELS_VERSION 8
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -22,7 +22,12 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 enum { SILU_MUL, RMS_NORM, BEST };
-enum { LIBRARY, AVX2, AVX_VNNI, AVX512_VNNI };
+/* Kinds of kernels. AMX has those of AVX512_VNNI: what runs on tiles is left to torch. */
+enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, KINDS };
+/* What the CPU has and the system allows, a bit each. */
+enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
+/* Launches are counted for each of these and each kind. */
+enum { PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, OPERATIONS };
 
 typedef struct {
     const uint8_t *codes;  /* [panels][columns * bits / 8 * 16] */
@@ -103,7 +108,7 @@ typedef struct {
     void (*flash_pairs)(Flash *, float *work);                   /* as pairs of bfloat16; NULL: not here */
 } Kernels;
 
-extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;
+extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -114,6 +119,7 @@ extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512_vnni;
 /* Of panels.c: kernels by their number, a function on so many of torch's threads, and, inside of it, the thread that it
    runs on and its share of items. */
 const Kernels *panels_kernels(int kind);
+void panels_count(int operation, int kind);
 void panels_run(void (*work)(void *), void *data, int64_t threads);
 int64_t panels_thread(void);
 void panels_share(int64_t whole, int64_t *first, int64_t *last);

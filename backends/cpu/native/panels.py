@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.native import library, threads
+from trencadis.backends.cpu.native import kernel_table, library, threads
+from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
 from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, filled, panel_columns
 from trencadis.core.quant.tensor import SLAB, QTensor
 
@@ -26,6 +27,9 @@ LONGEST = 65536
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of activations, biases and results."""
+
+DTYPE_NAMES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""The same as the kernel table names them."""
 
 ROWS = 512
 """Rows of a call: activations of so many are rounded at a time."""
@@ -51,7 +55,7 @@ class PanelWeight:
         factor: float32 [panels * 16].
         gather: int32 [columns], the input's column of each column, -1: a zero; None: as they are.
         bias: [out] of the engine's type.
-        kind: of the kernels, a number of ``library.KINDS``.
+        kind: of the kernels, a number of ``kernel_table.NUMBERS``.
     """
 
     codes: Tensor
@@ -84,10 +88,11 @@ class PanelWeight:
 
 def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     """Packs integers for the kernels that serve; None where torch's do, or where sums could overflow."""
-    kind = library.KINDS.get(library.serving(), 0)
+    table = kernel_table.chosen_table()
+    kind = table.number
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None
-    library.tell(library.line())
+    library.log_quantised_kernels(f"own kernels ({table.kind})")
     slots, group, of = _arranged(q)
     if group > LONGEST:
         return None

@@ -59,10 +59,10 @@ def calls() -> Calls:
     turn = library.trencadis_turn
     turn.argtypes, turn.restype = (pointer, size, number, number), None
     dense = library.trencadis_dense
-    dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number)
+    dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
     dense.restype = None
     pack = library.trencadis_dense_pack
-    pack.argtypes, pack.restype = (pointer, size, number), None
+    pack.argtypes, pack.restype = (pointer, size, number, number), None
     pin = library.trencadis_pin
     pin.argtypes, pin.restype = (pointer, number), None
     return Calls(linear, rows, attend, flash, turn, dense, pack, pin)

@@ -21,6 +21,7 @@ static void turn_work(void *data) {
 
 /* out [n][heads + groups][size]: q and k, turned. */
 EXPORT void trencadis_turn(const Turn *p, int64_t n, int kind, int threads) {
+    panels_count(ROTARIES, kind);
     int64_t most = n * (p->heads + p->groups) * p->size / GRAIN + 1;
     if (most > threads) most = threads;
     TurnCall call = {p, panels_kernels(kind), n};

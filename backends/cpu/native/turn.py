@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.panels import TYPES
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
@@ -41,7 +42,9 @@ def stores(v: Tensor, kv: LayerKV) -> bool:
     return v.stride()[1:] == (v.shape[2], 1) and kv.k.is_contiguous() and kv.v.is_contiguous()
 
 
-def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: StoredKeys | None = None) -> Tensor | None:
+def turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, table: KernelTable, into: StoredKeys | None = None
+) -> Tensor | None:
     """[n, h + g, d]: q [n, h, d] and k [n, g, d] turned, in float32 and rounded once. None: torch has to do it.
 
     Args:
@@ -49,7 +52,8 @@ def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: Stored
         into: where k, turned, and v are stored; see ``stores``.
     """
     n, heads, size = q.shape
-    if not kind or q.dtype not in TYPES or q.dtype != k.dtype or size % 2 or size < 2 * LANES:
+    served = table.serves(Op.ROTARY, DTYPE_NAMES.get(q.dtype, ""))
+    if not served or q.dtype != k.dtype or size % 2 or size < 2 * LANES:
         return None
     if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
         return None
@@ -59,7 +63,7 @@ def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kind: int, into: Stored
     layout = TurnLayout(
         *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]
     )
-    threads.calls().turn(ctypes.addressof(layout), n, kind, torch.get_num_threads())
+    threads.calls().turn(ctypes.addressof(layout), n, table.number, torch.get_num_threads())
     return out
 
 

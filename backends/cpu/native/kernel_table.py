@@ -1,0 +1,168 @@
+"""The one table that says which kernel serves each operation: by CPU, type of values and number of rows.
+
+``TRENCADIS_CPU_KERNELS`` names a row of ``KINDS``; unset or ``auto``, the last kind that this CPU can run serves. What
+the table does not give to this package's own kernels is left to torch, whose products are oneDNN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import MappingProxyType
+
+from trencadis.backends.cpu.native import library
+from trencadis.core import envs
+from trencadis.core.errors import StartupError
+
+VARIABLE = "TRENCADIS_CPU_KERNELS"
+
+TORCH = "torch"
+"""The kernels that torch brings serve everything."""
+
+KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "avx2": frozenset({"avx2"}),
+        "avx_vnni": frozenset({"avx2", "avx_vnni"}),
+        "avx512": frozenset({"avx512"}),
+        "avx512_vnni": frozenset({"avx512", "avx512_vnni"}),
+        "amx": frozenset({"avx512", "avx512_vnni", "amx"}),
+    }
+)
+"""Kind of kernels -> the features that it needs; later ones are faster where a CPU can run several."""
+
+NUMBERS = {TORCH: 0, **{name: number for number, name in enumerate(KINDS, 1)}}
+"""Kind -> its number in panels.h."""
+
+FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
+"""Types of activations, by their names in torch."""
+
+SHARED_ROWS = 128
+"""Rows up to which own products of a weight that lies as oneDNN has it are faster: ``DENSE_ROWS`` of dense.h."""
+
+ANY = 1 << 62
+"""Any number of rows."""
+
+
+class Op(Enum):
+    """What the table chooses a kernel for, in the words of its line."""
+
+    LINEAR = "products"
+    QUANTISED_LINEAR = "8- and 4-bit weights"
+    ATTENTION = "attention of prompts and images"
+    DECODE_ATTENTION = "attention of decoding rows"
+    ROTARY = "rotary"
+    ROWWISE = "norms and gates"
+    ARGMAX = "argmax"
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """Which kernels serve.
+
+    Args:
+        kind: a key of ``KINDS``, or ``TORCH``.
+        rows: (operation, type of activations) -> the most rows of one launch that own kernels take. What is missing is
+            torch's. For a LINEAR of ``ANY`` rows, weights lie in this package's layout alone.
+        bfloat16_pairs: attention multiplies pairs of bfloat16, as AVX512_BF16 does.
+        why: the reason for the choice, for the line at the start.
+    """
+
+    kind: str
+    rows: Mapping[tuple[Op, str], int]
+    bfloat16_pairs: bool
+    why: str
+
+    @property
+    def number(self) -> int:
+        """Number of the kind in panels.h; 0: torch."""
+        return NUMBERS[self.kind]
+
+    def most_rows(self, op: Op, dtype: str) -> int:
+        """The most rows that an own kernel takes of an operation; 0: torch serves it."""
+        return self.rows.get((op, dtype), 0)
+
+    def serves(self, op: Op, dtype: str) -> bool:
+        """True if an own kernel serves an operation on values of ``dtype``, for some number of rows."""
+        return (op, dtype) in self.rows
+
+    def line(self, libraries: str = "torch's") -> str:
+        """What was chosen and why, in one line; ``libraries``: what multiplies quantised weights in place of ours."""
+        if self.kind == TORCH:
+            return f"{libraries} kernels ({self.why})"
+        parts = []
+        for op in Op:
+            served = [dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16) if self.serves(op, dtype)]
+            if not served:
+                continue
+            limits = {self.most_rows(op, dtype) for dtype in served} - {ANY}
+            limit = f" of up to {min(limits)} rows" if limits else ""
+            types = "" if len(served) == 3 else f" in {' and '.join(served)}"
+            parts.append(f"{op.value}{limit}{types}")
+        return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
+
+
+def table_of(kind: str, features: Collection[str], why: str = "as asked", every_row: bool = False) -> KernelTable:
+    """The table of one kind of kernels.
+
+    Args:
+        kind: a key of ``KINDS``, or ``TORCH``.
+        features: what the CPU has, of ``library.FEATURES``. With ``amx``, oneDNN keeps bfloat16 weights in a layout of
+            its own, so own products of such weights serve every number of rows or none.
+        why: for ``KernelTable.why``.
+        every_row: own products serve every number of rows, so that a row has the same bits beside any others.
+    """
+    if kind == TORCH:
+        return KernelTable(TORCH, MappingProxyType({}), False, why)
+    rows: dict[tuple[Op, str], int] = {}
+    for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+        for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
+            rows[op, dtype] = ANY
+    del rows[Op.ROWWISE, FLOAT32]  # torch needs one pass for these as well
+    if "avx512" in KINDS[kind]:
+        rows[Op.LINEAR, FLOAT32] = ANY if every_row else SHARED_ROWS
+        if "avx512_bf16" in features:
+            rows[Op.LINEAR, BFLOAT16] = ANY if every_row or "amx" in features else SHARED_ROWS
+    if "amx" in KINDS[kind] and not every_row:
+        # oneDNN's products on tiles are several times as fast as ours without, from a few rows on.
+        del rows[Op.ATTENTION, BFLOAT16]
+        rows.pop((Op.LINEAR, BFLOAT16), None)
+    pairs = "avx512_bf16" in features and "avx512_vnni" in KINDS[kind]
+    return KernelTable(kind, MappingProxyType(rows), pairs, why)
+
+
+def available_kinds() -> tuple[str, ...]:
+    """The kinds of own kernels that this CPU can run, the fastest last; none where they are not built."""
+    have = library.found()
+    return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
+
+
+@cache
+def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
+    return table_of(kind, library.found().features, why, every_row)
+
+
+def chosen_table(every_row: bool = False) -> KernelTable:
+    """The table that serves in this process, by ``TRENCADIS_CPU_KERNELS``.
+
+    Raises:
+        StartupError: the variable names kernels that cannot serve here.
+    """
+    asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.found()
+    missing = have.why or "the CPU has no AVX2"
+    if asked == "auto":
+        return _chosen(kinds[-1], every_row, "the best of this CPU") if kinds else _chosen(TORCH, every_row, missing)
+    if asked == TORCH:
+        return _chosen(TORCH, every_row, f"{VARIABLE} is {TORCH}" if kinds else f"own kernels: {missing}")
+    if asked not in KINDS:
+        raise StartupError(f"{VARIABLE}={asked!r} is none of auto, {TORCH}, {', '.join(KINDS)}.")
+    if asked not in kinds:
+        why = f"this CPU has {', '.join(kinds)}" if kinds else missing
+        raise StartupError(f"{VARIABLE}={asked}: these kernels cannot serve: {why}.")
+    return _chosen(asked, every_row, f"{VARIABLE} is {asked}")
+
+
+def line() -> str:
+    """What was chosen for this CPU and why, in one line."""
+    return chosen_table().line()

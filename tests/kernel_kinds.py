@@ -1,0 +1,64 @@
+"""The kinds of CPU kernels that a test can run here, and which kernel served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trencadis.backends.cpu.native import dense, kernel_table, library, packing
+from trencadis.backends.cpu.native.kernel_table import TORCH, KernelTable, table_of
+
+FEATURES = library.found().features
+
+OWN = kernel_table.available_kinds()
+"""Own kernels that this CPU runs."""
+
+EVERY = (*OWN, *(("amx",) if "avx512_vnni" in OWN and "amx" not in OWN else ()), TORCH)
+"""Own kernels, the choice of a CPU with AMX (whose own kernels are those of AVX-512), and torch's."""
+
+
+def table(kind: str) -> KernelTable:
+    """The table of one of ``EVERY``."""
+    return table_of(kind, FEATURES | {"amx"} if kind == "amx" else FEATURES)
+
+
+DENSE = next((kind for kind in reversed(OWN) if kind.startswith("avx512")), "")
+"""Own kernels that multiply weights of 16 and 32 bits; "" where this CPU runs none."""
+
+
+def dense_types() -> list[torch.dtype]:
+    """Types of weights that kernels of the kind ``DENSE`` multiply."""
+    if not DENSE:
+        return []
+    return [dtype for dtype in (torch.bfloat16, torch.float32) if dense.most_rows(table(DENSE), dtype)]
+
+
+def shared_types() -> list[torch.dtype]:
+    """Those of ``dense_types`` whose layout is oneDNN's, so that both multiply one weight."""
+    return [dtype for dtype in dense_types() if packing.name_of(dtype, 64, 64) is not None]
+
+
+@contextmanager
+def served(operation: str, by: KernelTable, own: bool = True) -> Iterator[None]:
+    """Asserts that launches of an operation were served by own kernels of this table (``own``), or by none at all."""
+    if library.found().library is None:
+        yield
+        return
+    kinds = range(1, len(kernel_table.KINDS) + 1)
+    before = [library.count_launches(operation, kind) for kind in kinds]
+    yield
+    more = {kind for kind, count in zip(kinds, before, strict=True) if library.count_launches(operation, kind) > count}
+    assert more == ({by.number} if own else set()), (operation, by.kind, more)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's threads inside of the block."""
+    held = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(held)
