@@ -208,5 +208,5 @@ def test_other_devices_have_their_own_attention(
         from_command_line(["--attention-config.backend", "x"], {})
     with caplog.at_level(logging.INFO, "trencadis.engine"):
         LLM(str(demo_path()), device="cpu", max_model_len=64, attention_backend="FLASHINFER").close()
-    said = [r.getMessage() for r in caplog.records if "attention" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "--attention" in r.getMessage()]
     assert said == ["--attention-backend FLASHINFER has no effect: cpu has its own attention"]
