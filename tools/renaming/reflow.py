@@ -1,0 +1,86 @@
+"""Breaks comments and docstrings that got too long, as a person would."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+WIDTH = 120
+LISTED = re.compile(r"\s*(?:[-*>|]|\d+\.|#|\w+:( |$)|>>>)")
+
+
+def reflow(text: str) -> str:
+    """The text of a Python file with its long comments and docstrings broken; other long lines stay."""
+    lines = text.split("\n")
+    docs = _doc_lines(text)
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if len(line) > WIDTH:
+            if line.lstrip().startswith("# "):
+                _break(lines, docs, at, line[: len(line) - len(line.lstrip())] + "# ")
+            elif docs.get(at) is not None:
+                _doc(lines, docs, at)
+        at += 1
+    return "\n".join(lines)
+
+
+def _doc_lines(text: str) -> dict[int, str]:
+    """The kind of each line in a docstring of three quotes: ``only``, ``first``, ``last`` or ``inner``."""
+    found: dict[int, str] = {}
+    lines = text.split("\n")
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if not isinstance(node.value.value, str):
+            continue
+        first, last = node.lineno - 1, (node.end_lineno or 1) - 1
+        if not re.match(r'\s*[rR]?"""', lines[first]) or not lines[last].rstrip().endswith('"""'):
+            continue
+        for at in range(first, last + 1):
+            found[at] = "inner"
+        found[first], found[last] = "first", "last"
+        if first == last:
+            found[first] = "only"
+    return found
+
+
+def _shift(docs: dict[int, str], at: int) -> None:
+    """Makes room for a line behind ``at``."""
+    for line in sorted((n for n in docs if n > at), reverse=True):
+        docs[line + 1] = docs.pop(line)
+
+
+def _break(lines: list[str], docs: dict[int, str], at: int, prefix: str) -> None:
+    """Moves the end of a line to the next one of its paragraph, or to a new one."""
+    line = lines[at]
+    cut = line.rfind(" ", len(prefix) + 1, WIDTH + 1)
+    if cut < 0:
+        return
+    rest = line[cut + 1 :]
+    lines[at] = line[:cut].rstrip()
+    below = lines[at + 1] if at + 1 < len(lines) else ""
+    joins = below.startswith(prefix) and below[len(prefix) :].strip() and not below[len(prefix)].isspace()
+    if prefix.strip() != "#":
+        joins = joins and docs.get(at + 1) in ("inner", "last") and below.strip() != '"""'
+    if joins and not LISTED.match(below[len(prefix) :]):
+        lines[at + 1] = f"{prefix}{rest} {below[len(prefix) :]}"
+    else:
+        lines.insert(at + 1, prefix + rest)
+        _shift(docs, at)
+        if docs.get(at) is not None:
+            docs[at + 1] = "inner"
+
+
+def _doc(lines: list[str], docs: dict[int, str], at: int) -> None:
+    line, kind = lines[at], docs[at]
+    indent = line[: len(line) - len(line.lstrip())]
+    if kind in ("only", "last") and line.rstrip().endswith('"""') and line.strip() != '"""':
+        lines[at] = line.rstrip().removesuffix('"""').rstrip()
+        lines.insert(at + 1, indent + '"""')
+        _shift(docs, at)
+        docs[at + 1] = "last"
+        docs[at] = "first" if kind == "only" else "inner"
+        if len(lines[at]) <= WIDTH:
+            return
+    _break(lines, docs, at, indent)
