@@ -12,7 +12,7 @@ from functools import cached_property
 from tools.renaming.index import Index, Slot
 from tools.renaming.names import Names
 from tools.renaming.plan import Plan
-from tools.renaming.project import File, Project, Symbol
+from tools.renaming.project import File, Project, Symbol, module_of
 from tools.renaming.scopes import Binding, Imported, Scope
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
@@ -42,6 +42,7 @@ class FileEdits:
         self.project, self.index, self.names, self.out = project, index, names, out
         self.plan: Plan = names.plan
         self.path = file.path
+        self.whole: set[int] = set()
 
     def collect(self) -> None:
         for scope in self.file.scopes.top.walk():
@@ -139,17 +140,49 @@ class FileEdits:
     # attributes and keywords
 
     def on_Attribute(self, node: ast.Attribute) -> None:
+        if id(node) in self.whole or self._module(node):
+            return
         _, end = self.source.span(node)
         at = (end - len(node.attr.encode()), end)
         new = self.attribute(node)
         if new is not None:
             self.put(at, new)
-        elif node.attr in self.names.attributes:
+        elif node.attr in self.names.attributes and not self.foreign(node.value):
             guess = self.names.guess(node.attr)
             if guess is None:
                 self.out.undecided.append(self.where(at[0]) + f"  [.{node.attr}]")
             elif guess != node.attr:
                 self.put(at, guess)
+
+    def foreign(self, node: ast.expr) -> bool:
+        """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
+        while isinstance(node, ast.Attribute | ast.Call):
+            if isinstance(node, ast.Attribute):
+                spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
+                slots = self.index.members.get(self.path, {}).get(spot)
+                if slots is not None:
+                    return all(not s.owner.path for s in slots)
+            node = node.func if isinstance(node, ast.Call) else node.value
+        binding = self.file.scopes.meant.get(id(node))
+        if binding is None:
+            return isinstance(node, ast.Name)
+        return binding.kinds == {"import"} and self.project.definition(self.file, binding) is None
+
+    def _module(self, node: ast.Attribute) -> bool:
+        """Writes the name of a module that moves to another package anew, as a whole."""
+        symbol = self.project.resolve(self.file, node)
+        if symbol is None or symbol.name or symbol.path.endswith("/"):
+            return False
+        old, (start, end) = module_of(symbol.path), self.source.span(node)
+        new, above = self.names.module(old), old.rpartition(".")[0]
+        if self.names.module(above) == new.rpartition(".")[0]:
+            return False
+        if self.source.text(start, end) != old:
+            self.out.problems.append(f"{self.where(start)}: {old} moves to another package")
+            return True
+        self.whole |= {id(n) for n in ast.walk(node)}
+        self.put((start, end), new)
+        return True
 
     def attribute(self, node: ast.Attribute) -> str | None:
         """The new name of an attribute; None where its object is unknown."""
@@ -192,7 +225,7 @@ class FileEdits:
             news = {n for n in (self.parameter(c, keyword.arg) for c in callees) if n is not None}
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
-            elif not news and not callees:
+            elif not news and not callees and not self.foreign(node.func):
                 guess = self.names.guess(keyword.arg) if keyword.arg in self._fields else None
                 if guess is None or keyword.arg in self._params:
                     self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
