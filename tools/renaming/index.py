@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -39,6 +40,8 @@ class ClassFacts:
 
 
 Spot = tuple[int, int, str]
+REFERENCES = {"node", "info", "def_var", "type", "unanalyzed_type", "original_def", "original_first_arg"}
+"""Attributes of mypy's nodes that lead to other places."""
 
 
 @dataclass
@@ -75,31 +78,49 @@ def load_index(project: Project, cache: Path) -> Index:
     return index
 
 
-def build_index(project: Project) -> Index:
-    """Type checks all files in one build."""
+def build_index(project: Project, passes: int = 2) -> Index:
+    """Type checks all files; each further pass knows what the one before saw at places without annotations."""
+    from tools.renaming.hints import Hints, Typist
+    from tools.renaming.observed import Observer
+
+    hints = Hints()
+    for last in (n == passes - 1 for n in range(passes)):
+        typist = Typist(project, hints)
+        with tempfile.TemporaryDirectory() as folder:
+            result = _check(project, Path(folder), {p: typist.text(f) for p, f in project.files.items()})
+            reader = _Reader(project, result)
+            if last:
+                return reader.index()
+            hints = Observer(reader).hints()
+        del reader, result, typist
+        gc.collect()
+    raise ValueError("no pass")
+
+
+def _check(project: Project, folder: Path, texts: dict[str, str]) -> Any:
+    """One build of mypy's; raises CompileError where a text is not Python."""
     from mypy import build
     from mypy.main import process_options
 
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        sources = _links(project, Path(folder))
-        os.chdir(folder)
-        try:
-            config = project.root / "pyproject.toml"
-            flags = ["--config-file", str(config)] if config.is_file() else ["--config-file="]
-            _, options = process_options([*flags, "-c", "pass"])
-            options.cache_dir, options.incremental = os.devnull, False
-            options.export_types = options.preserve_asts = True
-            options.native_parser = False
-            options.mypy_path = [folder]
-            result = build.build([build.BuildSource(p, m, None) for p, m in sources], options, None, lambda *a: None)
-        finally:
-            os.chdir(before)
-        return _Reader(project, result).index()
+    sources = _links(project, folder)
+    os.chdir(folder)
+    try:
+        config = project.root / "pyproject.toml"
+        flags = ["--config-file", str(config)] if config.is_file() else ["--config-file="]
+        _, options = process_options([*flags, "-c", "pass"])
+        options.cache_dir, options.incremental = os.devnull, False
+        options.export_types = options.preserve_asts = True
+        options.native_parser = False
+        options.mypy_path = [str(folder)]
+        all_sources = [build.BuildSource(real, module, texts[path]) for real, module, path in sources]
+        return build.build(all_sources, options, None, lambda *a: None)
+    finally:
+        os.chdir(before)
 
 
-def _links(project: Project, base: Path) -> list[tuple[str, str]]:
-    """Links that give each file its import name; path and module of each."""
+def _links(project: Project, base: Path) -> list[tuple[str, str, str]]:
+    """Links that give each file its import name; link, module and path of each."""
     (base / "trencadis").mkdir()
     root = project.root
     for path in (root / "trencadis").iterdir() if (root / "trencadis").is_dir() else ():
@@ -114,7 +135,7 @@ def _links(project: Project, base: Path) -> list[tuple[str, str]]:
         top, *rest = Path(path).parts
         under = base / "trencadis" / top if top in PACKAGES else base / top
         real = under.joinpath(*rest) if under.exists() and rest else root / path
-        sources.append((str(real), module))
+        sources.append((str(real), module, path))
     return sources
 
 
@@ -123,11 +144,14 @@ class _Reader:
 
     def __init__(self, project: Project, result: Any) -> None:
         from mypy import nodes, types
+        from mypy.patterns import Pattern
 
         self.project, self.result = project, result
         self.nodes, self.types = nodes, types
         self.found = Index(errors=list(result.errors))
         self.info_of: dict[str, Any] = {}
+        self.parts: dict[type, list[str]] = {}
+        self.inside = (nodes.Statement, nodes.Expression, nodes.Block, nodes.Argument, Pattern)
 
     def index(self) -> Index:
         for module, path in self.project.modules.items():
@@ -153,32 +177,30 @@ class _Reader:
 
     def walk(self, tree: Any) -> Iterator[Any]:
         """All statements, expressions, patterns and functions of a module."""
-        kinds = (self.nodes.Statement, self.nodes.Expression, self.nodes.Block, self.nodes.Argument)
-        from mypy.patterns import Pattern
-
-        inside = (*kinds, Pattern)
-        skipped = {"node", "info", "def_var", "type", "unanalyzed_type", "original_def", "original_first_arg"}
         seen: set[int] = set()
         todo = list(tree.defs)
-        names: dict[type, list[str]] = {}
         while todo:
             node = todo.pop()
             if id(node) in seen:
                 continue
             seen.add(id(node))
             yield node
-            kind = type(node)
-            if kind not in names:
-                names[kind] = [n for n in _attributes(kind) if n not in skipped]
-            for name in names[kind]:
-                value = getattr(node, name, None)
-                stack = [value]
-                while stack:
-                    one = stack.pop()
-                    if isinstance(one, inside):
-                        todo.append(one)
-                    elif isinstance(one, list | tuple):
-                        stack += one
+            todo += self.children(node)
+
+    def children(self, node: Any) -> list[Any]:
+        """The nodes directly inside one."""
+        kind = type(node)
+        if kind not in self.parts:
+            self.parts[kind] = [n for n in _attributes(kind) if n not in REFERENCES]
+        found = []
+        stack = [getattr(node, name, None) for name in self.parts[kind]]
+        while stack:
+            one = stack.pop()
+            if isinstance(one, self.inside):
+                found.append(one)
+            elif isinstance(one, list | tuple):
+                stack += one
+        return found
 
     def class_symbol(self, info: Any) -> Symbol:
         """The class as this project names it; without a file for another library's."""

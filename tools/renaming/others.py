@@ -125,6 +125,8 @@ def _c_lookups(path: str, file: File, c_names: dict[str, str], out: Edits) -> No
     """``library.name`` of a library that ctypes loaded, and the name in a string."""
     if not path.startswith(("backends/cpu/", "tests/", "benchmarks/")):
         return
+    if b"ctypes" not in file.source.data and b"backends.cpu.native" not in file.source.data:
+        return
     for node in ast.walk(file.source.tree):
         if isinstance(node, ast.Attribute) and node.attr in c_names:
             start, end = file.source.span(node)

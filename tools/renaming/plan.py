@@ -156,8 +156,26 @@ class Planner:
         for old, new in plan.moves.items():
             if old.endswith(".py") and module_of(old) != module_of(new):
                 plan.modules[module_of(old)] = module_of(new)
+        self._emptied()
         for old, new in plan.folders.items():
             plan.modules.setdefault(module_of(old + "__init__.py"), module_of(new + "__init__.py"))
+
+    def _emptied(self) -> None:
+        """A folder whose files all go to one other folder, one by one, moves as well."""
+        inside: dict[str, list[str]] = defaultdict(list)
+        for name in self.project.names:
+            parts = name.split("/")
+            for i in range(1, len(parts)):
+                inside["/".join(parts[:i]) + "/"].append(name)
+        for folder, names in inside.items():
+            if any(folder.startswith(f) for f in self.plan.folders) or not all(n in self.plan.moves for n in names):
+                continue
+            targets = set()
+            for name in names:
+                depth = name[len(folder) :].count("/") + 1
+                targets.add("/".join(self.plan.moves[name].split("/")[:-depth]) + "/")
+            if len(targets) == 1 and targets != {folder}:
+                self.plan.folders[folder] = min(targets)
 
     def _owner(self, path: str, name: str) -> Scope | None:
         """The scope that a definition stands in."""
