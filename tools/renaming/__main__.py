@@ -18,6 +18,7 @@ from tools.renaming.project import Project, load
 from tools.renaming.prose import collect_prose
 from tools.renaming.reflow import reflow
 from tools.renaming.texts import Texts
+from tools.renaming.wrap import WIDTH, wrap
 
 HERE = Path(__file__).resolve().parent
 
@@ -68,14 +69,21 @@ def apply(work: Work, ruff: list[str]) -> None:
     _move(root, plan.moves)
     changed = [plan.moves.get(p, p) for p in work.edits.by_file]
     python = sorted(p for p in changed if p.endswith(".py"))
-    for flags in (["check", "--select", "I", "--fix", "-q"], ["format", "-q"]):
-        if python:
-            subprocess.run([*ruff, *flags, *python], cwd=root, check=False)
-    for path in python:
-        text = (root / path).read_text(encoding="utf-8")
-        new = reflow(text)
-        if new != text:
-            (root / path).write_text(new, encoding="utf-8")
+    for flags in (["check", "--select", "I,RUF023", "--fix", "-q"], ["format", "-q"]) if python else ():
+        subprocess.run([*ruff, *flags, *python], cwd=root, check=False)
+    broken = [path for path in python if _broken(root / path)]
+    if broken:
+        subprocess.run([*ruff, "format", "-q", *broken], cwd=root, check=False)
+
+
+def _broken(path: Path) -> bool:
+    """Breaks the long lines of a file; whether there were any."""
+    text = path.read_text(encoding="utf-8")
+    if max(map(len, text.split("\n"))) <= WIDTH:
+        return False
+    new = wrap(reflow(text))
+    path.write_text(new, encoding="utf-8")
+    return new != text
 
 
 def _move(root: Path, moves: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cached_property
 
@@ -164,9 +165,27 @@ class Names:
         return None
 
     def unique(self, name: str) -> str | None:
-        """The one new name of a definition that prose may mean; None: it is not renamed, or not everywhere alike."""
+        """The one new name of a definition that prose may mean; None: it is not renamed, or not everywhere alike.
+
+        A name that stands alone in a string of the code may be a key, a label or a flag.
+        """
+        if name.islower() and name in self.quoted:
+            return None
         found = self.attributes.get(name, set()) | self.globals.get(name, set())
         return min(found) if len(found) == 1 and found != {name} else None
+
+    @cached_property
+    def quoted(self) -> set[str]:
+        """Strings that are names, and flags as names."""
+        found: set[str] = set()
+        for file in self.project.files.values():
+            for node in ast.walk(file.source.tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
+                    if node.value.isidentifier():
+                        found.add(node.value)
+                    found |= {f[2:].replace("-", "_") for f in re.findall(r"--[a-z][a-z0-9-]+", node.value)}
+                    found |= set(re.findall(r"(?<=[{,])(\w+)=", node.value))
+        return found
 
 
 def _join(parts: list[str]) -> str:

@@ -33,7 +33,7 @@ def collect_others(names: Names, texts: Texts, c_names: dict[str, str], out: Edi
         _setup(project.files["setup.py"], texts, out)
     for path, file in project.files.items():
         if c_names:
-            _c_lookups(path, file, c_names, out)
+            _c_lookups(path, file, names, c_names, out)
 
 
 def collect_text(path: str, text: str, texts: Texts, c_names: dict[str, str], out: Edits) -> None:
@@ -121,7 +121,7 @@ def _setup(file: File, texts: Texts, out: Edits) -> None:
                 _stem(file, stem, folder, str(last.value), texts, out)
 
 
-def _c_lookups(path: str, file: File, c_names: dict[str, str], out: Edits) -> None:
+def _c_lookups(path: str, file: File, names: Names, c_names: dict[str, str], out: Edits) -> None:
     """``library.name`` of a library that ctypes loaded, and the name in a string."""
     if not path.startswith(("backends/cpu/", "tests/", "benchmarks/")):
         return
@@ -131,7 +131,9 @@ def _c_lookups(path: str, file: File, c_names: dict[str, str], out: Edits) -> No
         if isinstance(node, ast.Attribute) and node.attr in c_names:
             start, end = file.source.span(node)
             at = (end - len(node.attr), end)
-            if at not in out.by_file.get(path, {}):
+            spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
+            known = names.groups.index.members.get(path, {}).get(spot) is not None
+            if at not in out.by_file.get(path, {}) and not known:
                 out.put(path, at, c_names[node.attr])
         elif isinstance(node, ast.Constant) and node.value in c_names:
             start, end = file.source.span(node)

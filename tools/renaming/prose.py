@@ -17,11 +17,12 @@ from tools.renaming.texts import Lookup, Texts
 
 
 class Segment(NamedTuple):
-    """Bytes of a text; ``prose``: words for people, not data."""
+    """Bytes of a text; ``prose``: words for people, not data; ``notes``: for readers of the code."""
 
     start: int
     end: int
     prose: bool
+    notes: bool
 
 
 def segments(file: File) -> Iterator[Segment]:
@@ -37,15 +38,16 @@ def segments(file: File) -> Iterator[Segment]:
         if isinstance(node, ast.JoinedStr):
             if id(node) in inside and id(node) not in source.places:
                 continue
-            spoken = any(isinstance(v, ast.Constant) and " " in str(v.value) for v in node.values)
+            spoken, notes = any(isinstance(v, ast.Constant) and " " in str(v.value) for v in node.values), False
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            spoken = " " in node.value or id(node) in docs
+            notes = id(node) in docs
+            spoken = " " in node.value or notes
         else:
             continue
         for literal in literals(source.data, *source.span(node)):
             for start, end in literal.plain:
                 if start < end:
-                    yield Segment(start, end, spoken)
+                    yield Segment(start, end, spoken, notes)
 
 
 def _docstrings(tree: ast.AST) -> Iterator[int]:
@@ -71,12 +73,12 @@ def _comments(file: File) -> Iterator[Segment]:
             held = (held[0], end, line, column)
             continue
         if held is not None:
-            yield Segment(held[0], held[1], True)
+            yield Segment(held[0], held[1], True, True)
         held = (start, end, line, column) if alone else None
         if not alone:
-            yield Segment(start, end, True)
+            yield Segment(start, end, True, True)
     if held is not None:
-        yield Segment(held[0], held[1], True)
+        yield Segment(held[0], held[1], True, True)
 
 
 def _innermost(file: File) -> Iterator[tuple[int, int, Scope]]:
@@ -117,7 +119,8 @@ def collect_prose(file: File, names: Names, texts: Texts, out: Edits) -> None:
                 break
             if segment.end <= end:
                 scope = inner
-        for change in texts.changes(file.path, text, segment.prose, lookup_in(file, scope, names)):
+        lookup = lookup_in(file, scope, names)
+        for change in texts.changes(file.path, text, segment.prose, segment.notes, lookup):
             a = segment.start + len(text[: change.start].encode())
             b = a + len(text[change.start : change.end].encode())
             if not any(x < b and a < y for x, y in taken):

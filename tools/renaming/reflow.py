@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 
 WIDTH = 120
+KEPT = re.compile(r"# (?:type:|noqa|fmt:|pragma)")
 LISTED = re.compile(r"\s*(?:[-*>|]|\d+\.|#|\w+:( |$)|>>>)")
 
 
@@ -13,6 +16,7 @@ def reflow(text: str) -> str:
     """The text of a Python file with its long comments and docstrings broken; other long lines stay."""
     lines = text.split("\n")
     docs = _doc_lines(text)
+    behind = _behind(text)
     at = 0
     while at < len(lines):
         line = lines[at]
@@ -21,8 +25,25 @@ def reflow(text: str) -> str:
                 _break(lines, docs, at, line[: len(line) - len(line.lstrip())] + "# ")
             elif docs.get(at) is not None:
                 _doc(lines, docs, at)
+            elif at in behind and KEPT.search(line[behind[at] :]) is None:
+                column = behind[at]
+                indent = line[: len(line) - len(line.lstrip())]
+                lines[at] = line[:column].rstrip()
+                lines.insert(at, indent + line[column:])
+                _shift(docs, at - 1)
+                behind = {n + (n > at): c for n, c in behind.items() if n != at}
+                continue
         at += 1
     return "\n".join(lines)
+
+
+def _behind(text: str) -> dict[int, int]:
+    """The columns of comments behind code, by line."""
+    found = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip():
+            found[token.start[0] - 1] = token.start[1]
+    return found
 
 
 def _doc_lines(text: str) -> dict[int, str]:

@@ -44,13 +44,19 @@ class Texts:
         tops = "|".join(map(re.escape, roots))
         self.dotted_pattern = re.compile(rf"(?<![\w./-])(?:{tops})(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?(?![\w/-])")
 
-    def changes(self, path: str, text: str, prose: bool, lookup: Lookup | None = None) -> list[Change]:
-        """All changes of a text in file ``path``; words and names only where it is ``prose``."""
+    def changes(
+        self, path: str, text: str, prose: bool, notes: bool = True, lookup: Lookup | None = None
+    ) -> list[Change]:
+        """All changes of a text in file ``path``.
+
+        Words and names in backticks only where it is ``prose``, names without them only where these are ``notes`` for
+        readers of the code: a message may quote names of metrics or fields.
+        """
         found = [*self.dotted(text), *self.paths(text, prose)]
         if prose:
             taken = [c for c in self.phrases(path, text)]
             found += [c for c in taken if not _overlaps(c, found)]
-            named = list(self.code_names(text, lookup or self.names.unique))
+            named = list(self.code_names(text, notes, lookup or self.names.unique))
             found += [c for c in named if not _overlaps(c, found)]
         return found
 
@@ -123,8 +129,8 @@ class Texts:
         key = tuple(sorted(table, key=lambda w: (-len(w), w)))
         return _pattern(key), table
 
-    def code_names(self, text: str, lookup: Lookup) -> Iterable[Change]:
-        """Names in backticks, and compound names anywhere."""
+    def code_names(self, text: str, notes: bool, lookup: Lookup) -> Iterable[Change]:
+        """Names in backticks, and in ``notes`` compound names anywhere."""
         for m in CODE.finditer(text):
             inside, base = m.group(2), m.start(2)
             if re.search(r"--|[\"'/]|\$", inside):
@@ -135,7 +141,7 @@ class Texts:
                 if new != c.group():
                     yield Change(base + c.start(), base + c.end(), new)
         spans = [m.span() for m in CODE.finditer(text)]
-        for c in CHAIN.finditer(text):
+        for c in CHAIN.finditer(text) if notes else ():
             head, dot, last = c.group().partition(".")
             of_class = bool(dot) and head in self._classes
             if (of_class or COMPOUND.fullmatch(last.split(".")[-1] or head)) and not _inside(c.start(), spans):
