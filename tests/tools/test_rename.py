@@ -9,12 +9,12 @@ import pytest
 
 from tools.renaming.__main__ import Work, apply, work_out
 from tools.renaming.index import Index, build_index
+from tools.renaming.long_lines import reflow
 from tools.renaming.maps import read_maps
 from tools.renaming.project import Project, load
-from tools.renaming.reflow import reflow
 
 FILES = {
-    "core/masks/desk.py": '''"""The desk of masks."""
+    "shop/masks/desk.py": '''"""The desk of masks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Taker(Protocol):
 
 class Desk:
     """A desk with ``seats``; the
-    desk is shared. ``SEATS`` is the default of Desk.turn and of core/masks/desk.py."""
+    desk is shared. ``SEATS`` is the default of Desk.turn and of shop/masks/desk.py."""
 
     __slots__ = ("seats",)
 
@@ -40,7 +40,7 @@ class Desk:
         self.seats = seats
 
     def turn(self, change: int) -> int:
-        # The desk turns ``change``; see trencadis.core.masks.desk.
+        # The desk turns ``change``; see shop.masks.desk.
         return self.seats + change
 
 
@@ -78,54 +78,53 @@ def run() -> str:
             return f"{row.seat} {Desk(seats=2).turn(3)} seats of the desk {found!r} {seat}"
     return "the_desk"
 ''',
-    "core/masks/user.py": """from __future__ import annotations
+    "shop/masks/user.py": """from __future__ import annotations
 
-import trencadis.core.masks.desk
-from trencadis.core.masks import desk
-from trencadis.core.masks.desk import SEATS, Desk, Row
-from trencadis.core.masks.desk import run as go
+import shop.masks.desk
+from shop.masks import desk
+from shop.masks.desk import SEATS, Desk, Row
+from shop.masks.desk import run as go
 
-TABLE = {"desk": "trencadis.core.masks.desk:Desk.turn", "file": "core/masks/desk.py"}
+TABLE = {"desk": "shop.masks.desk:Desk.turn", "file": "shop/masks/desk.py"}
 
 
 def total(rows: list[Row]) -> int:
-    return sum(row.seat for row in rows) + SEATS + desk.SEATS + trencadis.core.masks.desk.SEATS
+    return sum(row.seat for row in rows) + SEATS + desk.SEATS + shop.masks.desk.SEATS
 
 
 def named(one: Desk, value: object) -> int:
     go()
     return int(getattr(one, "seats")) + len(str(value.seats))  # type: ignore[attr-defined]
 """,
-    "core/__init__.py": "",
-    "trencadis/__init__.py": "",
-    "tests/test_it.py": """from trencadis.core.masks import desk
+    "shop/__init__.py": "",
+    "tests/test_it.py": """from shop.masks import desk
 
 
 def test_it(monkeypatch) -> None:
     monkeypatch.setattr(desk, "SEATS", 5)
-    monkeypatch.setattr("trencadis.core.masks.desk.Desk.turn", lambda self, change: 1)
+    monkeypatch.setattr("shop.masks.desk.Desk.turn", lambda self, change: 1)
     assert desk.Desk(2).seats == 2
 """,
-    "docs/a.md": "The desk is `Desk` of [it](../core/masks/desk.py): `Row.seat`, `trencadis.core.masks.desk`, --the desk.\n",
-    "pyproject.toml": '[tool.setuptools]\npackages = [\n    "trencadis",\n    "trencadis.core",\n    "trencadis.core.masks",\n]\n'
-    '[tool.mypy]\nstrict = true\nnamespace_packages = true\nexplicit_package_bases = true\n',
+    "docs/a.md": "The desk is `Desk` of [it](../shop/masks/desk.py): `Row.seat`, `shop.masks.desk`, --the desk.\n",
+    "pyproject.toml": '[tool.setuptools]\npackages = [\n    "shop",\n    "shop.masks",\n]\n'
+    "[tool.mypy]\nstrict = true\nnamespace_packages = true\nexplicit_package_bases = true\n",
 }
 MAP = """
 [files]
-"core/masks/desk.py" = "core/matching/manager.py"
+"shop/masks/desk.py" = "shop/matching/manager.py"
 [symbols]
-"core/masks/desk.py::Desk" = "MatcherManager"
-"core/masks/desk.py::Taker.turn" = "apply"
-"core/masks/desk.py::Row.seat" = "row"
-"core/masks/desk.py::Pair.left" = "first"
-"core/masks/desk.py::SEATS" = "ROWS"
-"core/masks/desk.py::Desk.seats" = "rows"
-"core/masks/desk.py::gone" = "went"
+"shop/masks/desk.py::Desk" = "MatcherManager"
+"shop/masks/desk.py::Taker.turn" = "apply"
+"shop/masks/desk.py::Row.seat" = "row"
+"shop/masks/desk.py::Pair.left" = "first"
+"shop/masks/desk.py::SEATS" = "ROWS"
+"shop/masks/desk.py::Desk.seats" = "rows"
+"shop/masks/desk.py::gone" = "went"
 [params]
-"core/masks/desk.py::Desk.__init__(seats)" = "rows"
-"core/masks/desk.py::Taker.turn(change)" = "delta"
+"shop/masks/desk.py::Desk.__init__(seats)" = "rows"
+"shop/masks/desk.py::Taker.turn(change)" = "delta"
 [locals]
-"core/masks/desk.py::run" = { seat = "rows" }
+"shop/masks/desk.py::run" = { seat = "rows" }
 [words]
 "**" = { "the desk" = "the matcher manager" }
 """
@@ -151,12 +150,12 @@ def planned(indexed: tuple[Project, Index], tmp_path: Path, text: str) -> Work:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ('[symbols]\n"core/masks/desk.py::Desk" = "Row"', "Desk and Row would both be Row"),
-        ('[symbols]\n"core/masks/desk.py::Desk.turn" = "seats"', "would both be seats"),
-        ('[symbols]\n"core/masks/desk.py::use" = "int"', "builtin int would mean"),
-        ('[locals]\n"core/masks/desk.py::run" = { row = "seat" }', "would both be seat"),
-        ('[files]\n"core/masks/desk.py" = "core/masks/user.py"', "taken by"),
-        ('[symbols]\n"core/masks/desk.py::Desk.turn" = "a"\n"core/masks/desk.py::Taker.turn" = "b"', "share one name"),
+        ('[symbols]\n"shop/masks/desk.py::Desk" = "Row"', "Desk and Row would both be Row"),
+        ('[symbols]\n"shop/masks/desk.py::Desk.turn" = "seats"', "would both be seats"),
+        ('[symbols]\n"shop/masks/desk.py::use" = "int"', "builtin int would mean"),
+        ('[locals]\n"shop/masks/desk.py::run" = { row = "seat" }', "would both be seat"),
+        ('[files]\n"shop/masks/desk.py" = "shop/masks/user.py"', "taken by"),
+        ('[symbols]\n"shop/masks/desk.py::Desk.turn" = "a"\n"shop/masks/desk.py::Taker.turn" = "b"', "share one name"),
     ],
 )
 def test_conflicts_are_found(indexed: tuple[Project, Index], tmp_path: Path, entries: str, said: str) -> None:
@@ -166,34 +165,41 @@ def test_conflicts_are_found(indexed: tuple[Project, Index], tmp_path: Path, ent
 def test_every_use_follows(indexed: tuple[Project, Index], tmp_path: Path) -> None:
     work = planned(indexed, tmp_path, MAP)
     assert work.edits.problems == []
-    assert work.plan.warnings == ["a.toml: core/masks/desk.py::gone: not found"]
+    assert work.plan.warnings == ["a.toml: shop/masks/desk.py::gone: not found"]
     assert work.edits.undecided == []
     root = indexed[0].root
     apply(work, ["true"])
-    new = (root / "core/matching/manager.py").read_text()
+    new = (root / "shop/matching/manager.py").read_text()
     assert '"""The matcher manager of masks."""' in new and "class MatcherManager:" in new and "ROWS = 4" in new
-    assert "def turn" not in new and "change" not in new.replace("a change", "") and new.count("def apply(self, delta: int)") == 3
-    assert '"""A desk with ``rows``; the\n    matcher manager is shared. ``ROWS`` is the default of MatcherManager.apply' in new
+    assert (
+        "def turn" not in new
+        and "change" not in new.replace("a change", "")
+        and new.count("def apply(self, delta: int)") == 3
+    )
+    assert (
+        '"""A desk with ``rows``; the\n    matcher manager is shared. ``ROWS`` is the default of MatcherManager.apply'
+        in new
+    )
     assert '__slots__ = ("rows",)' in new and "self.rows = rows" in new and "taker.apply(delta=1)" in new
     assert "return super().apply(delta)" in new and 'other: "MatcherManager | None"' in new
     assert "replace(row, row=row.row + 1), pair._replace(first=pair.first)" in new
     assert "rows = [rows for rows in range(3)]" in new and "case Row(row=found):" in new
-    assert '{row.row} {MatcherManager(rows=2).apply(3)} seats of the matcher manager {found!r} {rows}' in new
+    assert "{row.row} {MatcherManager(rows=2).apply(3)} seats of the matcher manager {found!r} {rows}" in new
     assert 'return "the_desk"' in new
-    user = (root / "core/masks/user.py").read_text()
-    assert "import trencadis.core.matching.manager\nfrom trencadis.core.matching import manager\n" in user
+    user = (root / "shop/masks/user.py").read_text()
+    assert "import shop.matching.manager\nfrom shop.matching import manager\n" in user
     assert "import ROWS, MatcherManager, Row\n" in user and "row.row for row in rows" in user
-    assert "ROWS + manager.ROWS + trencadis.core.matching.manager.ROWS" in user
-    assert '"trencadis.core.matching.manager:MatcherManager.apply", "file": "core/matching/manager.py"' in user
+    assert "ROWS + manager.ROWS + shop.matching.manager.ROWS" in user
+    assert '"shop.matching.manager:MatcherManager.apply", "file": "shop/matching/manager.py"' in user
     assert 'getattr(one, "rows")' in user and "value.rows" in user and '{"desk":' in user
     test = (root / "tests/test_it.py").read_text()
     assert 'setattr(manager, "ROWS", 5)' in test and "manager.MatcherManager(2).rows" in test
-    assert '"trencadis.core.matching.manager.MatcherManager.apply"' in test
+    assert '"shop.matching.manager.MatcherManager.apply"' in test
     assert (root / "docs/a.md").read_text() == (
-        "The matcher manager is `MatcherManager` of [it](../core/matching/manager.py): `Row.row`,"
-        " `trencadis.core.matching.manager`, --the desk.\n"
+        "The matcher manager is `MatcherManager` of [it](../shop/matching/manager.py): `Row.row`,"
+        " `shop.matching.manager`, --the desk.\n"
     )
-    assert '"trencadis.core.matching",' in (root / "pyproject.toml").read_text()
+    assert '"shop.matching",' in (root / "pyproject.toml").read_text()
 
 
 def test_long_docstrings_are_broken() -> None:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from tools.renaming.edits import Edits, collect
 from tools.renaming.index import Index, load_index
+from tools.renaming.long_lines import WIDTH, reflow, wrap
 from tools.renaming.maps import Maps, read_maps
 from tools.renaming.names import Names
 from tools.renaming.others import collect_others, package_list
 from tools.renaming.plan import Plan, Planner
 from tools.renaming.project import Project, load
 from tools.renaming.prose import collect_prose
-from tools.renaming.reflow import reflow
 from tools.renaming.texts import Texts
-from tools.renaming.wrap import WIDTH, wrap
 
 HERE = Path(__file__).resolve().parent
 

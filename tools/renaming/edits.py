@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from tools.renaming.checks import captured, doubled_members
+from tools.renaming.hints import parametrize_names
 from tools.renaming.index import Index, Slot
 from tools.renaming.names import Names
 from tools.renaming.plan import Plan
 from tools.renaming.project import File, Project, Symbol, module_of
-from tools.renaming.scopes import Binding, Imported, Scope
+from tools.renaming.scopes import Imported
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
 STRING_TABLES = ("__all__", "__slots__", "__match_args__")
@@ -55,17 +57,13 @@ class FileEdits:
             visit = getattr(self, f"on_{type(node).__name__}", None)
             if visit is not None:
                 visit(node)
-        self.check_scopes()
 
     def put(self, at: tuple[int, int], new: str) -> None:
         if self.source.text(*at) != new:
             self.out.put(self.path, at, new)
 
     def where(self, offset: int) -> str:
-        line = self.source.line(offset)
-        end = self.source.data.find(b"\n", offset)
-        start = self.source.starts[line - 1]
-        return f"{self.path}:{line}: {self.source.text(start, end if end >= 0 else len(self.source.data)).strip()}"
+        return self.file.where(offset)
 
     def nodes(self) -> Iterator[ast.AST]:
         yield from ast.walk(self.source.tree)
@@ -85,7 +83,9 @@ class FileEdits:
         module = "." * node.level + (node.module or "")
         if node.level:
             if self.path in self.plan.moves and not self.path.startswith("examples/"):
-                self.out.problems.append(f"{self.where(self.source.span(node)[0])}: a relative import of a file that moves")
+                self.out.problems.append(
+                    f"{self.where(self.source.span(node)[0])}: a relative import of a file that moves"
+                )
             return
         news = [self.names.imported(self.file, Imported(module, a.name, a, node)) for a in node.names]
         modules = {m for m, _ in news}
@@ -305,6 +305,20 @@ class FileEdits:
         if new is not None:
             self.put(at, new)
 
+    def on_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Names of parameters in the strings of a test's decorators."""
+        scope = self.file.scopes.of_node[id(node)]
+        for text, parameters in parametrize_names(node):
+            start, end = self.source.span(text)
+            for name in parameters:
+                binding = scope.bindings.get(name)
+                new = self.names.final(self.file, binding) if binding is not None else name
+                at = self.source.word(start, name, end)
+                if new != name and at is not None:
+                    self.put(at, new)
+
+    on_AsyncFunctionDef = on_FunctionDef
+
     def on_MatchClass(self, node: ast.MatchClass) -> None:
         symbol = self.project.resolve(self.file, node.cls)
         after = self.source.span(node.patterns[-1] if node.patterns else node.cls)[1]
@@ -341,79 +355,14 @@ class FileEdits:
             if new is not None and self.source.text(start + 1, end - 1) == node.value:
                 self.put((start + 1, end - 1), new)
 
-    # names that would mean something else
-
-    def check_scopes(self) -> None:
-        """Adds a problem for each name that would be bound twice, or be caught by another binding."""
-        after: dict[Scope, dict[str, Binding]] = {}
-        for scope in self.file.scopes.top.walk():
-            held: dict[str, Binding] = {}
-            for binding in scope.bindings.values():
-                new = self.names.final(self.file, binding)
-                if new in held:
-                    both = f"{held[new].name} and {binding.name}"
-                    at = (binding.spots or held[new].spots or [(0, 0)])[0][0]
-                    self.out.problems.append(f"{self.where(at)}: {both} would both be {new} in {self._shown(scope)}")
-                held[new] = binding
-            after[scope] = held
-        for scope in self.file.scopes.top.walk():
-            for binding in scope.bindings.values():
-                new = self.names.final(self.file, binding)
-                for user, at in binding.users:
-                    found = _find(user, new, after)
-                    if found is not None and found is not binding:
-                        self.out.problems.append(
-                            f"{self.where(at[0])}: {binding.name} -> {new} would mean the {new} of {self._shown(found.scope)}"
-                            f" (today {found.name})"
-                        )
-                        break
-        for scope, name, at in self.file.scopes.unknown:
-            found = _find(scope, name, after)
-            if found is not None:
-                self.out.problems.append(
-                    f"{self.where(at[0])}: builtin {name} would mean what was {found.name} in {self._shown(found.scope)}"
-                )
-
-    def _shown(self, scope: Scope) -> str:
-        return f"{scope.kind} {scope.qualname}" if scope.kind != "module" else "the module"
-
-
-def _find(scope: Scope, name: str, after: dict[Scope, dict[str, Binding]]) -> Binding | None:
-    at: Scope | None = scope
-    while at is not None:
-        if name in after[at] and (at is scope or at.kind != "class"):
-            return after[at][name]
-        at = at.parent
-    return None
-
-
-def check_members(index: Index, names: Names, out: Edits) -> None:
-    """Adds a problem where two attributes of one class would have one name."""
-    seen: set[str] = set()
-    for symbol, facts in index.classes.items():
-        after: dict[str, tuple[str, Slot]] = {}
-        for base in facts.order:
-            of_base = index.classes.get(base)
-            for name in of_base.names if of_base is not None else ():
-                slot = Slot(base, name)
-                new = names.plan.slots.get(slot, name)
-                if new in after and after[new][0] != name:
-                    a, b = after[new][1], slot
-                    text = " and ".join(sorted(f"{s.owner.path}::{s.owner.name}.{s.name}" for s in (a, b)))
-                    if text not in seen:
-                        seen.add(text)
-                        out.problems.append(f"{text} would both be {new} (in {symbol.path}::{symbol.name})")
-                if new != name and new in facts.foreign:
-                    out.problems.append(f"{base.path}::{base.name}.{name} -> {new}: a library's class has {new}")
-                after.setdefault(new, (name, slot))
-
 
 def collect(project: Project, index: Index, names: Names) -> Edits:
     """All edits of Python code; problems among them too."""
     out = Edits()
     for file in project.files.values():
         FileEdits(file, project, index, names, out).collect()
-    check_members(index, names, out)
+        out.problems += captured(file, names)
+    out.problems += doubled_members(index, names)
     out.problems = list(dict.fromkeys(out.problems))
     out.undecided = list(dict.fromkeys(out.undecided))
     return out

@@ -80,8 +80,7 @@ def load_index(project: Project, cache: Path) -> Index:
 
 def build_index(project: Project, passes: int = 2) -> Index:
     """Type checks all files; each further pass knows what the one before saw at places without annotations."""
-    from tools.renaming.hints import Hints, Typist
-    from tools.renaming.observed import Observer
+    from tools.renaming.hints import Hints, Observer, Typist
 
     hints = Hints()
     for last in (n == passes - 1 for n in range(passes)):
@@ -256,9 +255,7 @@ class _Reader:
         spot = (node.end_line or 0, node.end_column or 0, node.name)
         self.add(members, spot, self.slots(orders, node.name))
 
-    def add(
-        self, members: dict[Spot, tuple[Slot, ...] | None], spot: Spot, slots: tuple[Slot, ...] | None
-    ) -> None:
+    def add(self, members: dict[Spot, tuple[Slot, ...] | None], spot: Spot, slots: tuple[Slot, ...] | None) -> None:
         if spot in members and members[spot] is not None:
             slots = tuple(dict.fromkeys((*(members[spot] or ()), *(slots or ()))))
         members[spot] = slots

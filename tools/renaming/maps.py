@@ -65,6 +65,12 @@ def _add(maps: Maps, tables: dict[str, Any], origin: str) -> None:
                 maps.put(maps.symbols, (entry["path"], _plain(entry["name"])), new, origin)
             else:
                 maps.put(maps.params, (entry["path"], _plain(entry["name"]), entry["param"]), new, origin)
+    _add_nested(maps, tables, origin)
+    for old, new in tables.get("c_names", {}).items():
+        maps.put(maps.c_names, old, new, origin)
+
+
+def _add_nested(maps: Maps, tables: dict[str, Any], origin: str) -> None:
     for text, names in tables.get("locals", {}).items():
         entry = ENTRY.fullmatch(text)
         if entry is None or not isinstance(names, dict):
@@ -81,8 +87,6 @@ def _add(maps: Maps, tables: dict[str, Any], origin: str) -> None:
             if held.get(old, new) != new:
                 maps.problems.append(f"{origin}: [words] {glob} {old!r} -> {new!r}, elsewhere {held[old]!r}")
             held[old] = new
-    for old, new in tables.get("c_names", {}).items():
-        maps.put(maps.c_names, old, new, origin)
 
 
 def _plain(name: str) -> str:

@@ -101,7 +101,7 @@ def _stem(file: File, node: ast.expr, folder: str, suffix: str, texts: Texts, ou
     new = texts.moves.get(old)
     if new is None:
         return
-    if PurePosixPath(new).parent != PurePosixPath((texts.path(folder, False) or folder)):
+    if PurePosixPath(new).parent != PurePosixPath(texts.path(folder, False) or folder):
         out.undecided.append(f"{file.path}:{node.lineno}: {old} moves to another folder, whose rule must name it")
     start, end = file.source.span(node)
     stem = new.rpartition("/")[2].removesuffix(suffix)
@@ -152,10 +152,13 @@ def package_list(text: str, names: list[str], renamed: dict[str, str]) -> str:
     listed = [line.strip(' ",') for line in lines]
     before = re.findall(r'"([\w.]+)"', held[1])
     known = {module_of(f"{PurePosixPath(n).parent}/__init__.py") for n in names if n.endswith(".py") and "/" in n}
-    for new in sorted(w for w in wanted - known if w.startswith("trencadis")):
+    for new in sorted(w for w in wanted - known if w.split(".")[0] in {p.split(".")[0] for p in before}):
         if new not in listed:
             above = new.rpartition(".")[0]
-            at = max((i for i, one in enumerate(listed) if one == above or one.startswith(f"{above}.")), default=len(lines) - 1)
+            at = max(
+                (i for i, one in enumerate(listed) if one == above or one.startswith(f"{above}.")),
+                default=len(lines) - 1,
+            )
             lines.insert(at + 1, f'    "{new}",')
             listed.insert(at + 1, new)
     lines = list(dict.fromkeys(lines))

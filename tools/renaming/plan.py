@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tools.renaming.hints import Hints, Typist, is_fixture, parametrized
 from tools.renaming.index import ClassFacts, Index, Slot
 from tools.renaming.maps import Maps
 from tools.renaming.project import Project, Symbol, module_of
@@ -120,14 +121,39 @@ class Planner:
             self._param(path, name, param, new)
         for (path, name), names in self.maps.locals.items():
             self._locals(path, name, names)
+        self._fixtures()
         return self.plan
+
+    def _fixtures(self) -> None:
+        """Parameters of tests follow the fixtures that they name; one whose fixture keeps its name is a problem."""
+        typist = Typist(self.project, Hints())
+        for path, file in self.project.files.items():
+            for name, scope in file.nodes.items():
+                if scope.kind != "function" or not (is_fixture(scope.node) or scope.name.startswith("test")):
+                    continue
+                given = parametrized(scope.node) | (parametrized(scope.parent.node) if scope.parent else set())
+                for binding in list(scope.bindings.values()):
+                    if "param" not in binding.kinds or binding.name in given:
+                        continue
+                    fixture = typist.fixture(file, binding.name)
+                    if fixture is None:
+                        continue
+                    new = self.plan.symbols.get(fixture, binding.name)
+                    held = self.plan.locals.get(binding, new)
+                    if held != new:
+                        shown = f"{fixture.path}::{fixture.name}"
+                        self.plan.problems.append(
+                            f"{path}::{name}({binding.name}) -> {held}, but the fixture {shown} -> {new}"
+                        )
+                    elif new != binding.name:
+                        self.plan.locals[binding] = new
 
     def _origin(self, *key: str) -> str:
         return self.maps.origin.get(key, "")
 
     def _moves(self) -> None:
         plan, names = self.plan, set(self.project.names)
-        for old, new in sorted(self.maps.files.items(), key=lambda x: x[0].endswith("/")):
+        for old, new in sorted(self.maps.files.items(), key=lambda x: (x[0].endswith("/"), -len(x[0]))):
             if old.endswith("/"):
                 inside = [n for n in self.project.names if n.startswith(old)]
                 if not new.endswith("/"):
@@ -144,21 +170,22 @@ class Planner:
                 plan.problems.append(f"{self._origin(old)}: {old} -> {new}: a file becomes a file")
             else:
                 plan.moves[old] = new
-        for old, new in list(plan.moves.items()):
-            for folder, moved in sorted(plan.folders.items()):
-                if new.startswith(folder) and not old.startswith(folder):
-                    plan.warnings.append(f"{old} -> {new} lies in {folder}, which moves to {moved}: new paths stay as written")
-        targets: dict[str, str] = {}
-        for old, new in plan.moves.items():
-            if new in targets or (new in names and new not in plan.moves):
-                plan.problems.append(f"{self._origin(old)}: {old} -> {new}: taken by {targets.get(new, new)}")
-            targets[new] = old
+        self._taken(names)
         for old, new in plan.moves.items():
             if old.endswith(".py") and module_of(old) != module_of(new):
                 plan.modules[module_of(old)] = module_of(new)
         self._emptied()
         for old, new in plan.folders.items():
             plan.modules.setdefault(module_of(old + "__init__.py"), module_of(new + "__init__.py"))
+
+    def _taken(self, names: set[str]) -> None:
+        """Adds a problem where a file would take the place of another."""
+        plan = self.plan
+        targets: dict[str, str] = {}
+        for old, new in plan.moves.items():
+            if new in targets or (new in names and new not in plan.moves):
+                plan.problems.append(f"{self._origin(old)}: {old} -> {new}: taken by {targets.get(new, new)}")
+            targets[new] = old
 
     def _emptied(self) -> None:
         """A folder whose files all go to one other folder, one by one, moves as well."""
@@ -253,7 +280,9 @@ class Planner:
 
     def _locals(self, path: str, name: str, names: dict[str, str]) -> None:
         file = self.project.files.get(path)
-        top = file.scopes.top if file is not None and name == "*" else file.nodes.get(name) if file is not None else None
+        top = (
+            file.scopes.top if file is not None and name == "*" else file.nodes.get(name) if file is not None else None
+        )
         if top is None:
             self.plan.warnings.append(f"[locals] {path}::{name}: not found")
             return

@@ -37,6 +37,13 @@ class File:
     def path(self) -> str:
         return self.source.path
 
+    def where(self, offset: int) -> str:
+        """The file, the line and its text."""
+        line = self.source.line(offset)
+        end = self.source.data.find(b"\n", offset)
+        start = self.source.starts[line - 1]
+        return f"{self.path}:{line}: {self.source.text(start, end if end >= 0 else len(self.source.data)).strip()}"
+
 
 def module_of(path: str) -> str:
     """``trencadis.core.kv.pool`` of ``core/kv/pool.py``."""
@@ -77,7 +84,9 @@ class Project:
             module = ".".join([*base, *([module.lstrip(".")] if module.lstrip(".") else [])])
         path = self.modules.get(module)
         if name is None:
-            return Symbol(path, "") if path is not None else Symbol(f"{module}/", "") if module in self.packages else None
+            return (
+                Symbol(path, "") if path is not None else Symbol(f"{module}/", "") if module in self.packages else None
+            )
         if path is not None and (found := self.lookup(path, name)) is not None:
             return found
         inner = f"{module}.{name}"

@@ -33,7 +33,8 @@ class Binding:
     imports: list[Imported] = field(default_factory=list)
     nodes: list[ast.AST] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
-    values: list[ast.expr] = field(default_factory=list)
+    since: int | None = None
+    """Where the name is first bound, in a class: above that, the class's body means an outer one."""
 
 
 @dataclass(eq=False)
@@ -80,16 +81,23 @@ class Scope:
             scope = scope.parent
         return None
 
-    def find(self, name: str) -> Binding | None:
-        """What a use of a name in this scope means; None: a builtin, or nothing known."""
+    def find(self, name: str, at: int | None = None) -> Binding | None:
+        """What a use of a name in this scope, at an offset, means; None: a builtin, or nothing known."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.outside and (found := scope.outer(name)) is not None:
                 return found
             if name in scope.bindings and (scope is self or scope.kind != "class"):
-                return scope.bindings[name]
+                found = scope.bindings[name]
+                above = at is not None and found.since is not None and at < found.since and self._outer(name)
+                if not above:
+                    return found
             scope = scope.parent
         return None
+
+    def _outer(self, name: str) -> bool:
+        """Whether a scope around a class has a name too."""
+        return self.parent is not None and self.parent.find(name) is not None
 
     def walk(self) -> Iterator[Scope]:
         yield self
@@ -116,11 +124,16 @@ class _Walk(ast.NodeVisitor):
         self.source = source
         self.scope = Scope("module", "", source.tree, None)
         self.found = Scopes(self.scope)
-        self.later: list[tuple[Scope, ast.AST]] = []
+        self.statement_end = 0
 
-    def bound(self, name: str, kind: str, node: ast.AST, at: tuple[int, int] | None, owner: ast.AST | None = None) -> None:
+    def bound(
+        self, name: str, kind: str, node: ast.AST, at: tuple[int, int] | None, owner: ast.AST | None = None
+    ) -> None:
         scope = self.scope
         binding = scope.bind(name, kind, owner)
+        if scope.kind == "class":
+            end = self.source.span(node)[1] if kind in ("function", "class") else self.statement_end
+            binding.since = end if binding.since is None else min(binding.since, end)
         if at is not None:
             self.found.uses.append((scope, name, at, node))
             self.found.meant[id(node)] = binding
@@ -133,6 +146,10 @@ class _Walk(ast.NodeVisitor):
 
     def visit(self, node: ast.AST) -> None:
         self.found.around[id(node)] = self.scope
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Import | ast.ImportFrom):
+            self.statement_end = self.source.span(node)[1]
+        elif isinstance(node, ast.stmt):
+            self.statement_end = self.source.span(node)[0]
         super().visit(node)
 
     def annotation(self, node: ast.expr | None) -> None:
@@ -153,7 +170,7 @@ class _Walk(ast.NodeVisitor):
 
     def _function(self, node: FunctionNode) -> None:
         start, _ = self.source.span(node)
-        at = self.source.word(self.source.word(start, "def") [1], node.name)  # type: ignore[index]
+        at = self.source.word(self.source.word(start, "def")[1], node.name)  # type: ignore[index]
         for decorator in node.decorator_list:
             self.visit(decorator)
         self.bound(node.name, "function", node, at, node)
@@ -220,17 +237,9 @@ class _Walk(ast.NodeVisitor):
         else:
             self.bound(node.id, "variable", node, at, node)
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        for target in node.targets:
-            if isinstance(target, ast.Name) and id(target) in self.found.meant:
-                self.found.meant[id(target)].values.append(node.value)
-
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.visit(node.target)
         self.annotation(node.annotation)
-        if isinstance(node.target, ast.Name):
-            self.found.meant[id(node.target)].values.append(node.annotation)
         if node.value is not None:
             self.visit(node.value)
 
@@ -241,7 +250,7 @@ class _Walk(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Import(self, node: ast.Import) -> None:
-        start, end = self.source.span(node)
+        _start, _end = self.source.span(node)
         for alias in node.names:
             name = alias.asname or alias.name.split(".")[0]
             a, b = self.source.span(alias)
@@ -254,7 +263,7 @@ class _Walk(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            a, b = self.source.span(alias)
+            _a, b = self.source.span(alias)
             name = alias.asname or alias.name
             at = None if alias.asname is None else (b - len(name.encode()), b)
             self.bound(name, "import", alias, at, alias)
@@ -324,7 +333,8 @@ def scopes(source: Source) -> Scopes:
         walk.visit(statement)
     found = walk.found
     for scope, name, at, node in found.uses:
-        binding = scope.find(name)
+        bound = found.meant.get(id(node))
+        binding = bound if isinstance(bound, Binding) and bound.scope is scope else scope.find(name, at[0])
         if binding is None:
             found.unknown.append((scope, name, at))
             continue

@@ -180,7 +180,9 @@ def literal_at(data: bytes, start: int) -> Literal:
         if at >= len(data):
             raise SyntaxError("a string without an end")
         if data[at : at + 1] == b"\\":
-            at = data.index(b"}", at) + 1 if "f" in kind and data.startswith(b"\\N{", at) and "r" not in kind else at + 2
+            at = (
+                data.index(b"}", at) + 1 if "f" in kind and data.startswith(b"\\N{", at) and "r" not in kind else at + 2
+            )
             if "f" in kind and data[at - 1 : at] in b"{}" and data[at - 2 : at] in (b"\\{", b"\\}"):
                 at -= 1
         elif "f" in kind and data[at : at + 2] in (b"{{", b"}}"):

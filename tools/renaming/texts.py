@@ -16,7 +16,9 @@ PATH = re.compile(r"(?<![\w./-])(?:[\w.{}-]+/)+[\w.-]*[\w-]|(?<![\w./-])[\w-]+\.
 PREFIXES = re.compile(r"(?:\.\.?/)+|.*/(?:blob|tree)/main/|trencadis/(?=(?:core|backends|multimodal|server|assets)/)")
 CODE = re.compile(r"(`{1,2})(?!`)([^`]+?)\1(?!`)")
 CHAIN = re.compile(r"(?<![\w.$/-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
-GUARDED = re.compile(r"(?<![\w`])`{1,2}[^`]+`{1,2}|--[\w-]+|\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b|\w+:\w+(?:_\w+)+|[\w.-]+/[\w./-]+\.\w+")
+GUARDED = re.compile(
+    r"(?<![\w`])`{1,2}[^`]+`{1,2}|--[\w-]+|\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b|\w+:\w+(?:_\w+)+|[\w.-]+/[\w./-]+\.\w+"
+)
 IMPORT = re.compile(r"(?m)^(\s*(?:>>> )?)from ([\w.]+) import ([\w, ]+)$")
 COMPOUND = re.compile(r"[A-Z]+[a-z0-9]+(?:[A-Z][a-z0-9]*)+|\w*[a-z0-9]_[a-z0-9]\w*|_?[A-Z0-9]+(?:_[A-Z0-9]+)+")
 """Names that cannot be words of prose."""
@@ -42,7 +44,9 @@ class Texts:
         self.moves, self.folders = names.plan.moves, names.plan.folders
         roots = sorted({m.split(".")[0] for m in (*names.project.modules, *names.project.packages)})
         tops = "|".join(map(re.escape, roots))
-        self.dotted_pattern = re.compile(rf"(?<![\w./-])(?:{tops})(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?(?![\w/-])")
+        self.dotted_pattern = re.compile(
+            rf"(?<![\w./-])(?:{tops})(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?(?![\w/-])"
+        )
 
     def changes(
         self, path: str, text: str, prose: bool, notes: bool = True, lookup: Lookup | None = None
