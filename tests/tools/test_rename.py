@@ -97,7 +97,7 @@ def named(one: Desk, value: object) -> int:
     return int(getattr(one, "seats")) + len(str(value.seats))  # type: ignore[attr-defined]
 """,
     "shop/__init__.py": "",
-    "tests/test_it.py": """from shop.masks import desk
+    "checks/test_it.py": """from shop.masks import desk
 
 
 def test_it(monkeypatch) -> None:
@@ -105,7 +105,7 @@ def test_it(monkeypatch) -> None:
     monkeypatch.setattr("shop.masks.desk.Desk.turn", lambda self, change: 1)
     assert desk.Desk(2).seats == 2
 """,
-    "docs/a.md": "The desk is `Desk` of [it](../shop/masks/desk.py): `Row.seat`, `shop.masks.desk`, --the desk.\n",
+    "notes/a.md": "The desk is `Desk` of [it](../shop/masks/desk.py): `Row.seat`, `shop.masks.desk`, --the desk.\n",
     "pyproject.toml": '[tool.setuptools]\npackages = [\n    "shop",\n    "shop.masks",\n]\n'
     "[tool.mypy]\nstrict = true\nnamespace_packages = true\nexplicit_package_bases = true\n",
 }
@@ -192,10 +192,10 @@ def test_every_use_follows(indexed: tuple[Project, Index], tmp_path: Path) -> No
     assert "ROWS + manager.ROWS + shop.matching.manager.ROWS" in user
     assert '"shop.matching.manager:MatcherManager.apply", "file": "shop/matching/manager.py"' in user
     assert 'getattr(one, "rows")' in user and "value.rows" in user and '{"desk":' in user
-    test = (root / "tests/test_it.py").read_text()
+    test = (root / "checks/test_it.py").read_text()
     assert 'setattr(manager, "ROWS", 5)' in test and "manager.MatcherManager(2).rows" in test
     assert '"shop.matching.manager.MatcherManager.apply"' in test
-    assert (root / "docs/a.md").read_text() == (
+    assert (root / "notes/a.md").read_text() == (
         "The matcher manager is `MatcherManager` of [it](../shop/matching/manager.py): `Row.row`,"
         " `shop.matching.manager`, --the desk.\n"
     )
