@@ -26,7 +26,8 @@ def captured(file: File, names: Names) -> list[str]:
         for binding in scope.bindings.values():
             new = names.final(file, binding)
             for user, at in binding.users:
-                found = _find(user, new, after, at[0])
+                offset = max(at[0], binding.since or 0) if user is binding.scope else at[0]
+                found = _find(user, new, after, offset)
                 if found is not None and found is not binding:
                     problems.append(
                         f"{file.where(at[0])}: {binding.name} -> {new} would mean the {new} of {_shown(found.scope)}"
