@@ -60,7 +60,12 @@ class Typist:
             at = end
         text = b"".join([*parts, data[at:]]).decode()
         modules = sorted({m.group() for new in edits.values() for m in re.finditer(r"\b_M_\w+(?=\.)", new)})
-        return text + "".join(f"\nimport {_module(m)} as {m}" for m in modules) + "\n"
+        text += "".join(f"\nimport {_module(m)} as {m}" for m in modules) + "\n"
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            return data.decode()
+        return text
 
     def _variable(self, file: File, node: ast.AnnAssign, edits: dict[tuple[int, int], str]) -> None:
         """``x: Any = y.z`` says less than ``x = y.z``."""
@@ -241,7 +246,11 @@ class Observer:
     def instance(self, kind: Any, depth: int) -> str | None:
         info = kind.type
         module, name = info.module_name, info.fullname[len(info.module_name) + 1 :]
-        if "@" in name or not info.fullname.startswith(module) or module not in self.reader.result.files:
+        if (
+            not re.fullmatch(r"\w+(?:\.\w+)*", name)
+            or not info.fullname.startswith(module)
+            or module not in self.reader.result.files
+        ):
             return None
         head = name if module == "builtins" else f"{alias(module)}.{name}"
         if not kind.args:

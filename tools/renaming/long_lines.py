@@ -73,10 +73,10 @@ def _shift(docs: dict[int, str], at: int) -> None:
         docs[line + 1] = docs.pop(line)
 
 
-def _break(lines: list[str], docs: dict[int, str], at: int, prefix: str) -> None:
+def _break(lines: list[str], docs: dict[int, str], at: int, prefix: str, width: int = WIDTH) -> None:
     """Moves the end of a line to the next one of its paragraph, or to a new one."""
     line = lines[at]
-    cut = line.rfind(" ", len(prefix) + 1, WIDTH + 1)
+    cut = line.rfind(" ", len(prefix) + 1, width + 1)
     if cut < 0:
         return
     rest = line[cut + 1 :]
@@ -103,6 +103,9 @@ def _doc(lines: list[str], docs: dict[int, str], at: int) -> None:
         _shift(docs, at)
         docs[at + 1] = "last"
         docs[at] = "first" if kind == "only" else "inner"
+        if kind == "only":  # the formatter would join what fits one line without the quotes
+            _break(lines, docs, at, indent, WIDTH - 3)
+            return
         if len(lines[at]) <= WIDTH:
             return
     _break(lines, docs, at, indent)

@@ -46,7 +46,7 @@ class File:
 
 
 def module_of(path: str) -> str:
-    """``trencadis.core.kv.pool`` of ``core/kv/pool.py``."""
+    """``trencadis.core.backend`` of ``core/backend.py``."""
     parts = list(Path(path).with_suffix("").parts)
     if parts[-1] == "__init__":
         parts.pop()
