@@ -18,8 +18,8 @@ def captured(file: File, names: Names) -> list[str]:
             new = names.final(file, binding)
             if new in held:
                 both = f"{held[new].name} and {binding.name}"
-                at = (binding.spots or held[new].spots or [(0, 0)])[0][0]
-                problems.append(f"{file.where(at)}: {both} would both be {new} in {_shown(scope)}")
+                first = (binding.spots or held[new].spots or [(0, 0)])[0][0]
+                problems.append(f"{file.where(first)}: {both} would both be {new} in {_shown(scope)}")
             held[new] = binding
         after[scope] = held
     for scope in file.scopes.top.walk():
