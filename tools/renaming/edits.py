@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tools.renaming.checks import captured, doubled_members
+from tools.renaming.guesses import Guesses, asked_of_objects, object_key
 from tools.renaming.hints import parametrize_names
 from tools.renaming.index import Index, Slot
-from tools.renaming.names import Names
+from tools.renaming.names import Names, captured, doubled_members
 from tools.renaming.plan import Plan
 from tools.renaming.project import File, Project, Symbol, module_of
 from tools.renaming.scopes import Imported
@@ -28,6 +28,8 @@ class Edits:
     by_file: dict[str, dict[tuple[int, int], str]] = field(default_factory=lambda: defaultdict(dict))
     problems: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
+    unlikely: list[str] = field(default_factory=list)
+    """Undecided too, but hardly a name of this project."""
 
     def put(self, path: str, at: tuple[int, int], new: str) -> None:
         held = self.by_file[path].get(at)
@@ -39,12 +41,13 @@ class Edits:
 class FileEdits:
     """The edits of one file."""
 
-    def __init__(self, file: File, project: Project, index: Index, names: Names, out: Edits) -> None:
-        self.file, self.source = file, file.source
+    def __init__(self, file: File, project: Project, index: Index, names: Names, guesses: Guesses, out: Edits) -> None:
+        self.file, self.source, self.guesses = file, file.source, guesses
         self.project, self.index, self.names, self.out = project, index, names, out
         self.plan: Plan = names.plan
         self.path = file.path
         self.whole: set[int] = set()
+        self.asked = asked_of_objects(file)
 
     def collect(self) -> None:
         for scope in self.file.scopes.top.walk():
@@ -147,12 +150,22 @@ class FileEdits:
         new = self.attribute(node)
         if new is not None:
             self.put(at, new)
-        elif node.attr in self.names.attributes and not self.foreign(node.value):
-            guess = self.names.guess(node.attr)
+        elif self.names.guess(node.attr) != node.attr and not self.foreign(node.value):
+            guess = self.guess(node.value, node.attr)
             if guess is None:
-                self.out.undecided.append(self.where(at[0]) + f"  [.{node.attr}]")
-            elif guess != node.attr:
+                doubts = self.out.unlikely if self.names.unlikely(node.attr) else self.out.undecided
+                doubts.append(self.where(at[0]) + f"  [.{node.attr}]")
+            else:
                 self.put(at, guess)
+
+    def guess(self, node: ast.expr, name: str) -> str | None:
+        """The new name of an attribute of an unknown object, by a map, by its other attributes, or as it is unique."""
+        said = self.guesses.said(self.path, node, name)
+        if said is not None:
+            return said
+        key = object_key(self.file, node)
+        found = self.guesses.by_uses(self.asked[key] | {name}, name) if key is not None else None
+        return found if found is not None else self.names.guess(name)
 
     def foreign(self, node: ast.expr) -> bool:
         """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
@@ -226,6 +239,10 @@ class FileEdits:
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
             elif not news and not callees and not self.foreign(node.func):
+                guess = self.guesses.said(self.path, node.func, keyword.arg)
+                if guess is not None:
+                    self.put((start, start + len(keyword.arg.encode())), guess)
+                    continue
                 guess = self.names.guess(keyword.arg) if keyword.arg in self._fields else None
                 if guess is None or keyword.arg in self._params:
                     self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
@@ -298,7 +315,8 @@ class FileEdits:
         if new is None:
             spot = (text.end_lineno or 0, text.end_col_offset or 0, name)
             new = self.slots(self.index.named.get(self.path, {}).get(spot), name, start)
-        if new is None and (guess := self.names.guess(name)) != name:
+        if new is None and self.names.guess(name) != name:
+            guess = self.guess(node.args[0], name)
             if guess is None:
                 self.out.undecided.append(self.where(start) + f'  ["{name}"]')
             new = guess
@@ -356,11 +374,12 @@ class FileEdits:
                 self.put((start + 1, end - 1), new)
 
 
-def collect(project: Project, index: Index, names: Names) -> Edits:
+def collect(project: Project, index: Index, names: Names, uses: dict[str, dict[str, str]]) -> Edits:
     """All edits of Python code; problems among them too."""
     out = Edits()
+    guesses = Guesses(names, uses)
     for file in project.files.values():
-        FileEdits(file, project, index, names, out).collect()
+        FileEdits(file, project, index, names, guesses, out).collect()
         out.problems += captured(file, names)
     out.problems += doubled_members(index, names)
     out.problems = list(dict.fromkeys(out.problems))
