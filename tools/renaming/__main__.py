@@ -115,7 +115,8 @@ def report(work: Work, verbose: bool, everything: bool = False) -> None:
     print(
         f"{count} replacements in {len(edits.by_file)} files, {len(plan.moves)} files move, "
         f"{len(plan.symbols)} definitions, {len(plan.slots)} attributes, {len(plan.params)} parameters, "
-        f"{len(plan.locals)} variables; {len(plan.extended)} extended, {len(edits.undecided)} undecided (and {len(edits.unlikely)} unlikely), "
+        f"{len(plan.locals)} variables; {len(plan.extended)} extended, {len(edits.undecided)} undecided "
+        f"(and {len(edits.unlikely)} unlikely), "
         f"{len(plan.warnings)} warnings, {len(edits.problems)} conflicts"
     )
 

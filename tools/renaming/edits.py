@@ -179,6 +179,8 @@ class FileEdits:
         binding = self.file.scopes.meant.get(id(node))
         if binding is None:
             return isinstance(node, ast.Name)
+        if binding.name == "args" and b"argparse" in self.source.data:
+            return True
         return binding.kinds == {"import"} and self.project.definition(self.file, binding) is None
 
     def _module(self, node: ast.Attribute) -> bool:
