@@ -168,7 +168,7 @@ class Names:
         return None
 
     def unlikely(self, name: str) -> bool:
-        """Whether an attribute of an unknown object is hardly one that is renamed: libraries have it and few classes."""
+        """Whether an attribute of an unknown object is hardly one of those renamed: it is mostly libraries'."""
         classes = [f.names for f in self.groups.index.classes.values() if name in f.names]
         renamed = sum(slot.name == name and new != name for slot, new in self.plan.slots.items())
         return name in self.foreign and 2 * renamed < len(classes)
