@@ -6,48 +6,22 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
-from tools.renaming.guesses import Guesses, asked_of_objects, object_key
+from tools.renaming.guesses import Doubts, Edits, Guesses
 from tools.renaming.hints import parametrize_names
-from tools.renaming.index import Index, Slot
+from tools.renaming.index import Index
 from tools.renaming.names import Names, captured, doubled_members
-from tools.renaming.plan import Plan
-from tools.renaming.project import File, Project, Symbol, module_of
+from tools.renaming.project import Project, Symbol, module_of
 from tools.renaming.scopes import Imported
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
 STRING_TABLES = ("__all__", "__slots__", "__match_args__")
 
 
-@dataclass
-class Edits:
-    """Replacements by file and byte offsets, and uses that a human must decide."""
-
-    by_file: dict[str, dict[tuple[int, int], str]] = field(default_factory=lambda: defaultdict(dict))
-    problems: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    unlikely: list[str] = field(default_factory=list)
-    """Undecided too, but hardly a name of this project."""
-
-    def put(self, path: str, at: tuple[int, int], new: str) -> None:
-        held = self.by_file[path].get(at)
-        if held is not None and held != new:
-            self.problems.append(f"{path}: bytes {at}: both {held} and {new}")
-        self.by_file[path][at] = new
-
-
-class FileEdits:
+class FileEdits(Doubts):
     """The edits of one file."""
-
-    def __init__(self, file: File, project: Project, index: Index, names: Names, guesses: Guesses, out: Edits) -> None:
-        self.file, self.source, self.guesses = file, file.source, guesses
-        self.project, self.index, self.names, self.out = project, index, names, out
-        self.plan: Plan = names.plan
-        self.path = file.path
-        self.whole: set[int] = set()
-        self.asked = asked_of_objects(file)
 
     def collect(self) -> None:
         for scope in self.file.scopes.top.walk():
@@ -60,13 +34,6 @@ class FileEdits:
             visit = getattr(self, f"on_{type(node).__name__}", None)
             if visit is not None:
                 visit(node)
-
-    def put(self, at: tuple[int, int], new: str) -> None:
-        if self.source.text(*at) != new:
-            self.out.put(self.path, at, new)
-
-    def where(self, offset: int) -> str:
-        return self.file.where(offset)
 
     def nodes(self) -> Iterator[ast.AST]:
         yield from ast.walk(self.source.tree)
@@ -158,31 +125,6 @@ class FileEdits:
             else:
                 self.put(at, guess)
 
-    def guess(self, node: ast.expr, name: str) -> str | None:
-        """The new name of an attribute of an unknown object, by a map, by its other attributes, or as it is unique."""
-        said = self.guesses.said(self.path, node, name)
-        if said is not None:
-            return said
-        key = object_key(self.file, node)
-        found = self.guesses.by_uses(self.asked[key] | {name}, name) if key is not None else None
-        return found if found is not None else self.names.guess(name)
-
-    def foreign(self, node: ast.expr) -> bool:
-        """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
-        while isinstance(node, ast.Attribute | ast.Call):
-            if isinstance(node, ast.Attribute):
-                spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
-                slots = self.index.members.get(self.path, {}).get(spot)
-                if slots is not None:
-                    return all(not s.owner.path for s in slots)
-            node = node.func if isinstance(node, ast.Call) else node.value
-        binding = self.file.scopes.meant.get(id(node))
-        if binding is None:
-            return isinstance(node, ast.Name)
-        if binding.name == "args" and b"argparse" in self.source.data:
-            return True
-        return binding.kinds == {"import"} and self.project.definition(self.file, binding) is None
-
     def _module(self, node: ast.Attribute) -> bool:
         """Writes the name of a module that moves to another package anew, as a whole."""
         symbol = self.project.resolve(self.file, node)
@@ -216,20 +158,12 @@ class FileEdits:
         spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
         return self.slots(self.index.members.get(self.path, {}).get(spot), node.attr, self.source.span(node)[0])
 
-    def slots(self, slots: tuple[Slot, ...] | None, name: str, at: int) -> str | None:
-        """The one new name of all attributes that may be meant."""
-        if slots is None:
-            return None
-        news = {self.plan.slots.get(s, name) for s in slots}
-        if len(news) > 1:
-            shown = [f"{s.owner.path or 'library'}::{s.owner.name}" for s in slots]
-            self.out.problems.append(f"{self.where(at)}: .{name} of {', '.join(shown)} gets names {sorted(news)}")
-        return min(news - {name}, default=name)
-
     def on_Call(self, node: ast.Call) -> None:
         callee = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if callee in CALLS_WITH_NAMES and len(node.args) > 1:
-            self._named(node)
+        for holder, text in pairwise(node.args):
+            named = callee in CALLS_WITH_NAMES and holder is node.args[0]
+            if named or isinstance(holder, ast.Name | ast.Attribute):
+                self.pair(holder, text, named)
         changed = [k for k in node.keywords if k.arg is not None and (k.arg in self._params or k.arg in self._fields)]
         if not changed:
             return
@@ -240,20 +174,23 @@ class FileEdits:
             news = {n for n in (self.parameter(c, keyword.arg) for c in callees) if n is not None}
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
-            elif not news and not callees and not self.foreign(node.func):
-                guess = self.guesses.said(self.path, node.func, keyword.arg)
-                if guess is not None:
-                    self.put((start, start + len(keyword.arg.encode())), guess)
-                    continue
-                guess = self.names.guess(keyword.arg) if keyword.arg in self._fields else None
-                if guess is None or keyword.arg in self._params:
+            elif not news and (callees or not self.foreign(node.func)):
+                guess = self.keyword(node, keyword.arg, callee)
+                if guess is None:
                     self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
-                elif callee in ("SimpleNamespace", "Mock", "MagicMock"):
-                    news = {guess}
-                elif guess != keyword.arg:
-                    self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
+                news = {guess or keyword.arg}
             for new in news:
                 self.put((start, start + len(keyword.arg.encode())), new)
+
+    def keyword(self, node: ast.Call, name: str, callee: str) -> str | None:
+        """The new name of a keyword that no known parameter takes, as one that is handed on; None: undecided."""
+        said = self.guesses.said(self.path, node.func, name)
+        if said is not None:
+            return said
+        if name in self._params or name not in self._fields:
+            return None
+        guess = self.names.guess(name)
+        return guess if guess == name or callee in ("SimpleNamespace", "Mock", "MagicMock") else None
 
     @cached_property
     def _params(self) -> set[str]:
@@ -297,33 +234,18 @@ class FileEdits:
                     return self.parameter(Symbol(base.path, f"{base.name}.{made}"), name)
         return None
 
-    def _named(self, node: ast.Call) -> None:
-        """An attribute's name in a string behind the object."""
-        text = node.args[1]
-        if not isinstance(text, ast.Constant) or not isinstance(text.value, str) or not text.value.isidentifier():
-            return
-        start, end = self.source.span(text)
-        at = (start + 1, end - 1)
-        if self.source.text(*at) != text.value:
-            return
-        owner, name = self.project.resolve(self.file, node.args[0]), text.value
-        new: str | None = None
-        if owner is not None and not owner.name and owner.path in self.project.files:
-            file = self.project.files[owner.path]
-            binding = file.scopes.top.bindings.get(name)
-            new = self.names.final(file, binding) if binding is not None else name
-        elif owner is not None and self.names.is_class(owner):
-            new = self.names.member(owner, name)
-        if new is None:
-            spot = (text.end_lineno or 0, text.end_col_offset or 0, name)
-            new = self.slots(self.index.named.get(self.path, {}).get(spot), name, start)
-        if new is None and self.names.guess(name) != name:
-            guess = self.guess(node.args[0], name)
-            if guess is None:
-                self.out.undecided.append(self.where(start) + f'  ["{name}"]')
-            new = guess
-        if new is not None:
-            self.put(at, new)
+    def on_Tuple(self, node: ast.Tuple | ast.List) -> None:
+        """An object and a name of an attribute side by side, as in tables of what a test patches."""
+        for holder, text in pairwise(node.elts):
+            if isinstance(text, ast.Constant) and isinstance(holder, ast.Name | ast.Attribute):
+                self.pair(holder, text, False)
+
+    on_List = on_Tuple
+
+    def on_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and (new := self.guesses.said(self.path, None, f"'{node.value}'")) is not None:
+            start, end = self.source.span(node)
+            self.put((start + 1, end - 1), new)
 
     def on_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Names of parameters in the strings of a test's decorators."""

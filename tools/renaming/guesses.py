@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from tools.renaming.index import Index, Slot
 from tools.renaming.names import Names
-from tools.renaming.project import File, Symbol
+from tools.renaming.plan import Plan
+from tools.renaming.project import File, Project, Symbol
 from tools.renaming.scopes import Binding
 
 Key = tuple[Binding, str]
@@ -70,3 +73,105 @@ def object_key(file: File, node: ast.expr) -> Key | None:
         node = node.value
     binding = file.scopes.meant.get(id(node)) if isinstance(node, ast.Name) else None
     return (binding, ".".join(reversed(chain))) if binding is not None else None
+
+
+@dataclass
+class Edits:
+    """Replacements by file and byte offsets, and uses that a human must decide."""
+
+    by_file: dict[str, dict[tuple[int, int], str]] = field(default_factory=lambda: defaultdict(dict))
+    problems: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    unlikely: list[str] = field(default_factory=list)
+    """Undecided too, but hardly a name of this project."""
+
+    def put(self, path: str, at: tuple[int, int], new: str) -> None:
+        held = self.by_file[path].get(at)
+        if held is not None and held != new:
+            self.problems.append(f"{path}: bytes {at}: both {held} and {new}")
+        self.by_file[path][at] = new
+
+
+class Doubts:
+    """What the edits of one file share: where they go, and what is decided where no type is known."""
+
+    def __init__(self, file: File, project: Project, index: Index, names: Names, guesses: Guesses, out: Edits) -> None:
+        self.file, self.source, self.guesses = file, file.source, guesses
+        self.project, self.index, self.names, self.out = project, index, names, out
+        self.plan: Plan = names.plan
+        self.path = file.path
+        self.whole: set[int] = set()
+        self.asked = asked_of_objects(file)
+
+    def put(self, at: tuple[int, int], new: str) -> None:
+        if self.source.text(*at) != new:
+            self.out.put(self.path, at, new)
+
+    def where(self, offset: int) -> str:
+        return self.file.where(offset)
+
+    def guess(self, node: ast.expr, name: str, certain: bool = True) -> str | None:
+        """The new name of an attribute of an unknown object, by a map, by its other attributes, or as it is unique.
+
+        Not ``certain``: it may be no attribute at all, so that being unique does not count.
+        """
+        said = self.guesses.said(self.path, node, name)
+        if said is not None:
+            return said
+        key = object_key(self.file, node)
+        found = self.guesses.by_uses(self.asked[key] | {name}, name) if key is not None else None
+        return found if found is not None or not certain else self.names.guess(name)
+
+    def foreign(self, node: ast.expr) -> bool:
+        """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
+        while isinstance(node, ast.Attribute | ast.Call):
+            if isinstance(node, ast.Attribute):
+                spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
+                slots = self.index.members.get(self.path, {}).get(spot)
+                if slots is not None:
+                    return all(not s.owner.path for s in slots)
+            node = node.func if isinstance(node, ast.Call) else node.value
+        binding = self.file.scopes.meant.get(id(node))
+        if binding is None:
+            return isinstance(node, ast.Name)
+        if binding.name == "args" and b"argparse" in self.source.data:
+            return True
+        return binding.kinds == {"import"} and self.project.definition(self.file, binding) is None
+
+    def slots(self, slots: tuple[Slot, ...] | None, name: str, at: int) -> str | None:
+        """The one new name of all attributes that may be meant."""
+        if slots is None:
+            return None
+        news = {self.plan.slots.get(s, name) for s in slots}
+        if len(news) > 1:
+            shown = [f"{s.owner.path or 'library'}::{s.owner.name}" for s in slots]
+            self.out.problems.append(f"{self.where(at)}: .{name} of {', '.join(shown)} gets names {sorted(news)}")
+        return min(news - {name}, default=name)
+
+    def pair(self, holder: ast.expr, text: ast.expr, certain: bool) -> None:
+        """The name of an attribute in a string behind its object; not ``certain``: it may be any string."""
+        if not isinstance(text, ast.Constant) or not isinstance(text.value, str) or not text.value.isidentifier():
+            return
+        start, end = self.source.span(text)
+        at = (start + 1, end - 1)
+        if self.source.text(*at) != text.value:
+            return
+        owner, name = self.project.resolve(self.file, holder), text.value
+        new: str | None = None
+        if owner is not None and not owner.name and owner.path in self.project.files:
+            file = self.project.files[owner.path]
+            binding = file.scopes.top.bindings.get(name)
+            new = self.names.final(file, binding) if binding is not None else name
+            certain = certain or binding is not None
+        elif owner is not None and self.names.is_class(owner):
+            new = self.names.member(owner, name)
+        if new is None:
+            spot = (text.end_lineno or 0, text.end_col_offset or 0, name)
+            new = self.slots(self.index.named.get(self.path, {}).get(spot), name, start)
+        if new is None and self.names.guess(name) != name:
+            guess = self.guess(holder, name, certain)
+            if guess is None:
+                self.out.undecided.append(self.where(start) + f'  ["{name}"]')
+            new = guess
+        if new is not None:
+            self.put(at, new)

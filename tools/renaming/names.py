@@ -202,19 +202,32 @@ def _join(parts: list[str]) -> str:
 
 
 def _libraries() -> list[object]:
+    import argparse
     import asyncio
+    import inspect
     import socket
     import subprocess
     import threading
     from pathlib import Path
 
     found: list[object] = [Path, socket.socket, subprocess.Popen, threading.Thread, threading.Event, asyncio.Task,
-                           asyncio.Queue, asyncio.Event]  # fmt: skip
+                           asyncio.Queue, asyncio.Event, asyncio.StreamReader, asyncio.StreamWriter, inspect.Signature,
+                           inspect.Parameter, argparse.Namespace, argparse.ArgumentParser]  # fmt: skip
+    try:
+        import httpx
+        from PIL import Image
+
+        found += [httpx.Response, httpx.Request, httpx.Client, Image.Image]
+    except ImportError:
+        pass
     try:
         import numpy
         import torch
     except ImportError:
         return found
+    from torch import fx
+
+    found += [torch._ops.OpOverload, torch.UntypedStorage, fx.Node, fx.Graph, fx.GraphModule, torch.Generator]
     return [*found, torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.cuda, numpy, numpy.ndarray]
 
 
