@@ -120,8 +120,7 @@ class FileEdits(Doubts):
         elif self.names.guess(node.attr) != node.attr and not self.foreign(node.value):
             guess = self.guess(node.value, node.attr)
             if guess is None:
-                doubts = self.out.unlikely if self.names.unlikely(node.attr) else self.out.undecided
-                doubts.append(self.where(at[0]) + f"  [.{node.attr}]")
+                self.doubt(at[0], node.attr, f".{node.attr}")
             else:
                 self.put(at, guess)
 
@@ -174,13 +173,23 @@ class FileEdits(Doubts):
             news = {n for n in (self.parameter(c, keyword.arg) for c in callees) if n is not None}
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
-            elif not news and (callees or not self.foreign(node.func)):
+            elif not news and not self.foreign(node.func) and all(self.takes_more(c) for c in callees):
                 guess = self.keyword(node, keyword.arg, callee)
                 if guess is None:
-                    self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
+                    self.doubt(start, keyword.arg, f"{keyword.arg}=")
                 news = {guess or keyword.arg}
             for new in news:
                 self.put((start, start + len(keyword.arg.encode())), new)
+
+    def takes_more(self, symbol: Symbol) -> bool:
+        """Whether a function or a class may take keywords that it does not name."""
+        scope = self.project.scope(symbol)
+        if scope is not None and scope.kind == "class":
+            facts = self.index.classes.get(symbol)
+            inits = [Symbol(b.path, f"{b.name}.__init__") for b in facts.order] if facts is not None else []
+            scope = next((s for s in map(self.project.scope, inits) if s is not None), None)
+        args = getattr(scope.node if scope is not None else None, "args", None)
+        return args is not None and args.kwarg is not None
 
     def keyword(self, node: ast.Call, name: str, callee: str) -> str | None:
         """The new name of a keyword that no known parameter takes, as one that is handed on; None: undecided."""

@@ -148,6 +148,12 @@ class Doubts:
             self.out.problems.append(f"{self.where(at)}: .{name} of {', '.join(shown)} gets names {sorted(news)}")
         return min(news - {name}, default=name)
 
+    def doubt(self, at: int, name: str, shown: str) -> None:
+        """Notes a use that nothing decides, with the names that it may get."""
+        news = sorted((self.names.attributes.get(name, set()) | self.names.globals.get(name, set())) - {name})
+        doubts = self.out.unlikely if self.names.unlikely(name) else self.out.undecided
+        doubts.append(f"{self.where(at)}  [{shown}] {' or '.join(news)}")
+
     def pair(self, holder: ast.expr, text: ast.expr, certain: bool) -> None:
         """The name of an attribute in a string behind its object; not ``certain``: it may be any string."""
         if not isinstance(text, ast.Constant) or not isinstance(text.value, str) or not text.value.isidentifier():
@@ -170,8 +176,8 @@ class Doubts:
             new = self.slots(self.index.named.get(self.path, {}).get(spot), name, start)
         if new is None and self.names.guess(name) != name:
             guess = self.guess(holder, name, certain)
-            if guess is None:
-                self.out.undecided.append(self.where(start) + f'  ["{name}"]')
+            if guess is None and certain:
+                self.doubt(start, name, f'"{name}"')
             new = guess
         if new is not None:
             self.put(at, new)

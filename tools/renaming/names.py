@@ -171,7 +171,7 @@ class Names:
         """Whether an attribute of an unknown object is hardly one of those renamed: it is mostly libraries'."""
         classes = [f.names for f in self.groups.index.classes.values() if name in f.names]
         renamed = sum(slot.name == name and new != name for slot, new in self.plan.slots.items())
-        return name in self.foreign and 2 * renamed < len(classes)
+        return renamed * (2 if name in self.foreign else 3) < len(classes)
 
     def unique(self, name: str) -> str | None:
         """The one new name of a definition that prose may mean; None: it is not renamed, or not everywhere alike.
