@@ -17,6 +17,8 @@ from tools.renaming.project import Project, Symbol, module_of
 from tools.renaming.scopes import Imported
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
+HAND_ON = ("import_module", "getattr", "next", "max", "min", "copy", "deepcopy", "cast", "replace", "partial", "run")
+"""Functions of other libraries that give back what they were given."""
 STRING_TABLES = ("__all__", "__slots__", "__match_args__")
 
 
