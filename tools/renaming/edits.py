@@ -17,8 +17,7 @@ from tools.renaming.project import Project, Symbol, module_of
 from tools.renaming.scopes import Imported
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
-HAND_ON = ("import_module", "getattr", "next", "max", "min", "copy", "deepcopy", "cast", "replace", "partial", "run")
-"""Functions of other libraries that give back what they were given."""
+DOUBLES = ("SimpleNamespace", "Mock", "MagicMock")
 STRING_TABLES = ("__all__", "__slots__", "__match_args__")
 
 
@@ -175,7 +174,9 @@ class FileEdits(Doubts):
             news = {n for n in (self.parameter(c, keyword.arg) for c in callees) if n is not None}
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
-            elif not news and not self.foreign(node.func) and all(self.takes_more(c) for c in callees):
+            elif news:
+                pass
+            elif callee in DOUBLES or (not self.foreign(node.func) and all(self.takes_more(c) for c in callees)):
                 guess = self.keyword(node, keyword.arg, callee)
                 if guess is None:
                     self.doubt(start, keyword.arg, f"{keyword.arg}=")
@@ -201,7 +202,7 @@ class FileEdits(Doubts):
         if name in self._params or name not in self._fields:
             return None
         guess = self.names.guess(name)
-        return guess if guess == name or callee in ("SimpleNamespace", "Mock", "MagicMock") else None
+        return guess if guess == name or callee in DOUBLES else None
 
     @cached_property
     def _params(self) -> set[str]:

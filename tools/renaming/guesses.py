@@ -15,6 +15,8 @@ from tools.renaming.project import File, Project, Symbol
 from tools.renaming.scopes import Binding
 
 Key = tuple[Binding, str]
+HAND_ON = ("import_module", "getattr", "next", "max", "min", "copy", "deepcopy", "cast", "replace", "partial", "run")
+"""Functions of other libraries that give back what they were given."""
 
 
 class Guesses:
@@ -130,6 +132,8 @@ class Doubts:
                 slots = self.index.members.get(self.path, {}).get(spot)
                 if slots is not None:
                     return all(not s.owner.path for s in slots)
+            elif getattr(node.func, "id", getattr(node.func, "attr", "")) in HAND_ON:
+                return False
             node = node.func if isinstance(node, ast.Call) else node.value
         binding = self.file.scopes.meant.get(id(node))
         if binding is None:

@@ -227,7 +227,7 @@ def _libraries() -> list[object]:
         return found
     from torch import fx
 
-    found += [torch._ops.OpOverload, torch.UntypedStorage, fx.Node, fx.Graph, fx.GraphModule, torch.Generator]
+    found += [torch.ops.aten.add.Tensor, torch.UntypedStorage, fx.Node, fx.Graph, fx.GraphModule, torch.Generator]
     return [*found, torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.cuda, numpy, numpy.ndarray]
 
 
