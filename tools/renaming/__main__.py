@@ -103,6 +103,7 @@ def report(work: Work, verbose: bool, everything: bool = False) -> None:
     plan, edits = work.plan, work.edits
     for title, lines in (
         ("also renamed, as they override or implement", plan.extended),
+        ("renamed on a guess", edits.guessed if everything else []),
         ("undecided, unlikely", edits.unlikely if everything else []),
         ("undecided", edits.undecided),
         ("warning", plan.warnings),

@@ -86,6 +86,8 @@ class Edits:
     undecided: list[str] = field(default_factory=list)
     unlikely: list[str] = field(default_factory=list)
     """Undecided too, but hardly a name of this project."""
+    guessed: list[str] = field(default_factory=list)
+    """Renamed although the object has no known type: no other attribute has the name."""
 
     def put(self, path: str, at: tuple[int, int], new: str) -> None:
         held = self.by_file[path].get(at)
@@ -122,7 +124,12 @@ class Doubts:
             return said
         key = object_key(self.file, node)
         found = self.guesses.by_uses(self.asked[key] | {name}, name) if key is not None else None
-        return found if found is not None or not certain else self.names.guess(name)
+        if found is not None or not certain:
+            return found
+        unique = self.names.guess(name)
+        if unique not in (None, name):
+            self.out.guessed.append(f"{self.where(self.source.span(node)[0])}  [.{name}] {unique}")
+        return unique
 
     def foreign(self, node: ast.expr) -> bool:
         """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
