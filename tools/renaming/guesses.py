@@ -138,7 +138,7 @@ class Doubts:
                 spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
                 slots = self.index.members.get(self.path, {}).get(spot)
                 if slots is not None:
-                    return all(not s.owner.path for s in slots)
+                    return node.attr != "state" and all(not s.owner.path for s in slots)
             elif getattr(node.func, "id", getattr(node.func, "attr", "")) in HAND_ON:
                 return False
             node = node.func if isinstance(node, ast.Call) else node.value
