@@ -254,6 +254,21 @@ class FileEdits(Doubts):
 
     on_List = on_Tuple
 
+    def on_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """``f"{PACKAGE}.module"``: the module behind a constant may be another one."""
+        if len(node.values) != 2 or not isinstance(node.values[0], ast.FormattedValue):
+            return
+        tail, old = node.values[1], self.project.text(self.file, node)
+        above = self.project.text(self.file, node.values[0].value)
+        if not isinstance(tail, ast.Constant) or old is None or above is None or old not in self.project.modules:
+            return
+        new, new_above = self.names.module(old), self.names.dotted(above)
+        if new.startswith(f"{new_above}."):
+            _, end = self.source.span(node)
+            self.put((end - 1 - len(str(tail.value).encode()), end - 1), new[len(new_above) :])
+        else:
+            self.out.problems.append(f"{self.where(self.source.span(node)[0])}: {old} moves to {new}")
+
     def on_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and (new := self.guesses.said(self.path, None, f"'{node.value}'")) is not None:
             start, end = self.source.span(node)
