@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.renaming.edits import Edits, collect
+from tools.renaming.edits import collect
+from tools.renaming.guesses import Edits
 from tools.renaming.index import Index, load_index
 from tools.renaming.long_lines import WIDTH, reflow, wrap
 from tools.renaming.maps import Maps, read_maps

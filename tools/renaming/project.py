@@ -112,8 +112,8 @@ class Project:
                     return found
             return self.resolve_import(file.path, module, name)
         value = binding.values[0] if len(binding.values) == 1 and binding.kinds == {"variable"} else None
-        if isinstance(value, ast.Call) and (module := self.imported_name(file, value)) is not None:
-            return self.resolve_import(file.path, module, None)
+        if isinstance(value, ast.Call) and (imported := self.imported_name(file, value)) is not None:
+            return self.resolve_import(file.path, imported, None)
         if binding.scope.kind in ("lambda", "comprehension"):
             return None
         above = binding.scope.qualname

@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools.renaming.edits import Edits
+from tools.renaming.guesses import Edits
 from tools.renaming.names import Names
 from tools.renaming.project import File, Symbol
 from tools.renaming.scopes import Scope
