@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.renaming.edits import Edits, collect
+from tools.renaming.edits import collect
+from tools.renaming.guesses import Edits
 from tools.renaming.index import Index, load_index
 from tools.renaming.long_lines import WIDTH, reflow, wrap
 from tools.renaming.maps import Maps, read_maps
@@ -37,7 +38,7 @@ def work_out(project: Project, index: Index, maps: Maps) -> Work:
     planner = Planner(project, index, maps)
     plan = planner.build()
     names = Names(project, planner.groups, plan)
-    edits = collect(project, index, names)
+    edits = collect(project, index, names, maps.uses)
     texts = Texts(names, maps.words)
     for file in project.files.values():
         collect_prose(file, names, texts, edits)
@@ -98,11 +99,13 @@ def _move(root: Path, moves: dict[str, str]) -> None:
         subprocess.run(["git", "mv", held, new], cwd=root, check=True)
 
 
-def report(work: Work, verbose: bool) -> None:
+def report(work: Work, verbose: bool, everything: bool = False) -> None:
     """Prints what there is to read before the edits are written."""
     plan, edits = work.plan, work.edits
     for title, lines in (
         ("also renamed, as they override or implement", plan.extended),
+        ("renamed on a guess", edits.guessed if everything else []),
+        ("undecided, unlikely", edits.unlikely if everything else []),
         ("undecided", edits.undecided),
         ("warning", plan.warnings),
         ("conflict", edits.problems),
@@ -114,7 +117,8 @@ def report(work: Work, verbose: bool) -> None:
     print(
         f"{count} replacements in {len(edits.by_file)} files, {len(plan.moves)} files move, "
         f"{len(plan.symbols)} definitions, {len(plan.slots)} attributes, {len(plan.params)} parameters, "
-        f"{len(plan.locals)} variables; {len(plan.extended)} extended, {len(edits.undecided)} undecided, "
+        f"{len(plan.locals)} variables; {len(plan.extended)} extended, {len(edits.undecided)} undecided "
+        f"(and {len(edits.unlikely)} unlikely), "
         f"{len(plan.warnings)} warnings, {len(edits.problems)} conflicts"
     )
 
@@ -127,13 +131,14 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--force", action="store_true", help="write despite conflicts")
     parser.add_argument("--quiet", action="store_true", help="print conflicts, warnings and counts only")
+    parser.add_argument("--all", action="store_true", help="print undecided uses of names that libraries have too")
     parser.add_argument("--index", type=Path, help="where mypy's results are kept (.lint/rename_index.pickle)")
     asked = parser.parse_args(args)
     root = asked.root.resolve()
     project = load(root)
     index = load_index(project, asked.index or root / ".lint" / "rename_index.pickle")
     work = work_out(project, index, read_maps(asked.map or sorted(HERE.glob("*.toml"))))
-    report(work, not asked.quiet)
+    report(work, not asked.quiet, asked.all)
     if asked.check or (work.edits.problems and not asked.force):
         return 1 if work.edits.problems else 0
     apply(work, [sys.executable, "-m", "ruff"])

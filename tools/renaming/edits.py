@@ -6,45 +6,23 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
-from tools.renaming.checks import captured, doubled_members
+from tools.renaming.guesses import Doubts, Edits, Guesses
 from tools.renaming.hints import parametrize_names
-from tools.renaming.index import Index, Slot
-from tools.renaming.names import Names
-from tools.renaming.plan import Plan
-from tools.renaming.project import File, Project, Symbol, module_of
+from tools.renaming.index import Index
+from tools.renaming.names import Names, captured, doubled_members
+from tools.renaming.project import Project, Symbol, module_of
 from tools.renaming.scopes import Imported
 
 CALLS_WITH_NAMES = ("getattr", "setattr", "hasattr", "delattr", "object")
+DOUBLES = ("SimpleNamespace", "Mock", "MagicMock")
 STRING_TABLES = ("__all__", "__slots__", "__match_args__")
 
 
-@dataclass
-class Edits:
-    """Replacements by file and byte offsets, and uses that a human must decide."""
-
-    by_file: dict[str, dict[tuple[int, int], str]] = field(default_factory=lambda: defaultdict(dict))
-    problems: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-
-    def put(self, path: str, at: tuple[int, int], new: str) -> None:
-        held = self.by_file[path].get(at)
-        if held is not None and held != new:
-            self.problems.append(f"{path}: bytes {at}: both {held} and {new}")
-        self.by_file[path][at] = new
-
-
-class FileEdits:
+class FileEdits(Doubts):
     """The edits of one file."""
-
-    def __init__(self, file: File, project: Project, index: Index, names: Names, out: Edits) -> None:
-        self.file, self.source = file, file.source
-        self.project, self.index, self.names, self.out = project, index, names, out
-        self.plan: Plan = names.plan
-        self.path = file.path
-        self.whole: set[int] = set()
 
     def collect(self) -> None:
         for scope in self.file.scopes.top.walk():
@@ -57,13 +35,6 @@ class FileEdits:
             visit = getattr(self, f"on_{type(node).__name__}", None)
             if visit is not None:
                 visit(node)
-
-    def put(self, at: tuple[int, int], new: str) -> None:
-        if self.source.text(*at) != new:
-            self.out.put(self.path, at, new)
-
-    def where(self, offset: int) -> str:
-        return self.file.where(offset)
 
     def nodes(self) -> Iterator[ast.AST]:
         yield from ast.walk(self.source.tree)
@@ -147,26 +118,12 @@ class FileEdits:
         new = self.attribute(node)
         if new is not None:
             self.put(at, new)
-        elif node.attr in self.names.attributes and not self.foreign(node.value):
-            guess = self.names.guess(node.attr)
+        elif self.names.guess(node.attr) != node.attr and not self.foreign(node.value):
+            guess = self.guess(node.value, node.attr)
             if guess is None:
-                self.out.undecided.append(self.where(at[0]) + f"  [.{node.attr}]")
-            elif guess != node.attr:
+                self.doubt(at[0], node.attr, f".{node.attr}")
+            else:
                 self.put(at, guess)
-
-    def foreign(self, node: ast.expr) -> bool:
-        """Whether an expression surely is of another library: a module of one, something in it, or a call of either."""
-        while isinstance(node, ast.Attribute | ast.Call):
-            if isinstance(node, ast.Attribute):
-                spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
-                slots = self.index.members.get(self.path, {}).get(spot)
-                if slots is not None:
-                    return all(not s.owner.path for s in slots)
-            node = node.func if isinstance(node, ast.Call) else node.value
-        binding = self.file.scopes.meant.get(id(node))
-        if binding is None:
-            return isinstance(node, ast.Name)
-        return binding.kinds == {"import"} and self.project.definition(self.file, binding) is None
 
     def _module(self, node: ast.Attribute) -> bool:
         """Writes the name of a module that moves to another package anew, as a whole."""
@@ -201,20 +158,12 @@ class FileEdits:
         spot = (node.end_lineno or 0, node.end_col_offset or 0, node.attr)
         return self.slots(self.index.members.get(self.path, {}).get(spot), node.attr, self.source.span(node)[0])
 
-    def slots(self, slots: tuple[Slot, ...] | None, name: str, at: int) -> str | None:
-        """The one new name of all attributes that may be meant."""
-        if slots is None:
-            return None
-        news = {self.plan.slots.get(s, name) for s in slots}
-        if len(news) > 1:
-            shown = [f"{s.owner.path or 'library'}::{s.owner.name}" for s in slots]
-            self.out.problems.append(f"{self.where(at)}: .{name} of {', '.join(shown)} gets names {sorted(news)}")
-        return min(news - {name}, default=name)
-
     def on_Call(self, node: ast.Call) -> None:
         callee = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if callee in CALLS_WITH_NAMES and len(node.args) > 1:
-            self._named(node)
+        for holder, text in pairwise(node.args):
+            named = callee in CALLS_WITH_NAMES and holder is node.args[0]
+            if named or isinstance(holder, ast.Name | ast.Attribute):
+                self.pair(holder, text, named)
         changed = [k for k in node.keywords if k.arg is not None and (k.arg in self._params or k.arg in self._fields)]
         if not changed:
             return
@@ -225,16 +174,35 @@ class FileEdits:
             news = {n for n in (self.parameter(c, keyword.arg) for c in callees) if n is not None}
             if len(news) > 1:
                 self.out.problems.append(f"{self.where(start)}: keyword {keyword.arg} becomes {sorted(news)}")
-            elif not news and not callees and not self.foreign(node.func):
-                guess = self.names.guess(keyword.arg) if keyword.arg in self._fields else None
-                if guess is None or keyword.arg in self._params:
-                    self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
-                elif callee in ("SimpleNamespace", "Mock", "MagicMock"):
-                    news = {guess}
-                elif guess != keyword.arg:
-                    self.out.undecided.append(self.where(start) + f"  [{keyword.arg}=]")
+            elif news:
+                pass
+            elif callee in DOUBLES or (not self.foreign(node.func) and all(self.takes_more(c) for c in callees)):
+                guess = self.keyword(node, keyword.arg, callee)
+                if guess is None:
+                    self.doubt(start, keyword.arg, f"{keyword.arg}=")
+                news = {guess or keyword.arg}
             for new in news:
                 self.put((start, start + len(keyword.arg.encode())), new)
+
+    def takes_more(self, symbol: Symbol) -> bool:
+        """Whether a function or a class may take keywords that it does not name."""
+        scope = self.project.scope(symbol)
+        if scope is not None and scope.kind == "class":
+            facts = self.index.classes.get(symbol)
+            inits = [Symbol(b.path, f"{b.name}.__init__") for b in facts.order] if facts is not None else []
+            scope = next((s for s in map(self.project.scope, inits) if s is not None), None)
+        args = getattr(scope.node if scope is not None else None, "args", None)
+        return args is not None and args.kwarg is not None
+
+    def keyword(self, node: ast.Call, name: str, callee: str) -> str | None:
+        """The new name of a keyword that no known parameter takes, as one that is handed on; None: undecided."""
+        said = self.guesses.said(self.path, node.func, name)
+        if said is not None:
+            return said
+        if name in self._params or name not in self._fields:
+            return None
+        guess = self.names.guess(name)
+        return guess if guess == name or callee in DOUBLES else None
 
     @cached_property
     def _params(self) -> set[str]:
@@ -278,32 +246,33 @@ class FileEdits:
                     return self.parameter(Symbol(base.path, f"{base.name}.{made}"), name)
         return None
 
-    def _named(self, node: ast.Call) -> None:
-        """An attribute's name in a string behind the object."""
-        text = node.args[1]
-        if not isinstance(text, ast.Constant) or not isinstance(text.value, str) or not text.value.isidentifier():
+    def on_Tuple(self, node: ast.Tuple | ast.List) -> None:
+        """An object and a name of an attribute side by side, as in tables of what a test patches."""
+        for holder, text in pairwise(node.elts):
+            if isinstance(text, ast.Constant) and isinstance(holder, ast.Name | ast.Attribute):
+                self.pair(holder, text, False)
+
+    on_List = on_Tuple
+
+    def on_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """``f"{PACKAGE}.module"``: the module behind a constant may be another one."""
+        if len(node.values) != 2 or not isinstance(node.values[0], ast.FormattedValue):
             return
-        start, end = self.source.span(text)
-        at = (start + 1, end - 1)
-        if self.source.text(*at) != text.value:
+        tail, old = node.values[1], self.project.text(self.file, node)
+        above = self.project.text(self.file, node.values[0].value)
+        if not isinstance(tail, ast.Constant) or old is None or above is None or old not in self.project.modules:
             return
-        owner, name = self.project.resolve(self.file, node.args[0]), text.value
-        new: str | None = None
-        if owner is not None and not owner.name and owner.path in self.project.files:
-            file = self.project.files[owner.path]
-            binding = file.scopes.top.bindings.get(name)
-            new = self.names.final(file, binding) if binding is not None else name
-        elif owner is not None and self.names.is_class(owner):
-            new = self.names.member(owner, name)
-        if new is None:
-            spot = (text.end_lineno or 0, text.end_col_offset or 0, name)
-            new = self.slots(self.index.named.get(self.path, {}).get(spot), name, start)
-        if new is None and (guess := self.names.guess(name)) != name:
-            if guess is None:
-                self.out.undecided.append(self.where(start) + f'  ["{name}"]')
-            new = guess
-        if new is not None:
-            self.put(at, new)
+        new, new_above = self.names.module(old), self.names.dotted(above)
+        if new.startswith(f"{new_above}."):
+            _, end = self.source.span(node)
+            self.put((end - 1 - len(str(tail.value).encode()), end - 1), new[len(new_above) :])
+        else:
+            self.out.problems.append(f"{self.where(self.source.span(node)[0])}: {old} moves to {new}")
+
+    def on_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and (new := self.guesses.said(self.path, None, f"'{node.value}'")) is not None:
+            start, end = self.source.span(node)
+            self.put((start + 1, end - 1), new)
 
     def on_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Names of parameters in the strings of a test's decorators."""
@@ -356,11 +325,12 @@ class FileEdits:
                 self.put((start + 1, end - 1), new)
 
 
-def collect(project: Project, index: Index, names: Names) -> Edits:
+def collect(project: Project, index: Index, names: Names, uses: dict[str, dict[str, str]]) -> Edits:
     """All edits of Python code; problems among them too."""
     out = Edits()
+    guesses = Guesses(names, uses)
     for file in project.files.values():
-        FileEdits(file, project, index, names, out).collect()
+        FileEdits(file, project, index, names, guesses, out).collect()
         out.problems += captured(file, names)
     out.problems += doubled_members(index, names)
     out.problems = list(dict.fromkeys(out.problems))

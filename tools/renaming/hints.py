@@ -165,9 +165,10 @@ def parametrize_names(node: ast.AST) -> list[tuple[ast.Constant, list[str]]]:
     found = []
     for decorator in getattr(node, "decorator_list", []):
         callee = getattr(decorator, "func", None)
-        if getattr(callee, "attr", "") not in ("parametrize", "usefixtures"):
+        kind = getattr(callee, "attr", "")
+        if kind not in ("parametrize", "usefixtures"):
             continue
-        first = decorator.args if callee.attr == "usefixtures" else decorator.args[:1]
+        first = decorator.args if kind == "usefixtures" else decorator.args[:1]
         for part in first:
             for one in part.elts if isinstance(part, ast.Tuple | ast.List) else [part]:
                 if isinstance(one, ast.Constant) and isinstance(one.value, str):

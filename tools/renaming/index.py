@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tools.renaming.project import PACKAGES, Project, Symbol
 
-VERSION = 4
+VERSION = 5
 BESIDE = ("tests", "benchmarks", "deploy", "tools")
 
 
@@ -130,11 +130,11 @@ def _links(project: Project, base: Path) -> list[tuple[str, str, str]]:
         if (root / name).is_dir():
             link.symlink_to(root / name)
     sources = []
-    for module, path in project.modules.items():
-        top, *rest = Path(path).parts
+    for module, file in project.modules.items():
+        top, *rest = Path(file).parts
         under = base / "trencadis" / top if top in PACKAGES else base / top
-        real = under.joinpath(*rest) if under.exists() and rest else root / path
-        sources.append((str(real), module, path))
+        real = under.joinpath(*rest) if under.exists() and rest else root / file
+        sources.append((str(real), module, file))
     return sources
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TABLES = ("files", "symbols", "params", "locals", "words", "c_names")
+TABLES = ("files", "symbols", "params", "locals", "words", "uses", "c_names")
 ENTRY = re.compile(r"(?P<path>[^:]+)::(?P<name>[\w.<>*]+)(?:\((?P<param>\w+)\))?")
 
 
@@ -22,6 +22,7 @@ class Maps:
     params: dict[tuple[str, str, str], str] = field(default_factory=dict)
     locals: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
     words: dict[str, dict[str, str]] = field(default_factory=dict)
+    uses: dict[str, dict[str, str]] = field(default_factory=dict)
     c_names: dict[str, str] = field(default_factory=dict)
     origin: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -81,12 +82,13 @@ def _add_nested(maps: Maps, tables: dict[str, Any], origin: str) -> None:
             if held.get(old, new) != new:
                 maps.problems.append(f"{origin}: [locals] {text} {old} -> {new}, elsewhere {held[old]}")
             held[old] = new
-    for glob, words in tables.get("words", {}).items():
-        held = maps.words.setdefault(glob, {})
-        for old, new in words.items():
-            if held.get(old, new) != new:
-                maps.problems.append(f"{origin}: [words] {glob} {old!r} -> {new!r}, elsewhere {held[old]!r}")
-            held[old] = new
+    for kind, into in (("words", maps.words), ("uses", maps.uses)):
+        for glob, words in tables.get(kind, {}).items():
+            held = into.setdefault(glob, {})
+            for old, new in words.items():
+                if held.get(old, new) != new:
+                    maps.problems.append(f"{origin}: [{kind}] {glob} {old!r} -> {new!r}, elsewhere {held[old]!r}")
+                held[old] = new
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The new name of every binding, import, module and dotted name under a plan."""
+"""The new name of every binding, import, module and dotted name under a plan, and which of them would clash."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ast
 import re
 from functools import cached_property
 
-from tools.renaming.index import Slot
+from tools.renaming.index import Index, Slot
 from tools.renaming.plan import Groups, Plan
 from tools.renaming.project import File, Project, Symbol, module_of
-from tools.renaming.scopes import Binding, Imported
+from tools.renaming.scopes import Binding, Imported, Scope
 
 COMMON: tuple[type, ...] = (list, dict, str, bytes, int, float, set, tuple, object, BaseException, re.Pattern, re.Match)
 
@@ -146,23 +146,32 @@ class Names:
         return found
 
     @cached_property
+    def libraries(self) -> list[set[str]]:
+        """The attributes of common types and modules of other libraries."""
+        return [set(dir(kind)) for kind in (*COMMON, *_libraries())]
+
+    @cached_property
     def foreign(self) -> set[str]:
-        """Attributes of common types of other libraries: a name of theirs is never renamed on a guess."""
-        found: set[str] = set()
-        for kind in (*COMMON, *_libraries()):
-            found |= set(dir(kind))
+        """Attributes of other libraries: a name of theirs is never renamed on a guess."""
+        found = set().union(*self.libraries)
         for facts in self.groups.index.classes.values():
             found |= facts.foreign
         return found
 
     def guess(self, name: str) -> str | None:
         """The new name of an attribute of an unknown object; None: undecided. The same name: surely not renamed."""
-        found = self.attributes.get(name, set()) | (self.globals.get(name, set()) if name in self.attributes else set())
+        found = self.attributes.get(name, set()) | self.globals.get(name, set())
         if all(new == name for new in found):
             return name
         if len(found) == 1 and name not in self.foreign:
             return min(found)
         return None
+
+    def unlikely(self, name: str) -> bool:
+        """Whether an attribute of an unknown object is hardly one of those renamed: it is mostly libraries'."""
+        classes = [f.names for f in self.groups.index.classes.values() if name in f.names]
+        renamed = sum(slot.name == name and new != name for slot, new in self.plan.slots.items())
+        return renamed * (2 if name in self.foreign else 3) < len(classes)
 
     def unique(self, name: str) -> str | None:
         """The one new name of a definition that prose may mean; None: it is not renamed, or not everywhere alike.
@@ -193,17 +202,103 @@ def _join(parts: list[str]) -> str:
 
 
 def _libraries() -> list[object]:
+    import argparse
     import asyncio
+    import inspect
     import socket
     import subprocess
     import threading
     from pathlib import Path
 
     found: list[object] = [Path, socket.socket, subprocess.Popen, threading.Thread, threading.Event, asyncio.Task,
-                           asyncio.Queue, asyncio.Event]  # fmt: skip
+                           asyncio.Queue, asyncio.Event, asyncio.StreamReader, asyncio.StreamWriter, inspect.Signature,
+                           inspect.Parameter, argparse.Namespace, argparse.ArgumentParser]  # fmt: skip
+    try:
+        import httpx
+        from PIL import Image
+
+        found += [httpx.Response, httpx.Request, httpx.Client, Image.Image]
+    except ImportError:
+        pass
     try:
         import numpy
         import torch
     except ImportError:
         return found
+    from torch import fx
+
+    found += [torch.ops.aten.add.Tensor, torch.UntypedStorage, fx.Node, fx.Graph, fx.GraphModule, torch.Generator]
     return [*found, torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.cuda, numpy, numpy.ndarray]
+
+
+def captured(file: File, names: Names) -> list[str]:
+    """Each name of a file that would be bound twice in its scope, or would mean another binding than today."""
+    problems: list[str] = []
+    after: dict[Scope, dict[str, Binding]] = {}
+    for scope in file.scopes.top.walk():
+        held: dict[str, Binding] = {}
+        for binding in scope.bindings.values():
+            new = names.final(file, binding)
+            if new in held:
+                both = f"{held[new].name} and {binding.name}"
+                first = (binding.spots or held[new].spots or [(0, 0)])[0][0]
+                problems.append(f"{file.where(first)}: {both} would both be {new} in {_shown(scope)}")
+            held[new] = binding
+        after[scope] = held
+    for scope in file.scopes.top.walk():
+        for binding in scope.bindings.values():
+            new = names.final(file, binding)
+            for user, at in binding.users:
+                offset = max(at[0], binding.since or 0) if user is binding.scope else at[0]
+                found = _find(user, new, after, offset)
+                if found is not None and found is not binding:
+                    problems.append(
+                        f"{file.where(at[0])}: {binding.name} -> {new} would mean the {new} of {_shown(found.scope)}"
+                        f" (today {found.name})"
+                    )
+                    break
+    for scope, name, at in file.scopes.unknown:
+        found = _find(scope, name, after, at[0])
+        if found is not None:
+            shown = f"{found.name} in {_shown(found.scope)}"
+            problems.append(f"{file.where(at[0])}: builtin {name} would mean what was {shown}")
+    return problems
+
+
+def _shown(scope: Scope) -> str:
+    return f"{scope.kind} {scope.qualname}" if scope.kind != "module" else "the module"
+
+
+def _find(scope: Scope, name: str, after: dict[Scope, dict[str, Binding]], offset: int) -> Binding | None:
+    at: Scope | None = scope
+    while at is not None:
+        found = after[at].get(name)
+        if found is not None and (at is scope or at.kind != "class"):
+            outer = _find(at.parent, name, after, offset) if at.kind == "class" and at.parent is not None else None
+            if found.since is None or offset >= found.since or outer is None:
+                return found
+        at = at.parent
+    return None
+
+
+def doubled_members(index: Index, names: Names) -> list[str]:
+    """Adds a problem where two attributes of one class would have one name."""
+    problems: list[str] = []
+    seen: set[str] = set()
+    for symbol, facts in index.classes.items():
+        after: dict[str, tuple[str, Slot]] = {}
+        for base in facts.order:
+            of_base = index.classes.get(base)
+            for name in of_base.names if of_base is not None else ():
+                slot = Slot(base, name)
+                new = names.plan.slots.get(slot, name)
+                if new in after and after[new][0] != name:
+                    a, b = after[new][1], slot
+                    text = " and ".join(sorted(f"{s.owner.path}::{s.owner.name}.{s.name}" for s in (a, b)))
+                    if text not in seen:
+                        seen.add(text)
+                        problems.append(f"{text} would both be {new} (in {symbol.path}::{symbol.name})")
+                if new != name and new in facts.foreign:
+                    problems.append(f"{base.path}::{base.name}.{name} -> {new}: a library's class has {new}")
+                after.setdefault(new, (name, slot))
+    return problems

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import PurePosixPath
 
-from tools.renaming.edits import Edits
+from tools.renaming.guesses import Edits
 from tools.renaming.names import Names
 from tools.renaming.project import File, module_of
 from tools.renaming.texts import Texts

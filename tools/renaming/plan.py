@@ -262,7 +262,14 @@ class Planner:
             return
         self._one_param(Symbol(path, name), param, new, where)
         assert scope.parent is not None
-        if scope.parent.kind == "class" and not scope.name.startswith("__"):
+        if scope.parent.kind == "class" and scope.name == "__init__":
+            base = Symbol(path, scope.parent.qualname)
+            for derived, facts in self.index.classes.items():
+                inner = Symbol(derived.path, f"{derived.name}.__init__")
+                found = self.project.scope(inner) if base in facts.order[1:] else None
+                if found is not None and param in found.bindings and "param" in found.bindings[param].kinds:
+                    self._one_param(inner, param, new, where)
+        elif scope.parent.kind == "class" and not scope.name.startswith("__"):
             for slot in self.groups.group(Slot(Symbol(path, scope.parent.qualname), scope.name)):
                 other = Symbol(slot.owner.path, f"{slot.owner.name}.{slot.name}")
                 found = self.project.scope(other)

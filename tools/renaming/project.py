@@ -111,10 +111,33 @@ class Project:
                 if found is not None:
                     return found
             return self.resolve_import(file.path, module, name)
+        value = binding.values[0] if len(binding.values) == 1 and binding.kinds == {"variable"} else None
+        if isinstance(value, ast.Call) and (imported := self.imported_name(file, value)) is not None:
+            return self.resolve_import(file.path, imported, None)
         if binding.scope.kind in ("lambda", "comprehension"):
             return None
         above = binding.scope.qualname
         return Symbol(file.path, f"{above}.{binding.name}" if above else binding.name)
+
+    def imported_name(self, file: File, node: ast.Call) -> str | None:
+        """The module that a call of import_module names."""
+        if getattr(node.func, "id", getattr(node.func, "attr", "")) != "import_module" or not node.args:
+            return None
+        return self.text(file, node.args[0])
+
+    def text(self, file: File, node: ast.expr, depth: int = 0) -> str | None:
+        """The value of a string, of a constant of a module, or of an f-string of such."""
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.JoinedStr):
+            parts = [self.text(file, v.value if isinstance(v, ast.FormattedValue) else v, depth) for v in node.values]
+            return "".join(p or "" for p in parts) if all(p is not None for p in parts) else None
+        symbol = self.resolve(file, node) if depth < 4 else None
+        owner = self.files.get(symbol.path) if symbol is not None else None
+        binding = owner.scopes.top.bindings.get(symbol.name) if owner is not None and symbol is not None else None
+        if owner is None or binding is None or len(binding.values) != 1 or binding.values[0] is None:
+            return None
+        return self.text(owner, binding.values[0], depth + 1)
 
     def child(self, symbol: Symbol, name: str) -> Symbol | None:
         """A name of a module; None for anything else, and where there is no such name."""

@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools.renaming.edits import Edits
+from tools.renaming.guesses import Edits
 from tools.renaming.names import Names
 from tools.renaming.project import File, Symbol
 from tools.renaming.scopes import Scope
@@ -39,9 +39,9 @@ def segments(file: File) -> Iterator[Segment]:
             if id(node) in inside and id(node) not in source.places:
                 continue
             spoken, notes = any(isinstance(v, ast.Constant) and " " in str(v.value) for v in node.values), False
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in inside:
             notes = id(node) in docs
-            spoken = " " in node.value or notes
+            spoken = isinstance(node.value, str) and (" " in node.value or notes)
         else:
             continue
         for literal in literals(source.data, *source.span(node)):

@@ -33,6 +33,8 @@ class Binding:
     imports: list[Imported] = field(default_factory=list)
     nodes: list[ast.AST] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
+    values: list[ast.expr | None] = field(default_factory=list)
+    """What is assigned to it; None: something unknown, as in a loop."""
     since: int | None = None
     """Where the name is first bound, in a class: above that, the class's body means an outer one."""
 
@@ -125,6 +127,7 @@ class _Walk(ast.NodeVisitor):
         self.scope = Scope("module", "", source.tree, None)
         self.found = Scopes(self.scope)
         self.statement_end = 0
+        self.assigned: dict[int, ast.expr] = {}
 
     def bound(
         self, name: str, kind: str, node: ast.AST, at: tuple[int, int] | None, owner: ast.AST | None = None
@@ -236,8 +239,15 @@ class _Walk(ast.NodeVisitor):
             self.found.uses.append((self.scope, node.id, at, node))
         else:
             self.bound(node.id, "variable", node, at, node)
+            self.found.meant[id(node)].values.append(self.assigned.get(id(node)))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.assigned |= {id(t): node.value for t in node.targets}
+        self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assigned[id(node.target)] = node.value
         self.visit(node.target)
         self.annotation(node.annotation)
         if node.value is not None:

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from tools.renaming.names import Names
+from tools.renaming.project import Symbol
 
 PATH = re.compile(r"(?<![\w./-])(?:[\w.{}-]+/)+[\w.-]*[\w-]|(?<![\w./-])[\w-]+\.(?:py|md|c|h|inc|sh)\b(?![/\w-])")
 PREFIXES = re.compile(r"(?:\.\.?/)+|.*/(?:blob|tree)/main/|trencadis/(?=(?:core|backends|multimodal|server|assets)/)")
@@ -169,8 +170,8 @@ class Texts:
         return ".".join(out)
 
     @cached_property
-    def _classes(self) -> dict[str, object]:
-        found: dict[str, list[object]] = defaultdict(list)
+    def _classes(self) -> dict[str, Symbol]:
+        found: dict[str, list[Symbol]] = defaultdict(list)
         for symbol in self.names.groups.index.classes:
             found[symbol.name.rpartition(".")[2]].append(symbol)
         return {name: owners[0] for name, owners in found.items() if len(owners) == 1}
