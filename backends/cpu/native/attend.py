@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import AttendLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
@@ -20,23 +21,6 @@ LANES = 16
 
 WIDEST = 512
 """Most values of a head; of panels.h."""
-
-
-class AttendLayout(ctypes.Structure):
-    """``Attend`` of panels.h, without what the library fills in."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale", "kept", "pairs")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
-        ),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type")),
-        ("starts", ctypes.c_void_p),
-        ("part", ctypes.c_void_p),
-    ]
 
 
 @dataclass(frozen=True)

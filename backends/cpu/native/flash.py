@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import FlashLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 
 WIDEST = 512
@@ -24,22 +25,6 @@ WIDEST = 512
 
 Where = slice | Tensor
 """Rows or slots: a slice, or int64 indices."""
-
-
-class FlashLayout(ctypes.Structure):
-    """``Flash`` of flash.h, without what the library fills in at its end."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "window")),
-        ("spans", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("n", "type")),
-        ("scale", ctypes.c_float),
-        ("pairs", ctypes.c_int),
-        ("starts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("tokens", "next", "team")),
-    ]
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class KernelTable:
         kind: a key of ``KINDS``, or ``TORCH``.
         rows: (operation, type of activations) -> the most rows of one launch that own kernels take. What is missing is
             torch's. For a LINEAR of ``ANY`` rows, weights lie in this package's layout alone.
-        bfloat16_pairs: attention multiplies pairs of bfloat16, as AVX512_BF16 does.
+        bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
     """
 
@@ -103,13 +103,20 @@ class KernelTable:
         return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
 
 
+def shares_layout(dtype: str, features: Collection[str]) -> bool:
+    """True if oneDNN keeps weights of ``dtype`` as own products read them, on a CPU with ``features``."""
+    if dtype == BFLOAT16:
+        return "avx512_bf16" in features and "amx" not in features
+    return dtype == FLOAT32 and "avx512" in features
+
+
 def table_of(kind: str, features: Collection[str], why: str = "as asked", every_row: bool = False) -> KernelTable:
     """The table of one kind of kernels.
 
     Args:
         kind: a key of ``KINDS``, or ``TORCH``.
-        features: what the CPU has, of ``library.FEATURES``. With ``amx``, oneDNN keeps bfloat16 weights in a layout of
-            its own, so own products of such weights serve every number of rows or none.
+        features: what the CPU has, of ``library.FEATURES``. Where oneDNN keeps weights in a layout of its own (see
+            ``shares_layout``), own products of such weights serve every number of rows or none.
         why: for ``KernelTable.why``.
         every_row: own products serve every number of rows, so that a row has the same bits beside any others.
     """
@@ -120,15 +127,13 @@ def table_of(kind: str, features: Collection[str], why: str = "as asked", every_
         for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs one pass for these as well
-    if "avx512" in KINDS[kind]:
-        rows[Op.LINEAR, FLOAT32] = ANY if every_row else SHARED_ROWS
-        if "avx512_bf16" in features:
-            rows[Op.LINEAR, BFLOAT16] = ANY if every_row or "amx" in features else SHARED_ROWS
+    for dtype in (FLOAT32, BFLOAT16):
+        rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, features) and not every_row else ANY
     if "amx" in KINDS[kind] and not every_row:
         # oneDNN's products on tiles are several times as fast as ours without, from a few rows on.
         del rows[Op.ATTENTION, BFLOAT16]
         rows.pop((Op.LINEAR, BFLOAT16), None)
-    pairs = "avx512_bf16" in features and "avx512_vnni" in KINDS[kind]
+    pairs = "avx512_bf16" in features and "avx512" in KINDS[kind]
     return KernelTable(kind, MappingProxyType(rows), pairs, why)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
+from trencadis.backends.cpu.native.layouts import PackCall
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.layout import aligned
@@ -44,15 +45,6 @@ SHAPES = ((200, 130), (448, 1000), (65, 34))
 
 SIZES, FILLED, STRIDE = 8, 112, 320
 """Places of a layout's two sizes, of those with padding, and of the step between panels, as serialised."""
-
-
-class PackCall(ctypes.Structure):
-    """``Pack`` of dense.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "out")),
-        *((name, ctypes.c_int64) for name in ("inputs", "depth", "source", "target")),
-    ]
 
 
 class Pages:

@@ -10,21 +10,12 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import TurnLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
 """Half of a head has at least so many values: the widest vector."""
-
-
-class TurnLayout(ctypes.Structure):
-    """``Turn`` of panels.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys", "values", "slot")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "type")),
-    ]
 
 
 class StoredKeys(NamedTuple):
