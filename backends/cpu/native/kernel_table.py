@@ -6,6 +6,7 @@ the table does not give to this package's own kernels is left to torch, whose pr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -110,7 +111,13 @@ def shares_layout(dtype: str, features: Collection[str]) -> bool:
     return dtype == FLOAT32 and "avx512" in features
 
 
-def table_of(kind: str, features: Collection[str], why: str = "as asked", every_row: bool = False) -> KernelTable:
+def table_of(
+    kind: str,
+    features: Collection[str],
+    why: str = "as asked",
+    every_row: bool = False,
+    onednn: Collection[str] | None = None,
+) -> KernelTable:
     """The table of one kind of kernels.
 
     Args:
@@ -119,6 +126,7 @@ def table_of(kind: str, features: Collection[str], why: str = "as asked", every_
             ``shares_layout``), own products of such weights serve every number of rows or none.
         why: for ``KernelTable.why``.
         every_row: own products serve every number of rows, so that a row has the same bits beside any others.
+        onednn: the features that oneDNN uses; None: all.
     """
     if kind == TORCH:
         return KernelTable(TORCH, MappingProxyType({}), False, why)
@@ -127,8 +135,9 @@ def table_of(kind: str, features: Collection[str], why: str = "as asked", every_
         for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs one pass for these as well
+    theirs = features if onednn is None else onednn
     for dtype in (FLOAT32, BFLOAT16):
-        rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, features) and not every_row else ANY
+        rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY
     if "amx" in KINDS[kind] and not every_row:
         # oneDNN's products on tiles are several times as fast as ours without, from a few rows on.
         del rows[Op.ATTENTION, BFLOAT16]
@@ -143,9 +152,24 @@ def available_kinds() -> tuple[str, ...]:
     return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
 
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that keep oneDNN from using all of a CPU."""
+
+
+def onednn_features() -> frozenset[str]:
+    """``library.FEATURES`` of this CPU, without those of AVX-512 and AMX where a variable keeps oneDNN from them."""
+    features = library.found().features
+    limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
+    if limit in ("ALL", "DEFAULT") or "AMX" in limit:
+        return features
+    if "AVX10" in limit or "BF16" in limit or "FP16" in limit:
+        return features - {"amx"}
+    return features - ({"amx", "avx512_bf16"} if "AVX512" in limit else {"amx", "avx512_bf16", "avx512"})
+
+
 @cache
 def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
-    return table_of(kind, library.found().features, why, every_row)
+    return table_of(kind, library.found().features, why, every_row, onednn_features())
 
 
 def chosen_table(every_row: bool = False) -> KernelTable:
@@ -156,8 +180,10 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     """
     asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.found()
     missing = have.why or "the CPU has no AVX2"
+    left_out = f"; {library.report_left_out()}" if have.left_out and kinds else ""
     if asked == "auto":
-        return _chosen(kinds[-1], every_row, "the best of this CPU") if kinds else _chosen(TORCH, every_row, missing)
+        best = f"the best of this CPU{left_out}"
+        return _chosen(kinds[-1], every_row, best) if kinds else _chosen(TORCH, every_row, missing)
     if asked == TORCH:
         return _chosen(TORCH, every_row, f"{VARIABLE} is {TORCH}" if kinds else f"own kernels: {missing}")
     if asked not in KINDS:
@@ -165,7 +191,7 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     if asked not in kinds:
         why = f"this CPU has {', '.join(kinds)}" if kinds else missing
         raise StartupError(f"{VARIABLE}={asked}: these kernels cannot serve: {why}.")
-    return _chosen(asked, every_row, f"{VARIABLE} is {asked}")
+    return _chosen(asked, every_row, f"{VARIABLE} is {asked}{left_out}")
 
 
 def line() -> str:

@@ -93,6 +93,13 @@ def report_left_out() -> str:
     return "" if have.library is not None else have.why
 
 
+def main() -> None:
+    """Tells whoever installs the package which kernels are missing, and why."""
+    said = report_left_out()
+    if said:
+        print(f"warning: {said}")
+
+
 def count_launches(operation: str, kind: int) -> int:
     """How many launches of an operation of ``OPERATIONS`` kernels of this kind (by number) have served so far."""
     count: int = found().library.trencadis_launches(OPERATIONS.index(operation), kind)
@@ -103,3 +110,7 @@ def count_launches(operation: str, kind: int) -> int:
 def log_quantised_kernels(text: str) -> None:
     """Says once a process what multiplies quantised weights."""
     log.info("weights: integers are multiplied by %s", text)
+
+
+if __name__ == "__main__":
+    main()
