@@ -88,6 +88,12 @@ class KernelTable:
         """True if an own kernel serves an operation on values of ``dtype``, for some number of rows."""
         return (op, dtype) in self.rows
 
+    @property
+    def needs_no_library(self) -> bool:
+        """True if own products of any number of rows are as fast as oneDNN's, so that weights may lie as only they read
+        them: oneDNN's lead with AVX-512 and AMX from 128 rows on."""
+        return self.kind in ("avx2", "avx_vnni")
+
     def line(self, libraries: str = "torch's") -> str:
         """What was chosen and why, in one line; ``libraries``: what multiplies quantised weights in place of ours."""
         if self.kind == TORCH:
@@ -105,10 +111,13 @@ class KernelTable:
 
 
 def shares_layout(dtype: str, features: Collection[str]) -> bool:
-    """True if oneDNN keeps weights of ``dtype`` as own products read them, on a CPU with ``features``."""
+    """True if oneDNN keeps weights of ``dtype`` as own products read them, on a CPU with ``features``.
+
+    Versions of oneDNN differ: where one keeps float32 otherwise, weights are found to have no name there (packing.py).
+    """
     if dtype == BFLOAT16:
         return "avx512_bf16" in features and "amx" not in features
-    return dtype == FLOAT32 and "avx512" in features
+    return dtype == FLOAT32 and bool(features)
 
 
 def table_of(

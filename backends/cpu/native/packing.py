@@ -130,7 +130,7 @@ def packed(
     if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
         return None
     named = name_of(dtype, outputs, inputs) if outputs >= dense.PANEL else None
-    if named is None and most < ANY:
+    if named is None and most < ANY and not table.needs_no_library:
         return None
     depth = aligned(inputs, dense.UNITS[dtype])
     panels = aligned(outputs, dense.PANEL) // dense.PANEL
