@@ -245,7 +245,8 @@ static void fuzz_flash(void) {
     Flash p = {.heads = heads, .groups = groups, .size = size, .type = type, .n = n, .scale = 0.2f};
     p.q_head = p.k_head = p.v_head = size, p.q_row = heads * size + tail, p.k_row = p.v_row = groups * size + tail;
     p.q = some(tokens * p.q_row, type, !draw(4)), p.k = some(slots * p.k_row, type, !draw(4));
-    p.v = some(slots * p.v_row, type, !draw(4)), p.pairs = type == BFLOAT16 && bfloat16_pairs && draw(3);
+    p.v = some(slots * p.v_row, type, 0); /* a weight of zero times no number is none, within a span */
+    p.pairs = type == BFLOAT16 && bfloat16_pairs && draw(3);
     p.window = draw(3) ? 0 : between(1, 70);
     Span *spans = room(n * (int64_t)sizeof *spans, 0);
     int64_t *at = room(keys * 8, 0);
