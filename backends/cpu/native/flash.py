@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import FlashLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
@@ -85,6 +85,12 @@ def attend(
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype
     made = spans if isinstance(spans, np.ndarray) else np.array([span.numbers() for span in spans], np.int64)
+    if checks.enabled():
+        checks.check_spans(made, len(q), len(k))
+        for span in spans if not isinstance(spans, np.ndarray) else ():
+            for what, where, most in (("queries", span.queries, len(q)), ("slots", span.keys, len(k))):
+                if isinstance(where, Tensor):
+                    checks.check_range(f"{what} of a span", where, 0, most)
     _, heads, size = q.shape
     layout = FlashLayout(
         *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),
