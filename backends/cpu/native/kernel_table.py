@@ -103,10 +103,12 @@ class KernelTable:
             served = [dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16) if self.serves(op, dtype)]
             if not served:
                 continue
-            limits = {self.most_rows(op, dtype) for dtype in served} - {ANY}
-            limit = f" of up to {min(limits)} rows" if limits else ""
-            types = "" if len(served) == 3 else f" in {' and '.join(served)}"
-            parts.append(f"{op.value}{limit}{types}")
+            limited = [dtype for dtype in served if self.most_rows(op, dtype) < ANY]
+            free = [dtype for dtype in served if dtype not in limited]
+            named = [f"of up to {self.most_rows(op, limited[0])} rows in {' and '.join(limited)}"] if limited else []
+            if free and len(served) < 3:
+                named.append(f"{'of any number ' if limited else ''}in {' and '.join(free)}")
+            parts.append(" ".join([op.value, ", ".join(named)]).rstrip())
         return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
 
 
