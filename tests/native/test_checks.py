@@ -44,11 +44,15 @@ def test_slots_of_a_cache() -> None:
 
 def test_block_tables_and_rows_without_keys() -> None:
     table, kv, q = kernel_kinds.table(kernel_kinds.OWN[-1]), cache(), torch.ones(2, 1, 32)
-    numbers = [np.array(values, np.int32) for values in ([0, 1], [0, 1], [0, 5], [17, 5])]
+    both, first, length = (np.array(values, np.int32) for values in ([0, 1], [0, 5], [17, 5]))
     out = torch.full((2, 1, 32), float("nan"))
     with pytest.raises(IndexError, match="blocks of row 0: 2 to 3"):
-        attend.attend(q, kv, attend.Singles(*numbers, torch.tensor([[2, 3], [0, 9]]).int()), 1.0, out, table)
-    attend.attend(q, kv, attend.Singles(*numbers, torch.tensor([[2, 1], [9, 9]]).int()), 1.0, out, table)
+        attend.attend(
+            q, kv, attend.Singles(both, both, first, length, torch.tensor([[2, 3], [0, 9]]).int()), 1.0, out, table
+        )
+    attend.attend(
+        q, kv, attend.Singles(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int()), 1.0, out, table
+    )
     assert not out.any(), "a row that sees no key gives zeros"
 
 
