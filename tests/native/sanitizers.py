@@ -1,6 +1,6 @@
 """Builds the kernels with sanitizers, and runs their tests and a seeded fuzz.
 
-python -m tests.native.sanitizers [--cases 300] [--seed 1] [--compiler gcc] [--only warnings|address|thread]
+python -m tests.native.sanitizers [--cases 200] [--seed 1] [--compiler gcc] [--only warnings|address|thread]
 
 warnings: none, by -Wall -Wextra and more. address: out of bounds, leaks and undefined behaviour, in the fuzz and in the
 kernels' own tests. thread: races. The first that finds anything ends the run.
@@ -93,7 +93,7 @@ def run_tests(compiler: str, home: Path) -> None:
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--compiler", default="gcc")
     parser.add_argument("--only", choices=("warnings", "address", "thread"))
