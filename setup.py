@@ -1,28 +1,33 @@
 """Builds the CPU's kernels as a plain library beside their Python; all else stands in pyproject.toml.
 
-Without a C compiler, or for a CPU that they know nothing of, the package is built without them, and torch's serve.
+A file of kernels that the compiler refuses is left out: the others serve, the library knows what it lacks, and this
+build says so. Without a C compiler, or for a CPU that the kernels know nothing of, the package is built without them,
+and torch's serve.
 """
 
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+from setuptools.modified import newer_group
 
 FOLDER = "backends/cpu/native"
 PACKAGE = "trencadis.backends.cpu.native"
-KINDS = ("avx2", "avx_vnni", "avx512", "avx512_vnni")
-SOURCES = [
-    *(f"{FOLDER}/{name}.c" for name in ("panels", "dense", "pack", "flash", "turn")),
-    *(f"{FOLDER}/panels_{kind}.c" for kind in KINDS),
-]
-HEADERS = [
-    *(f"{FOLDER}/{name}.h" for name in ("panels", "dense", "flash")),
-    *(f"{FOLDER}/{name}.inc" for name in ("panels", "panels_256", "panels_512", "rows", "attend", "flash", "turn")),
-]
+OPTIONAL = (
+    "panels_avx512_bf16", "dense_avx2", "dense_avx512",
+    "panels_avx2", "panels_avx_vnni", "panels_avx512", "panels_avx512_vnni",
+)  # fmt: skip
+"""Files for one kind of instructions each, in the order of compilation: later ones and NEEDED know what is missing."""
+NEEDED = ("panels", "dense", "flash", "turn", "layouts")
+SOURCES = [f"{FOLDER}/{name}.c" for name in (*OPTIONAL, *NEEDED)]
+FLAGS = ["-O2", "-g0", "-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+"""Products and sums are contracted where the sources say so alone, whatever a compiler does by itself."""
 
 
 class Library(build_ext):
@@ -33,6 +38,32 @@ class Library(build_ext):
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compiles file by file."""
+        made = self.get_ext_fullpath(ext.name)
+        if not (self.force or newer_group([*ext.sources, *ext.depends], made, "newer")):
+            return
+        missing, objects = list[str](), list[str]()
+        for name in OPTIONAL:
+            try:
+                objects += self._compiled(ext, name, missing)
+            except CompileError:
+                missing.append(name)
+        for name in NEEDED:
+            objects += self._compiled(ext, name, missing)
+        self.compiler.link_shared_object(objects, made, build_temp=self.build_temp, target_lang="c")
+        if missing:
+            names = ", ".join(f"{name}.c" for name in missing)
+            print(f"warning: kernels are left out, since the C compiler refuses them: {names}", file=sys.stderr)
+
+    def _compiled(self, ext: Extension, name: str, missing: list[str]) -> list[str]:
+        """Objects of one file, which is told what is missing."""
+        macros: list[tuple[str, str | None]] = [(f"WITHOUT_{each.upper()}", None) for each in missing]
+        macros.append(("LEFT_OUT", '"' + " ".join(missing) + '"'))
+        sources, flags = [f"{FOLDER}/{name}.c"], ext.extra_compile_args
+        objects: list[str] = self.compiler.compile(sources, self.build_temp, macros, extra_postargs=flags)
+        return objects
 
 
 class Wheel(bdist_wheel):
@@ -45,8 +76,8 @@ class Wheel(bdist_wheel):
 kernels = Extension(
     f"{PACKAGE}._panels",
     SOURCES,
-    depends=["setup.py", *HEADERS],
-    extra_compile_args=["-O2", "-g0", "-std=c11", "-fvisibility=hidden"],
+    depends=["setup.py", *(str(path) for end in ("h", "inc") for path in sorted(Path(FOLDER).glob(f"*.{end}")))],
+    extra_compile_args=FLAGS,
     optional=True,
 )
 

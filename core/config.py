@@ -54,7 +54,7 @@ class EngineConfig:
         later=dict.fromkeys(LOADERS, "weights are read from safetensors or pytorch_model.bin; convert the checkpoint"),
     )  # fmt: skip
     packed_weights_dir: str = opt(
-        "", "folder where packed weights are kept, so that later starts map them (cpu with AVX-512)"
+        "", "folder where packed weights are kept, so that later starts map them (cpu with AVX2)"
     )
     device: str = opt("auto", "auto, cpu, cuda or hpu")
     dtype: str = opt(

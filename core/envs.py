@@ -179,6 +179,8 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_CUDA_TWIN_FAULTS", "str", "", "cuda: faults of the CPU twin, for tests, see docs/cuda.md"),
     Env("TRENCADIS_CPU_KERNELS", "str", "auto", "cpu: which kernels serve: torch, or own kernels by name (avx2, "
         "avx_vnni, avx512, avx512_vnni, amx), see docs/quantisation.md"),
+    Env("TRENCADIS_CPU_CHECKS", "bool", "false", "cpu: slots, rows and blocks that kernels get are checked against "
+        "their bounds, for debugging"),
     Env("TRENCADIS_CPU_HUGE_PAGES", "bool", "true", "cpu: packed weights lie on huge pages, where the system has some"),
     Env("VLLM_CPU_OMP_THREADS_BIND", "str", "auto", "cpu: which CPUs threads are kept to: lists, one a rank "
         "(0-31|32-63), nobind, or auto: the cores of one node first, where there are several"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from trencadis.backends.cpu.native import dense, kernel_table, library, packing
@@ -24,8 +25,23 @@ def table(kind: str) -> KernelTable:
     return table_of(kind, FEATURES | {"amx"} if kind == "amx" else FEATURES)
 
 
-DENSE = next((kind for kind in reversed(OWN) if kind.startswith("avx512")), "")
+DENSE = OWN[-1] if OWN and OWN[-1] != "amx" else next((kind for kind in reversed(OWN) if kind != "amx"), "")
 """Own kernels that multiply weights of 16 and 32 bits; "" where this CPU runs none."""
+
+WIDENED = "avx512, without pairs of bfloat16"
+"""Kernels of a CPU with AVX-512 alone, on one that has more."""
+
+DENSE_KINDS = (*(kind for kind in OWN if kind != "amx"), *((WIDENED,) if "avx512_bf16" in FEATURES else ()))
+"""All kernels that multiply such weights and run here, for ``use``."""
+
+
+def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets kernels of one of ``DENSE_KINDS`` serve in this process."""
+    kernel_table._chosen.cache_clear()
+    monkeypatch.setenv(kernel_table.VARIABLE, "avx512" if kind == WIDENED else kind)
+    if kind == WIDENED:
+        have = library.found()._replace(features=FEATURES - {"avx512_bf16"})
+        monkeypatch.setattr(library, "found", lambda: have)
 
 
 def dense_types() -> list[torch.dtype]:

@@ -18,7 +18,7 @@ from trencadis.backends.cpu.experts import SeparateExperts, by_expert
 from trencadis.backends.cpu.images import seeing
 from trencadis.backends.cpu.native import attend as native_attend
 from trencadis.backends.cpu.native import dense, flash, packing, panels
-from trencadis.backends.cpu.native.kernel_table import KernelTable, chosen_table
+from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, chosen_table
 from trencadis.backends.cpu.native.onednn import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
 from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
@@ -70,12 +70,12 @@ class CpuOps(ReferenceOps):
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """oneDNN's layout where the CPU computes the type natively: never slower, up to 3 times faster from 8 rows."""
-        if not packable(weight.dtype):
-            return super().pack_weight(weight.clone(), bias)
         rows = StoredRows([weight], [weight.shape[0]], weight.shape[1], weight.dtype)
         made = self.pack_stored(rows, bias)
         if made is not None:
             return made
+        if not packable(weight.dtype):
+            return super().pack_weight(weight.clone(), bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
         panels = dense.panels_of(packed, weight, bias, self.table)
@@ -83,7 +83,7 @@ class CpuOps(ReferenceOps):
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
-        if not packable(rows.dtype):
+        if not packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
             return None
         made = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
         if made is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from tests.kernel_kinds import threads
-from trencadis.backends.cpu.native import dense
-from trencadis.backends.cpu.native.kernel_table import TORCH, VARIABLE
+from trencadis.backends.cpu.native import dense, kernel_table
+from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import Comm
 from trencadis.core.launches.between import SingleRank
@@ -28,10 +28,12 @@ ROWS = (1, 2, 5, 6, 7, 8, 13, 32, 64, 127, 128)
 SHAPES = ((64, 32), (65, 34), (127, 96), (200, 130), (448, 1000))
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever kernels serve on this CPU otherwise."""
-    monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
+@pytest.fixture(autouse=True, params=kernel_kinds.DENSE_KINDS)
+def own_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each kind, whatever kernels serve on this CPU otherwise."""
+    kernel_kinds.use(request.param, monkeypatch)
+    yield
+    kernel_table._chosen.cache_clear()
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -183,7 +185,7 @@ def test_ranks_take_logits_together_where_one_has_no_kernels() -> None:
 def test_a_weight_that_lies_otherwise_keeps_onednns_products(dtype: torch.dtype) -> None:
     weight = torch.randn(130, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
     other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0))
-    table = kernel_kinds.table(kernel_kinds.DENSE)
+    table = chosen_table()
     assert dense.panels_of(other, weight, None, table) is None
     assert dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight[:64]), weight, None, table) is None
     mine = dense.panels_of(torch.ops.mkldnn._reorder_linear_weight(weight), weight, None, table)

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import AttendLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
@@ -20,23 +21,6 @@ LANES = 16
 
 WIDEST = 512
 """Most values of a head; of panels.h."""
-
-
-class AttendLayout(ctypes.Structure):
-    """``Attend`` of panels.h, without what the library fills in."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale", "kept", "pairs")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
-        ),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type")),
-        ("starts", ctypes.c_void_p),
-        ("part", ctypes.c_void_p),
-    ]
 
 
 @dataclass(frozen=True)
@@ -69,6 +53,9 @@ def attend(q: Tensor, kv: LayerKV, rows: Singles, scale: float, out: Tensor, tab
     if q.stride(2) != 1 or q.stride(1) != size:
         q = q.contiguous()
     assert out.is_contiguous() and rows.blocks.stride(1) == 1
+    if checks.enabled():
+        checks.check_range("rows of queries", rows.token, 0, len(q))
+        checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
     kept = 0 if kv.kept is None else kv.kept.shape[-1]
     at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
     layout = AttendLayout(

@@ -20,6 +20,8 @@ typedef struct {
     int64_t n, stride;
     int64_t parts; /* of the rows, each an item beside others of a panel; 1 where the best are wanted */
     float scale;   /* of what is compared */
+    int pairs;     /* products of pairs of bfloat16 serve */
+    int64_t kind;  /* of kernels */
 } Dense;
 
 /* [first, last) of the panels x parts of a product.
@@ -34,8 +36,16 @@ typedef struct {
     void *out;               /* [panels][depth][64], at a multiple of 64 bytes */
     int64_t inputs, depth;   /* values of a row, and with the zeros behind them */
     int64_t from, to;        /* types; to FLOAT32 or BFLOAT16 */
+    int64_t kind;            /* of kernels */
 } Pack;
 
 void dense_pack(const Pack *p, int64_t first, int64_t last); /* panels */
+
+typedef struct {
+    void (*multiply)(const Dense *, int64_t first, int64_t last, int64_t *best); /* panels, of all rows */
+    void (*pack)(const Pack *, int64_t first, int64_t last);
+} DenseKernels;
+
+extern const DenseKernels dense_avx2, dense_avx512, dense_avx512_bf16;
 
 #endif

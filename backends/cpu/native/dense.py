@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import DenseLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES
 from trencadis.core.layout import aligned
 
@@ -36,18 +37,6 @@ LAST = 0x7FFFFFFF
 
 NONE = -(1 << 63) | LAST
 """The code of no output."""
-
-
-class DenseLayout(ctypes.Structure):
-    """The start of ``Dense`` in dense.h: what a call does not change."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "depth", "outputs", "type")),
-        *((name, ctypes.c_void_p) for name in ("x", "out")),
-        *((name, ctypes.c_int64) for name in ("n", "stride", "parts")),
-        ("scale", ctypes.c_float),
-    ]
 
 
 @dataclass(slots=True)
@@ -96,6 +85,7 @@ def panels_at(
     depth = aligned(inputs, UNITS[dtype])
     own = None if bias is None else bias.data_ptr()
     layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # the rest is the call's
+    layout.pairs = table.bfloat16_pairs
     made = Panels(ctypes.addressof(layout), dtype, outputs, most_rows(table, dtype), table.number)
     made.held = (layout, memory, bias)
     return made

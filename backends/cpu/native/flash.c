@@ -1,6 +1,6 @@
 /* What Python calls to attend with many queries: items of queries, which threads take as they come. */
 
-#include "panels.h"
+#include "exports.h"
 
 #include <stdlib.h>
 

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import FlashLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 
 WIDEST = 512
@@ -24,22 +25,6 @@ WIDEST = 512
 
 Where = slice | Tensor
 """Rows or slots: a slice, or int64 indices."""
-
-
-class FlashLayout(ctypes.Structure):
-    """``Flash`` of flash.h, without what the library fills in at its end."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "window")),
-        ("spans", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("n", "type")),
-        ("scale", ctypes.c_float),
-        ("pairs", ctypes.c_int),
-        ("starts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("tokens", "next", "team")),
-    ]
 
 
 @dataclass(frozen=True)
@@ -100,6 +85,12 @@ def attend(
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype
     made = spans if isinstance(spans, np.ndarray) else np.array([span.numbers() for span in spans], np.int64)
+    if checks.enabled():
+        checks.check_spans(made, len(q), len(k))
+        for span in spans if not isinstance(spans, np.ndarray) else ():
+            for what, where, most in (("queries", span.queries, len(q)), ("slots", span.keys, len(k))):
+                if isinstance(where, Tensor):
+                    checks.check_range(f"{what} of a span", where, 0, most)
     _, heads, size = q.shape
     layout = FlashLayout(
         *(t.data_ptr() for t in (q, k, v, out)), *(stride for t in (q, k, v) for stride in t.stride()[:2]),

@@ -6,6 +6,7 @@ the table does not give to this package's own kernels is left to torch, whose pr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +66,7 @@ class KernelTable:
         kind: a key of ``KINDS``, or ``TORCH``.
         rows: (operation, type of activations) -> the most rows of one launch that own kernels take. What is missing is
             torch's. For a LINEAR of ``ANY`` rows, weights lie in this package's layout alone.
-        bfloat16_pairs: attention multiplies pairs of bfloat16, as AVX512_BF16 does.
+        bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
     """
 
@@ -87,6 +88,12 @@ class KernelTable:
         """True if an own kernel serves an operation on values of ``dtype``, for some number of rows."""
         return (op, dtype) in self.rows
 
+    @property
+    def needs_no_library(self) -> bool:
+        """True if own products of any number of rows are as fast as oneDNN's, so that weights may lie as only they read
+        them: oneDNN's lead with AVX-512 and AMX from 128 rows on."""
+        return self.kind in ("avx2", "avx_vnni")
+
     def line(self, libraries: str = "torch's") -> str:
         """What was chosen and why, in one line; ``libraries``: what multiplies quantised weights in place of ours."""
         if self.kind == TORCH:
@@ -96,22 +103,41 @@ class KernelTable:
             served = [dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16) if self.serves(op, dtype)]
             if not served:
                 continue
-            limits = {self.most_rows(op, dtype) for dtype in served} - {ANY}
-            limit = f" of up to {min(limits)} rows" if limits else ""
-            types = "" if len(served) == 3 else f" in {' and '.join(served)}"
-            parts.append(f"{op.value}{limit}{types}")
+            limited = [dtype for dtype in served if self.most_rows(op, dtype) < ANY]
+            free = [dtype for dtype in served if dtype not in limited]
+            named = [f"of up to {self.most_rows(op, limited[0])} rows in {' and '.join(limited)}"] if limited else []
+            if free and len(served) < 3:
+                named.append(f"{'of any number ' if limited else ''}in {' and '.join(free)}")
+            parts.append(" ".join([op.value, ", ".join(named)]).rstrip())
         return f"own kernels ({self.kind}; {self.why}): {', '.join(parts)}; torch's: the rest"
 
 
-def table_of(kind: str, features: Collection[str], why: str = "as asked", every_row: bool = False) -> KernelTable:
+def shares_layout(dtype: str, features: Collection[str]) -> bool:
+    """True if oneDNN keeps weights of ``dtype`` as own products read them, on a CPU with ``features``.
+
+    Versions of oneDNN differ: where one keeps float32 otherwise, weights are found to have no name there (packing.py).
+    """
+    if dtype == BFLOAT16:
+        return "avx512_bf16" in features and "amx" not in features
+    return dtype == FLOAT32 and bool(features)
+
+
+def table_of(
+    kind: str,
+    features: Collection[str],
+    why: str = "as asked",
+    every_row: bool = False,
+    onednn: Collection[str] | None = None,
+) -> KernelTable:
     """The table of one kind of kernels.
 
     Args:
         kind: a key of ``KINDS``, or ``TORCH``.
-        features: what the CPU has, of ``library.FEATURES``. With ``amx``, oneDNN keeps bfloat16 weights in a layout of
-            its own, so own products of such weights serve every number of rows or none.
+        features: what the CPU has, of ``library.FEATURES``. Where oneDNN keeps weights in a layout of its own (see
+            ``shares_layout``), own products of such weights serve every number of rows or none.
         why: for ``KernelTable.why``.
         every_row: own products serve every number of rows, so that a row has the same bits beside any others.
+        onednn: the features that oneDNN uses; None: all.
     """
     if kind == TORCH:
         return KernelTable(TORCH, MappingProxyType({}), False, why)
@@ -120,15 +146,14 @@ def table_of(kind: str, features: Collection[str], why: str = "as asked", every_
         for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             rows[op, dtype] = ANY
     del rows[Op.ROWWISE, FLOAT32]  # torch needs one pass for these as well
-    if "avx512" in KINDS[kind]:
-        rows[Op.LINEAR, FLOAT32] = ANY if every_row else SHARED_ROWS
-        if "avx512_bf16" in features:
-            rows[Op.LINEAR, BFLOAT16] = ANY if every_row or "amx" in features else SHARED_ROWS
+    theirs = features if onednn is None else onednn
+    for dtype in (FLOAT32, BFLOAT16):
+        rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY
     if "amx" in KINDS[kind] and not every_row:
         # oneDNN's products on tiles are several times as fast as ours without, from a few rows on.
         del rows[Op.ATTENTION, BFLOAT16]
         rows.pop((Op.LINEAR, BFLOAT16), None)
-    pairs = "avx512_bf16" in features and "avx512_vnni" in KINDS[kind]
+    pairs = "avx512_bf16" in features and "avx512" in KINDS[kind]
     return KernelTable(kind, MappingProxyType(rows), pairs, why)
 
 
@@ -138,9 +163,24 @@ def available_kinds() -> tuple[str, ...]:
     return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
 
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that keep oneDNN from using all of a CPU."""
+
+
+def onednn_features() -> frozenset[str]:
+    """``library.FEATURES`` of this CPU, without those of AVX-512 and AMX where a variable keeps oneDNN from them."""
+    features = library.found().features
+    limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
+    if limit in ("ALL", "DEFAULT") or "AMX" in limit:
+        return features
+    if "AVX10" in limit or "BF16" in limit or "FP16" in limit:
+        return features - {"amx"}
+    return features - ({"amx", "avx512_bf16"} if "AVX512" in limit else {"amx", "avx512_bf16", "avx512"})
+
+
 @cache
 def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
-    return table_of(kind, library.found().features, why, every_row)
+    return table_of(kind, library.found().features, why, every_row, onednn_features())
 
 
 def chosen_table(every_row: bool = False) -> KernelTable:
@@ -151,8 +191,10 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     """
     asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.found()
     missing = have.why or "the CPU has no AVX2"
+    left_out = f"; {library.report_left_out()}" if have.left_out and kinds else ""
     if asked == "auto":
-        return _chosen(kinds[-1], every_row, "the best of this CPU") if kinds else _chosen(TORCH, every_row, missing)
+        best = f"the best of this CPU{left_out}"
+        return _chosen(kinds[-1], every_row, best) if kinds else _chosen(TORCH, every_row, missing)
     if asked == TORCH:
         return _chosen(TORCH, every_row, f"{VARIABLE} is {TORCH}" if kinds else f"own kernels: {missing}")
     if asked not in KINDS:
@@ -160,7 +202,7 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     if asked not in kinds:
         why = f"this CPU has {', '.join(kinds)}" if kinds else missing
         raise StartupError(f"{VARIABLE}={asked}: these kernels cannot serve: {why}.")
-    return _chosen(asked, every_row, f"{VARIABLE} is {asked}")
+    return _chosen(asked, every_row, f"{VARIABLE} is {asked}{left_out}")
 
 
 def line() -> str:

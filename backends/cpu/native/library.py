@@ -12,13 +12,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trencadis.backends.cpu.native.layouts import find_difference
+
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 8
+VERSION = 9
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """What the library asks of the CPU and of the system, by bits of ``trencadis_cpu_features``."""
+
+NEEDS = {
+    "avx2": {"panels_avx2", "dense_avx2"},
+    "avx_vnni": {"panels_avx_vnni"},
+    "avx512": {"panels_avx512", "dense_avx512"},
+    "avx512_vnni": {"panels_avx512_vnni"},
+    "avx512_bf16": {"panels_avx512_bf16"},
+}
+"""Feature -> the sources, without their ends, whose kernels use it."""
 
 OPERATIONS = ("linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention")
 """What the library counts launches of, by their numbers in panels.h."""
@@ -27,11 +38,17 @@ BUILD = "`pip install -e .` (or of a wheel for this machine) with a C compiler b
 
 
 class Found(NamedTuple):
-    """The library and what the CPU has of ``FEATURES``, or why there is none."""
+    """The library and what the CPU has of ``FEATURES``, or why there is none.
+
+    Args:
+        features: those for which there are kernels.
+        left_out: sources that the compiler refused when the library was built.
+    """
 
     library: Any
     features: frozenset[str]
     why: str
+    left_out: tuple[str, ...] = ()
 
 
 @cache
@@ -52,10 +69,35 @@ def load(folder: Path) -> Found:
         return Found(None, frozenset(), f"{files[0].name} does not load ({str(error)[:120]}); {BUILD}")
     if version != VERSION:
         return Found(None, frozenset(), f"{files[0].name} was built from other sources; {BUILD} again")
+    differs = find_difference(library)
+    if differs:
+        return Found(None, frozenset(), f"{files[0].name} has another {differs} than this Python; {BUILD} again")
     library.trencadis_launches.restype = ctypes.c_uint64
+    library.trencadis_left_out.restype = ctypes.c_char_p
+    missing = tuple(f"{name}.c" for name in library.trencadis_left_out().decode().split())
     bits = library.trencadis_cpu_features()
-    features = frozenset(name for number, name in enumerate(FEATURES) if bits >> number & 1)
-    return Found(library, features, "" if features else "the CPU has no AVX2")
+    features = frozenset(
+        name
+        for number, name in enumerate(FEATURES)
+        if bits >> number & 1 and not any(f"{source}.c" in missing for source in NEEDS.get(name, ()))
+    )
+    why = "" if features else f"the C compiler refused {', '.join(missing)}" if bits else "the CPU has no AVX2"
+    return Found(library, features, why, missing)
+
+
+def report_left_out() -> str:
+    """What to tell users of an installation of which some kernels are missing; "": all are there."""
+    have = found()
+    if have.left_out:
+        return f"kernels are left out, since the C compiler refused {', '.join(have.left_out)}"
+    return "" if have.library is not None else have.why
+
+
+def main() -> None:
+    """Tells whoever installs the package which kernels are missing, and why."""
+    said = report_left_out()
+    if said:
+        print(f"warning: {said}")
 
 
 def count_launches(operation: str, kind: int) -> int:
@@ -68,3 +110,7 @@ def count_launches(operation: str, kind: int) -> int:
 def log_quantised_kernels(text: str) -> None:
     """Says once a process what multiplies quantised weights."""
     log.info("weights: integers are multiplied by %s", text)
+
+
+if __name__ == "__main__":
+    main()

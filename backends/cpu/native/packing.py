@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable
+from trencadis.backends.cpu.native.layouts import PackCall
 from trencadis.backends.cpu.native.panels import TYPES
 from trencadis.core import envs
 from trencadis.core.layout import aligned
@@ -44,15 +45,6 @@ SHAPES = ((200, 130), (448, 1000), (65, 34))
 
 SIZES, FILLED, STRIDE = 8, 112, 320
 """Places of a layout's two sizes, of those with padding, and of the step between panels, as serialised."""
-
-
-class PackCall(ctypes.Structure):
-    """``Pack`` of dense.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "out")),
-        *((name, ctypes.c_int64) for name in ("inputs", "depth", "source", "target")),
-    ]
 
 
 class Pages:
@@ -138,7 +130,7 @@ def packed(
     if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] or t.stride(1) != 1 or not len(t) for t in parts):
         return None
     named = name_of(dtype, outputs, inputs) if outputs >= dense.PANEL else None
-    if named is None and most < ANY:
+    if named is None and most < ANY and not table.needs_no_library:
         return None
     depth = aligned(inputs, dense.UNITS[dtype])
     panels = aligned(outputs, dense.PANEL) // dense.PANEL

@@ -12,8 +12,7 @@
 #define XFEATURE_XTILEDATA 18
 #endif
 
-#include "dense.h"
-#include "panels.h"
+#include "exports.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -57,7 +56,7 @@ static void pin_work(void *data) {
     cpu_set_t one;
     if (!me) return; /* the first is the caller's, whose later threads would all be kept to its CPU */
     CPU_ZERO(&one);
-    CPU_SET(cpus[me], &one);
+    CPU_SET((size_t)cpus[me], &one);
     sched_setaffinity(0, sizeof one, &one);
 }
 #endif
@@ -108,9 +107,21 @@ EXPORT int trencadis_cpu_features(void) {
 
 /* Kernels by their number. AMX: what its tiles do not do is done as on any CPU with VNNI. */
 const Kernels *panels_kernels(int kind) {
+#ifndef WITHOUT_PANELS_AVX512_VNNI
     if (kind == AVX512_VNNI || kind == AMX) return &panels_avx512_vnni;
+#endif
+#ifndef WITHOUT_PANELS_AVX512
     if (kind == AVX512) return &panels_avx512;
-    return kind == AVX_VNNI ? &panels_avx_vnni : &panels_avx2;
+#endif
+#ifndef WITHOUT_PANELS_AVX_VNNI
+    if (kind == AVX_VNNI) return &panels_avx_vnni;
+#endif
+    (void)kind;
+#ifndef WITHOUT_PANELS_AVX2
+    return &panels_avx2;
+#else
+    return NULL; /* the library does not say that it serves */
+#endif
 }
 
 int64_t panels_thread(void) { return parallel ? thread_num() : 0; }
@@ -246,8 +257,8 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     if (!p.starts) return 1;
     p.starts[0] = 0;
     for (int64_t i = 0; i < p.n; i++) {
-        const int64_t seen = p.length[i] - p.first[i], chunks = (seen + CHUNK - 1) / CHUNK;
-        keys += seen, several |= chunks > 1;
+        const int64_t seen = p.length[i] - p.first[i], chunks = seen > CHUNK ? (seen + CHUNK - 1) / CHUNK : 1;
+        keys += seen > 0 ? seen : 0, several |= chunks > 1;
         p.starts[i + 1] = p.starts[i] + chunks * p.groups;
     }
     p.part = NULL;
@@ -293,6 +304,7 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
     panels_count(PRODUCTS, kind);
     Dense p = *weight;
     p.x = x, p.out = out, p.n = n, p.stride = stride, p.outputs = outputs, p.scale = scale, p.parts = 1;
+    p.kind = kind;
     const int64_t panels = (outputs + DENSE_PANEL - 1) / DENSE_PANEL;
     int64_t most = n * panels * DENSE_PANEL * p.inputs / GRAIN / 32 + 1;
     if (most > threads) most = threads;
@@ -330,11 +342,13 @@ static void pack_work(void *data) {
 /* Panels lie with the threads that multiply them: both are shared out alike. */
 EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads) {
     panels_count(PACKS, kind);
-    PackCall call = {p, panels};
+    Pack own = *p;
+    own.kind = kind;
+    PackCall call = {&own, panels};
     if (parallel && threads > 1 && panels > 1)
         parallel(pack_work, &call, (unsigned)threads, 0);
     else
-        dense_pack(p, 0, panels);
+        dense_pack(&own, 0, panels);
 }
 
 #else

@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define PANELS_VERSION 8
+#define PANELS_VERSION 9
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -109,6 +109,7 @@ typedef struct {
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;
+void flash_avx512_bf16(Flash *, float *work);
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)

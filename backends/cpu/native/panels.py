@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trencadis.backends.cpu.native import kernel_table, library, threads
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
+from trencadis.backends.cpu.native.layouts import Layout
 from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, filled, panel_columns
 from trencadis.core.quant.tensor import SLAB, QTensor
 
@@ -33,15 +34,6 @@ DTYPE_NAMES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: 
 
 ROWS = 512
 """Rows of a call: activations of so many are rounded at a time."""
-
-
-class Layout(ctypes.Structure):
-    """``PanelWeight`` of panels.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "factor", "gather", "bias")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "columns", "group", "bits")),
-    ]
 
 
 @dataclass(slots=True)

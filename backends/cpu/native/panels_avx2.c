@@ -14,6 +14,7 @@
     _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)))
 
 #include "panels_256.inc"
+#include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"

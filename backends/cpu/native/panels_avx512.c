@@ -14,6 +14,7 @@
     _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)))
 
 #include "panels_512.inc"
+#include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"

@@ -17,6 +17,7 @@
     })
 
 #include "panels_512.inc"
+#include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
@@ -24,13 +25,13 @@
 
 #define PAIRS 0
 #include "flash.inc"
-#undef PAIRS
-#undef TARGET
-#define PAIRS 1
-#define TARGET                                                                                                        \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")))
-#include "flash.inc"
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, flash_pairs};
+#ifndef WITHOUT_PANELS_AVX512_BF16
+#define FLASH_PAIRS flash_avx512_bf16
+#else
+#define FLASH_PAIRS 0
+#endif
+
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, FLASH_PAIRS};
 
 #endif

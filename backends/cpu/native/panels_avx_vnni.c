@@ -17,6 +17,7 @@
     })
 
 #include "panels_256.inc"
+#include "vectors.inc"
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"

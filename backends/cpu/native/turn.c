@@ -1,6 +1,6 @@
 /* What Python calls to turn queries and keys. */
 
-#include "panels.h"
+#include "exports.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 

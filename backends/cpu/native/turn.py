@@ -8,23 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import checks, threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import TurnLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
 """Half of a head has at least so many values: the widest vector."""
-
-
-class TurnLayout(ctypes.Structure):
-    """``Turn`` of panels.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys", "values", "slot")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "type")),
-    ]
 
 
 class StoredKeys(NamedTuple):
@@ -59,6 +50,8 @@ def turn(
         return None
     out = q.new_empty((n, heads + k.shape[1], size))
     v, keys, values, slot = (None,) * 4 if into is None else (into.v, into.kv.k, into.kv.v, into.slot)
+    if into is not None and checks.enabled():
+        checks.check_range("slots of keys", into.slot, -1, into.kv.k.shape[0] * into.kv.k.shape[1])
     at = [None if t is None else t.data_ptr() for t in (q, k, v, cos, sin, out, keys, values, slot)]
     layout = TurnLayout(
         *at, *q.stride()[:2], *k.stride()[:2], 0 if v is None else v.stride(0), heads, k.shape[1], size, TYPES[q.dtype]

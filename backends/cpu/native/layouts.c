@@ -1,0 +1,61 @@
+/* What the library is made of: which sources a compiler refused, and where the fields of its structures lie. */
+
+#include "exports.h"
+
+#include <stddef.h>
+
+#ifndef LEFT_OUT
+#define LEFT_OUT ""
+#endif
+
+/* Names of source files that were left out, with spaces between them. */
+EXPORT const char *trencadis_left_out(void) { return LEFT_OUT; }
+
+#define AT(type, field) (int64_t)offsetof(type, field)
+
+#define W(field) AT(PanelWeight, field)
+static const int64_t panel_weight[] = {W(codes), W(scale),  W(zero),    W(factor), W(gather), W(bias),
+                                       W(rows),  W(inputs), W(columns), W(group),  W(bits)};
+
+#define D(field) AT(Dense, field)
+static const int64_t dense[] = {D(weight), D(bias), D(inputs), D(depth), D(outputs), D(type),  D(x),
+                                D(out),    D(n),    D(stride), D(parts), D(scale),   D(pairs), D(kind)};
+
+#define P(field) AT(Pack, field)
+static const int64_t pack[] = {P(rows), P(out), P(inputs), P(depth), P(from), P(to), P(kind)};
+
+#define A(field) AT(Attend, field)
+static const int64_t attend[] = {A(q),      A(out),   A(k),         A(v),      A(k_scale), A(v_scale),   A(kept),
+                                 A(pairs),  A(blocks), A(token),    A(row),    A(first),   A(length),    A(n),
+                                 A(heads),  A(groups), A(size),     A(block),  A(width),   A(stride),    A(kept_count),
+                                 A(scale),  A(type),   A(codes),    A(kept_type), A(starts), A(part)};
+
+#define T(field) AT(Turn, field)
+static const int64_t turn[] = {T(q),     T(k),     T(v),      T(cos),   T(sin),    T(out),   T(keys),   T(values), T(slot),
+                               T(q_row), T(q_head), T(k_row), T(k_head), T(v_row), T(heads), T(groups), T(size),   T(type)};
+
+#define F(field) AT(Flash, field)
+static const int64_t flash[] = {F(q),     F(k),      F(v),    F(out),   F(q_row),  F(q_head), F(k_row), F(k_head),
+                                F(v_row), F(v_head), F(heads), F(groups), F(size), F(window), F(spans), F(n),
+                                F(type),  F(scale),  F(pairs), F(starts), F(tokens), F(next), F(team)};
+
+#define S(field) AT(Span, field)
+static const int64_t span[] = {S(first), S(count), S(query_at), S(slot), S(keys),
+                               S(slots), S(place), S(own),      S(upto), S(whole)};
+
+#define STRUCTURE(type, name) {name, sizeof name / sizeof *name, sizeof(type)}
+static const struct {
+    const int64_t *offsets;
+    size_t fields, size;
+} structures[] = {STRUCTURE(PanelWeight, panel_weight), STRUCTURE(Dense, dense), STRUCTURE(Pack, pack),
+                  STRUCTURE(Attend, attend),            STRUCTURE(Turn, turn),   STRUCTURE(Flash, flash),
+                  STRUCTURE(Span, span)};
+
+/* Bytes of a structure by its number, whose fields' places are written to offsets [most]; -1: it has another number of
+   fields, or there is no such structure. */
+EXPORT int64_t trencadis_layout(int number, int64_t *offsets, int64_t most) {
+    if (number < 0 || (size_t)number >= sizeof structures / sizeof *structures) return -1;
+    if (structures[number].fields != (size_t)most) return -1;
+    for (int64_t i = 0; i < most; i++) offsets[i] = structures[number].offsets[i];
+    return (int64_t)structures[number].size;
+}

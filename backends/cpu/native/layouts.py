@@ -1,0 +1,108 @@
+"""The library's structures as ctypes has them, and the check that both sides agree about every field's place."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+
+class Layout(ctypes.Structure):
+    """``PanelWeight`` of panels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "factor", "gather", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "columns", "group", "bits")),
+    ]
+
+
+class DenseLayout(ctypes.Structure):
+    """``Dense`` of dense.h, of which a call changes all from ``x`` to ``scale`` and the kind of kernels."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "depth", "outputs", "type")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("n", "stride", "parts")),
+        ("scale", ctypes.c_float),
+        ("pairs", ctypes.c_int),
+        ("kind", ctypes.c_int64),
+    ]
+
+
+class PackCall(ctypes.Structure):
+    """``Pack`` of dense.h; a call sets the kind of kernels."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "out")),
+        *((name, ctypes.c_int64) for name in ("inputs", "depth", "source", "target", "kind")),
+    ]
+
+
+class AttendLayout(ctypes.Structure):
+    """``Attend`` of panels.h; the library fills in the last two."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "out", "k", "v", "k_scale", "v_scale", "kept", "pairs")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "token", "row", "first", "length")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("n", "heads", "groups", "size", "block", "width", "stride", "kept_count")
+        ),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("type", "codes", "kept_type")),
+        ("starts", ctypes.c_void_p),
+        ("part", ctypes.c_void_p),
+    ]
+
+
+class TurnLayout(ctypes.Structure):
+    """``Turn`` of panels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys", "values", "slot")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "type")),
+    ]
+
+
+class FlashLayout(ctypes.Structure):
+    """``Flash`` of flash.h; the library fills in the last four."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "window")),
+        ("spans", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("n", "type")),
+        ("scale", ctypes.c_float),
+        ("pairs", ctypes.c_int),
+        ("starts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tokens", "next", "team")),
+    ]
+
+
+class SpanLayout(ctypes.Structure):
+    """``Span`` of flash.h, a row of ten int64 in an array."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("first", "count", "query_at", "slot", "keys", "slots", "place", "own")),
+        *((name, ctypes.c_int64) for name in ("upto", "whole")),
+    ]
+
+
+STRUCTURES = (Layout, DenseLayout, PackCall, AttendLayout, TurnLayout, FlashLayout, SpanLayout)
+"""By their numbers in layouts.c."""
+
+
+def find_difference(library: Any) -> str:
+    """The name of the first structure that the library lays out otherwise than this module; "": none."""
+    place = library.trencadis_layout
+    place.restype, place.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
+    for number, layout in enumerate(STRUCTURES):
+        names = [field[0] for field in layout._fields_]
+        offsets = (ctypes.c_int64 * len(names))()
+        if place(number, offsets, len(names)) != ctypes.sizeof(layout):
+            return layout.__name__
+        if list(offsets) != [getattr(layout, name).offset for name in names]:
+            return layout.__name__
+    return ""

@@ -1,0 +1,25 @@
+/* What multiplies pairs of bfloat16 on CPUs with AVX512_BF16: dense weights, and attention of many queries. */
+
+#include "dense.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+#include <string.h>
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
+#define PAIRS 1
+
+#include "panels_512.inc"
+#include "vectors.inc"
+#include "dense.inc"
+#include "pack.inc"
+#undef MOST
+#undef BYTES
+#include "flash.inc"
+
+const DenseKernels dense_avx512_bf16 = {multiply_panels, pack_panels};
+
+void flash_avx512_bf16(Flash *p, float *work) { flash_pairs(p, work); }
+
+#endif

@@ -1,0 +1,81 @@
+"""The build of the CPU's kernels file by file, and their sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trencadis.backends.cpu.native import kernel_table, library
+from trencadis.backends.cpu.native.kernel_table import VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = library.found().library is not None
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+
+REFUSES = """#!/bin/sh
+for word in "$@"; do
+  case "$word" in *REFUSED.c) echo "error: unknown target" >&2; exit 1;; esac
+done
+exec COMPILER "$@" -O0
+"""
+
+ASKS = """
+import ctypes, sys
+from pathlib import Path
+from trencadis.backends.cpu.native import library
+have = library.load(Path(sys.argv[1]))
+print(*have.left_out, *sorted(have.features), have.why)
+"""
+
+
+@pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
+def test_what_a_compiler_refused_is_named_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = library.found()._replace(left_out=("panels_avx_vnni.c",))
+    monkeypatch.setattr(library, "found", lambda: have)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    kernel_table._chosen.cache_clear()
+    said = "kernels are left out, since the C compiler refused panels_avx_vnni.c"
+    assert library.report_left_out() == said and said in kernel_table.line()
+    kernel_table._chosen.cache_clear()
+
+
+@pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
+def test_a_library_with_another_structure_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(library.__file__).parent
+    assert library.load(folder).library is not None
+    monkeypatch.setattr(library, "find_difference", lambda made: "DenseLayout")
+    assert "has another DenseLayout than this Python" in library.load(folder).why
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
+@pytest.mark.parametrize("refused", ["panels_avx_vnni", "panels_avx512_bf16", "panels_avx512_vnni", "dense_avx2"])
+def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(refused: str, tmp_path: Path) -> None:
+    copy, compiler = tmp_path / "copy", tmp_path / "cc"
+    copy.mkdir()
+    for name in ("backends/cpu/native", "trencadis"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, copy / name)
+    compiler.write_text(REFUSES.replace("REFUSED", refused).replace("COMPILER", str(COMPILER)))
+    compiler.chmod(0o755)
+    words = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")]
+    built = subprocess.run(words, cwd=copy, env={**os.environ, "CC": str(compiler)}, capture_output=True, text=True)
+    assert built.returncode == 0 and f"the C compiler refuses them: {refused}.c" in built.stderr, built.stderr
+    made = next((tmp_path / "lib").rglob("_panels.so"))
+    said = subprocess.run(
+        [sys.executable, "-c", ASKS, str(made.parent)], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    features = {name for name, sources in library.NEEDS.items() if refused in sources}
+    assert said[0] == f"{refused}.c" and set(said[1:]) == library.found().features - features
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not BUILT or COMPILER is None, reason="no C compiler for an x86 CPU")
+def test_sanitizers_find_nothing() -> None:
+    subprocess.run([sys.executable, "-m", "tests.native.sanitizers", "--cases", "3000"], cwd=ROOT, check=True)
