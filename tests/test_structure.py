@@ -118,8 +118,8 @@ def _resolves(name: str) -> bool:
 def test_every_module_and_file_that_a_text_names_exists(suffix: str) -> None:
     wrong = []
     for file in TRACKED:
-        if not file.endswith(suffix) or not (ROOT / file).is_file():
-            continue
+        if not file.endswith(suffix) or not (ROOT / file).is_file() or file.startswith("tools/renaming/"):
+            continue  # the rename maps name files of before and after
         text = (ROOT / file).read_text(encoding="utf-8")
         names = {m.group(0) for m in MODULE.finditer(text)}
         wrong += [
