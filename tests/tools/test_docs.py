@@ -139,6 +139,7 @@ NEEDS = {
     r"docker |compute-sanitizer ": "a card",
     r"python -m vllm": "vLLM",
     r"export ": "a shell",
+    r"python -m tests\.native\.sanitizers": "a C compiler with sanitizers",
 }
 """Commands that no test can run, and what they need. Their flags are checked all the same where they are ours."""
 
