@@ -16,11 +16,11 @@ FOLDER = "backends/cpu/native"
 PACKAGE = "trencadis.backends.cpu.native"
 KINDS = ("avx2", "avx_vnni", "avx512", "avx512_vnni")
 SOURCES = [
-    *(f"{FOLDER}/{name}.c" for name in ("panels", "dense", "pack", "flash", "turn")),
+    *(f"{FOLDER}/{name}.c" for name in ("panels", "thread_pool", "dense", "pack", "flash", "turn")),
     *(f"{FOLDER}/panels_{kind}.c" for kind in KINDS),
 ]
 HEADERS = [
-    *(f"{FOLDER}/{name}.h" for name in ("panels", "dense", "flash")),
+    *(f"{FOLDER}/{name}.h" for name in ("panels", "thread_pool", "dense", "flash")),
     *(f"{FOLDER}/{name}.inc" for name in ("panels", "panels_256", "panels_512", "rows", "attend", "flash", "turn")),
 ]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 log = logging.getLogger("trencadis.engine")
 
-VERSION = 8
+VERSION = 9
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")

@@ -41,11 +41,6 @@ class Calls(NamedTuple):
 def calls() -> Calls:
     """The library's functions, on torch's threads from now on."""
     library = found().library
-    runtime = openmp()
-    if runtime is None:
-        log.warning("weights: torch's OpenMP runtime is not found, so own kernels run on one thread")
-    else:
-        library.trencadis_panels_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     linear, rows = library.trencadis_panels_linear, library.trencadis_panels_rows
     linear.argtypes = (pointer, pointer, pointer, size, number, number, number)
@@ -63,7 +58,7 @@ def calls() -> Calls:
     dense.restype = None
     pack = library.trencadis_dense_pack
     pack.argtypes, pack.restype = (pointer, size, number, number), None
-    pin = library.trencadis_pin
+    pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
     return Calls(linear, rows, attend, flash, turn, dense, pack, pin)
 
