@@ -19,6 +19,7 @@ from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.thread_use import thread_use
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
@@ -58,6 +59,8 @@ class CpuBackend:
         if cpus:
             threads.keep_to(cpus)
             count = len(cpus)
+        self.thread_use = thread_use(count)
+        self._count = count
         self.cfg = cfg
         self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"
         self.device = torch.device("cpu")
@@ -78,6 +81,10 @@ class CpuBackend:
         """Nothing is compiled."""
         return 0
 
+    def cpu_threads(self) -> int:
+        """Threads that compute now: those that the system keeps from running are left out."""
+        return self._count if self.thread_use is None else self.thread_use.in_use
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Anonymous mapped memory: the system gives zero pages as they are written. torch.zeros writes them all."""
         count = math.prod(shape)
@@ -94,7 +101,7 @@ class CpuBackend:
         copies()
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
-        return CpuProgram(bucket, body)
+        return CpuProgram(bucket, body, self.thread_use)
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)

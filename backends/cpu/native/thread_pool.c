@@ -72,9 +72,9 @@ static struct {
     _Atomic int64_t began;                /* when the last launch did */
     Work work;
     void *data;
-    int64_t grain, team, count, forgot, ended;
+    int64_t grain, team, forgot, ended;
     int64_t dear; /* what a launch costs, in common launches; 0: not measured yet */
-    _Atomic int64_t in_use, patient;
+    _Atomic int64_t count, patient;
     Share shares[MOST_THREADS];
     Worker workers[MOST_THREADS]; /* 1 and up */
 } pool;
@@ -234,6 +234,7 @@ static void forget_workers(void) { memset((void *)&pool, 0, sizeof pool); }
 
 /* Starts threads until there are `count`, or as many as the system gives. */
 static void start_workers(int64_t count) {
+    if (pool.count >= count) return;
     static int once;
     if (!once++) pthread_atfork(NULL, NULL, forget_workers);
     sigset_t all, held;
@@ -253,21 +254,15 @@ static void start_workers(int64_t count) {
     pthread_sigmask(SIG_SETMASK, &held, NULL);
 }
 
-static void count_in_use(void) {
-    int64_t in_use = 1;
-    for (int64_t w = 1; w <= pool.count; w++) in_use += !atomic_load(&pool.workers[w].out);
-    atomic_store(&pool.in_use, in_use);
-}
-
 static void set_out(Worker *worker, int out) {
     worker->saved = worker->cost = 0;
     atomic_store(&worker->probed, 0);
+    atomic_store(&worker->late, 0);
     atomic_store(&worker->out, out);
     if (!out) {
         atomic_fetch_add(&worker->bell, 2); /* wakes it in any case, and asks for nothing */
         wake(&worker->bell);
     }
-    count_in_use();
 }
 
 /* Asks threads that are left out to spin, and takes back those whom the system let. */
@@ -336,15 +331,12 @@ static void wake_sleepers(int64_t at) {
 
 static void run_team(Work work, void *data, int64_t items, int64_t grain, int64_t pieces, int64_t threads) {
     const int64_t before = now();
-    if (pool.count < threads - 1) {
-        start_workers(threads - 1);
-        count_in_use();
-    }
+    start_workers(threads - 1);
     ask_left_out(before);
     int64_t team = 1;
     for (int64_t w = 1; w <= pool.count; w++) {
         Worker *worker = pool.workers + w;
-        const int serves = team < threads && !atomic_load(&worker->out);
+        const int serves = w < threads && !atomic_load(&worker->out);
         atomic_store_explicit(&worker->number, serves ? team : 0, memory_order_relaxed);
         worker->taken = 0;
         team += serves;
@@ -428,8 +420,21 @@ EXPORT void trencadis_pool_pin(const int *cpus, int count) {
 #endif
 }
 
-/* Threads that launches may use, those that are left out not counted. */
-EXPORT int trencadis_pool_in_use(void) { return (int)atomic_load(&pool.in_use); }
+/* How many of the threads that a launch asks for it would get. */
+EXPORT int trencadis_pool_in_use(int asked) {
+    int in_use = asked;
+    for (int w = 1; w < asked && w < MOST_THREADS; w++) in_use -= !!atomic_load(&pool.workers[w].out);
+    return in_use;
+}
+
+/* Tries threads that are left out, beside launches that use none of them, or takes all of them back. */
+EXPORT void trencadis_pool_tend(int everyone) {
+    if (atomic_exchange(&pool.busy, 1)) return;
+    const int64_t at = now();
+    pool.ended = everyone ? at - PAUSE - 1 : at;
+    ask_left_out(at);
+    atomic_store(&pool.busy, 0);
+}
 
 /* The system's number of a thread but the caller's, from 1 on; 0: there is none. */
 EXPORT int64_t trencadis_pool_system_id(int worker) {
