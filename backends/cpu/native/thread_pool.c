@@ -33,7 +33,7 @@
 #define PATIENCE (100 * MICRO)    /* of the caller, beyond the time of PIECES_LATE pieces */
 #define PIECES_LATE 4
 #define FORGET (50 * MILLI)       /* sums of what a thread saves and costs are halved so often */
-#define LEAST_COST (2 * MILLI)    /* below this a thread stays */
+#define LEAST_COST (8 * MILLI)    /* below this a thread stays: two turns of another's on its CPU */
 #define MOST_COST 4               /* a thread stays whose cost is below a part of what it saves: one of so many */
 #define PROBE_EVERY (250 * MILLI)
 #define PROBE_SPIN (10 * MILLI)
@@ -259,10 +259,9 @@ static void set_out(Worker *worker, int out) {
     atomic_store(&worker->probed, 0);
     atomic_store(&worker->late, 0);
     atomic_store(&worker->out, out);
-    if (!out) {
-        atomic_fetch_add(&worker->bell, 2); /* wakes it in any case, and asks for nothing */
-        wake(&worker->bell);
-    }
+    /* It may wait for a ticket, and looks for its bell from now on; or the other way round. */
+    atomic_fetch_add(out ? &pool.ticket : &worker->bell, out ? 1 : 2);
+    wake(out ? &pool.ticket : &worker->bell);
 }
 
 /* Asks threads that are left out to spin, and takes back those whom the system let. */
