@@ -34,7 +34,7 @@
 #define PIECES_LATE 4
 #define FORGET (50 * MILLI)       /* sums of what a thread saves and costs are halved so often */
 #define LEAST_COST (8 * MILLI)    /* below this a thread stays: two turns of another's on its CPU */
-#define MOST_COST 4               /* a thread stays whose cost is below a part of what it saves: one of so many */
+#define MOST_COST 2               /* a thread stays whose cost is below a part of what it saves: one of so many */
 #define PROBE_EVERY (250 * MILLI)
 #define PROBE_SPIN (10 * MILLI)
 #define PROBES 2
