@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.comm import comm_of, pipe_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
@@ -59,7 +59,6 @@ class CpuBackend:
         if cpus:
             threads.keep_to(cpus)
             count = len(cpus)
-        self.thread_use = thread_use(count)
         self._count = count
         self.cfg = cfg
         self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"
@@ -69,6 +68,8 @@ class CpuBackend:
         self.ops: Ops = _ops(cfg)
         if isinstance(self.ops, CpuOps) and cfg.rank == 0:
             log.info("cpu: %s", self.ops.table.line())
+        own_rows = dense.most_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
+        self.thread_use = thread_use(count, own_rows)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = comm_of(cfg)
         self.pipe = pipe_of(cfg)

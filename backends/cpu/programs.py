@@ -81,7 +81,7 @@ class CpuProgram:
 
     def run(self) -> Any:
         if self.thread_use is not None:
-            self.thread_use.update()
+            self.thread_use.update(self.bucket.dims[0])
         with torch.inference_mode():
             out = self.body(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)

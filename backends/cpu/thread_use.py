@@ -41,6 +41,7 @@ class ThreadPool(Protocol):
     def system_id(self, worker: int, /) -> int: ...
     def charge(self, worker: int, nanoseconds: int, /) -> None: ...
     def tend(self, everyone: int, /) -> None: ...
+    def on_torch(self, on: int, /) -> None: ...
 
 
 def run_delay(task: int, root: Path = Path("/proc/self/task")) -> int | None:
@@ -66,6 +67,7 @@ class ThreadUse:
 
     Args:
         count: threads that the engine was given.
+        own_rows: most rows of launches whose products are the library's; oneDNN multiplies in larger ones.
         pool: the library's threads.
         tasks, stat: where the system's account lies.
         clock: seconds.
@@ -74,12 +76,14 @@ class ThreadUse:
     def __init__(
         self,
         count: int,
+        own_rows: int,
         pool: ThreadPool,
         tasks: Path = Path("/proc/self/task"),
         stat: Path = Path("/proc/stat"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = self.in_use = count
+        self._own_rows = own_rows
         self._pool, self._tasks, self._stat, self._clock = pool, tasks, stat, clock
         self._cpus = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
         self._delays: Mapping[int, int] = {}
@@ -88,9 +92,13 @@ class ThreadUse:
         self._logged = self._looked - QUIET
         self._said = count
 
-    def update(self) -> None:
-        """Gives torch, on the calling thread, the threads that are in use; looks at the system's account at times."""
+    def update(self, rows: int) -> None:
+        """Before a launch of so many rows: gives torch, on the calling thread, the threads that are in use.
+
+        Looks at the system's account at times.
+        """
         now = self._clock()
+        self._pool.on_torch(int(rows > self._own_rows))
         if now - self._looked >= INTERVAL:
             self._look(now)
         self._called = now
@@ -125,6 +133,6 @@ class ThreadUse:
         self._delays = delays
 
 
-def thread_use(count: int) -> ThreadUse | None:
+def thread_use(count: int, own_rows: int) -> ThreadUse | None:
     """The threads of an engine that was given ``count``; None: one alone, or no library whose launches are timed."""
-    return ThreadUse(count, threads.calls().pool) if count > 1 and found().library is not None else None
+    return ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and found().library is not None else None

@@ -65,6 +65,11 @@ typedef struct {
     int64_t saved, cost, next_probe; /* the caller's notes */
 } Worker;
 
+/* GOMP_parallel and omp_get_thread_num of the runtime that torch is linked with. */
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+static Parallel torch_parallel;
+static int (*torch_thread)(void);
+
 static struct {
     _Alignas(64) _Atomic uint32_t gate;
     _Alignas(64) _Atomic uint32_t ticket; /* counts launches */
@@ -75,6 +80,9 @@ static struct {
     int64_t grain, team, forgot, ended;
     int64_t dear; /* what a launch costs, in common launches; 0: not measured yet */
     _Atomic int64_t count, patient;
+    _Atomic int on_torch; /* launches run on torch's threads */
+    int64_t mine, ended_mine;      /* of such a launch: what the caller took, and when it had */
+    int64_t members[MOST_THREADS]; /* worker by the number of a launch's thread */
     Share shares[MOST_THREADS];
     Worker workers[MOST_THREADS]; /* 1 and up */
 } pool;
@@ -328,6 +336,38 @@ static void wake_sleepers(int64_t at) {
     if (any) wake(&pool.ticket);
 }
 
+static void launch(int64_t before, int64_t pieces) {
+    uint8_t missed[MOST_THREADS] = {0};
+    atomic_store(&pool.began, before);
+    atomic_store(&pool.gate, OPEN);
+    atomic_fetch_add(&pool.ticket, 1);
+    wake_sleepers(before);
+    const int64_t t0 = now(), mine = work_on(0), t1 = now();
+    atomic_fetch_and(&pool.gate, ~OPEN);
+    wait_for_pieces(missed);
+    pool.ended = now();
+    settle_accounts(mine, pieces, t0, t1, pool.ended, missed);
+}
+
+static void torch_work(void *data) {
+    const int64_t number = torch_thread(), taken = number < pool.team ? work_on(number) : 0;
+    (void)data;
+    if (number)
+        pool.workers[pool.members[number]].taken = taken;
+    else
+        pool.mine = taken, pool.ended_mine = now();
+}
+
+/* The end of a region waits for all of its threads, so all are charged with a wait. */
+static void launch_on_torch(int64_t team, int64_t pieces) {
+    uint8_t missed[MOST_THREADS];
+    memset(missed, 1, sizeof missed);
+    const int64_t t0 = now();
+    torch_parallel(torch_work, NULL, (unsigned)team, 0);
+    pool.ended = now();
+    settle_accounts(pool.mine, pieces, t0, pool.ended_mine, pool.ended, missed);
+}
+
 static void run_team(Work work, void *data, int64_t items, int64_t grain, int64_t pieces, int64_t threads) {
     const int64_t before = now();
     start_workers(threads - 1);
@@ -338,6 +378,7 @@ static void run_team(Work work, void *data, int64_t items, int64_t grain, int64_
         const int serves = w < threads && !atomic_load(&worker->out);
         atomic_store_explicit(&worker->number, serves ? team : 0, memory_order_relaxed);
         worker->taken = 0;
+        pool.members[team] = serves ? w : 0;
         team += serves;
     }
     if (team == 1) {
@@ -354,16 +395,11 @@ static void run_team(Work work, void *data, int64_t items, int64_t grain, int64_
     const int64_t part = (each + SHARE_PIECES - 1) / SHARE_PIECES;
     pool.work = work, pool.data = data, pool.team = team;
     pool.grain = grain ? grain : part > 1 ? part : 1;
-    atomic_store(&pool.began, before);
-    atomic_store(&pool.gate, OPEN);
-    atomic_fetch_add(&pool.ticket, 1);
-    wake_sleepers(before);
-    uint8_t missed[MOST_THREADS] = {0};
-    const int64_t t0 = now(), mine = work_on(0), t1 = now();
-    atomic_fetch_and(&pool.gate, ~OPEN);
-    wait_for_pieces(missed);
-    pool.ended = now();
-    settle_accounts(mine, pieces ? pieces : items / pool.grain, t0, t1, pool.ended, missed);
+    const int64_t parts = pieces ? pieces : items / pool.grain;
+    if (atomic_load(&pool.on_torch) && torch_parallel)
+        launch_on_torch(team, parts);
+    else
+        launch(before, parts);
 }
 
 /* How many times as long as on a common machine a launch takes that does nothing. */
@@ -444,6 +480,15 @@ EXPORT int64_t trencadis_pool_system_id(int worker) {
 EXPORT void trencadis_pool_charge(int worker, int64_t time) {
     if (worker > 0 && worker < MOST_THREADS) atomic_fetch_add(&pool.workers[worker].late, time);
 }
+
+/* Where torch's threads are. */
+EXPORT void trencadis_pool_of_torch(void *parallel, void *thread) {
+    torch_parallel = (Parallel)parallel;
+    torch_thread = (int (*)(void))thread;
+}
+
+/* From now on launches run on torch's threads (1), as the operations between them do, or on those of the pool (0). */
+EXPORT void trencadis_pool_on_torch(int on) { atomic_store(&pool.on_torch, on); }
 
 /* For tests: no thread is left out from now on; or threads are, as usual. */
 EXPORT void trencadis_pool_patient(int patient) { atomic_store(&pool.patient, patient); }

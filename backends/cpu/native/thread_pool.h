@@ -5,7 +5,9 @@
    thread that took none, so a thread that the system has put aside costs at most the piece that it holds.
 
    Why not torch's pool: the end of an OpenMP region waits for each thread of the team, so that one descheduled thread
-   delays every launch by what the scheduler gives to others (3 to 4 ms, with some hundred launches a token). */
+   delays every launch by what the scheduler gives to others (3 to 4 ms, with some hundred launches a token). Where
+   oneDNN multiplies between the launches, as in prompts, they do run on torch's threads: threads of two pools that take
+   turns on the same CPUs within microseconds wait for each other until the scheduler's next tick. */
 
 #ifndef TRENCADIS_THREAD_POOL_H
 #define TRENCADIS_THREAD_POOL_H

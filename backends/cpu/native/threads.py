@@ -1,7 +1,8 @@
 """Calls of the library, and the threads that its launches run on (thread_pool.h).
 
-They are the library's own: it links no OpenMP runtime, and a launch waits for no thread that the system has put aside.
-torch's operations run on torch's threads, which sleep meanwhile.
+They are the library's own, where it multiplies as well: a launch waits for no thread that the system has put aside.
+Launches between oneDNN's products run on torch's threads. The library links no OpenMP runtime: it gets the functions of
+the one that torch is linked with, by address, so that there is one of them, whichever a build of torch brings.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Pool(NamedTuple):
     """(thread, nanoseconds): it is known to have waited for a CPU for so long."""
     tend: Callable[[int], None]
     """Tries threads that are left out, or (1) takes all of them back."""
+    on_torch: Callable[[int], None]
+    """1: launches run on torch's threads, as the operations between them do."""
     patient: Callable[[int], None]
     """For tests. 1: no thread is left out."""
     hold: Callable[[int, int, int], None]
@@ -58,6 +61,9 @@ class Calls(NamedTuple):
 def calls() -> Calls:
     """The library's functions."""
     library = found().library
+    runtime = openmp()
+    if runtime is not None:
+        library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     linear, rows = library.trencadis_panels_linear, library.trencadis_panels_rows
     linear.argtypes = (pointer, pointer, pointer, size, number, number, number)
@@ -89,6 +95,7 @@ def pool() -> Pool:
         ("system_id", size, number),
         ("charge", None, number, size),
         ("tend", None, number),
+        ("on_torch", None, number),
         ("patient", None, number),
         ("hold", None, number, size, number),
     ):
