@@ -1,8 +1,8 @@
 """How many threads compute: those that the system keeps from running are left out until they run promptly again.
 
 The library times its own launches, and leaves out a thread that costs more than it saves (native/thread_pool.c). Here
-the system's own account is added to that where there is one, torch is given as many threads as the library uses, and a
-change is logged.
+the system's own account is added to that, or where there is none by how much threads came late; torch is given as many
+threads as the library uses, and a change is logged.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class ThreadPool(Protocol):
     def in_use(self, asked: int, /) -> int: ...
     def system_id(self, worker: int, /) -> int: ...
     def charge(self, worker: int, nanoseconds: int, /) -> None: ...
+    def late(self, worker: int, /) -> int: ...
     def tend(self, everyone: int, /) -> None: ...
     def on_torch(self, on: int, /) -> None: ...
 
@@ -124,10 +125,10 @@ class ThreadUse:
         delays = dict[int, int]()
         for worker in range(1, self.count):
             task = self._pool.system_id(worker)
-            delay = run_delay(task, self._tasks) if task else None
+            delay, late = run_delay(task, self._tasks) if task else None, self._pool.late(worker)
             if delay is not None:
-                delays[task] = delay
-            waited = each + (delays[task] - self._delays.get(task, delays[task]) if delay is not None else 0)
+                delays[task], late = delay, delay - self._delays.get(task, delay)
+            waited = each + late
             if waited > SHARE * passed * 1e9:
                 self._pool.charge(worker, waited)
         self._delays = delays

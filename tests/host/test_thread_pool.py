@@ -208,7 +208,8 @@ class FakePool:
     """``thread_use.ThreadPool`` of three threads beside the caller's."""
 
     def __init__(self) -> None:
-        self.charged, self.tended, self.left, self.shared = dict[int, int](), list[int](), 0, 0
+        self.charged, self.tended, self.lates = dict[int, int](), list[int](), dict[int, int]()
+        self.left = self.shared = 0
 
     def in_use(self, asked: int, /) -> int:
         return max(asked - self.left, 1)
@@ -218,6 +219,9 @@ class FakePool:
 
     def charge(self, worker: int, nanoseconds: int, /) -> None:
         self.charged[worker] = self.charged.get(worker, 0) + nanoseconds
+
+    def late(self, worker: int, /) -> int:
+        return self.lates.pop(worker, 0)
 
     def tend(self, everyone: int, /) -> None:
         self.tended.append(everyone)
@@ -263,6 +267,7 @@ def test_threads_are_charged_with_the_time_for_which_the_system_made_them_wait(t
     now[0] += 0.06
     use.update(8)  # the first look has nothing to compare with
     assert not fake.charged and fake.tended == [0] and torch.get_num_threads() == 4
+    fake.lates = {1: LONG}  # the same time, which the system counts better
     account.wait(2, 40 * MILLISECOND)
     account.wait(3, 2 * MILLISECOND)
     use.update(8)
@@ -308,13 +313,14 @@ def test_launches_between_onednns_products_run_on_torchs_threads(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("kept_threads")
-def test_a_system_that_keeps_no_account_charges_nothing(tmp_path: Path) -> None:
+def test_where_the_system_keeps_no_account_threads_are_charged_with_how_late_they_came(tmp_path: Path) -> None:
     fake, now = FakePool(), [0.0]
     use = ThreadUse(4, 128, fake, tmp_path / "none", tmp_path / "no", lambda: now[0])
-    for _ in range(3):
+    for late in (0, 10, 20):  # a quarter of the time is let pass
+        fake.lates = {3: late * MILLISECOND}
         now[0] += 0.06
         use.update(8)
-    assert not fake.charged and use.in_use == 4
+    assert fake.charged == {3: 20 * MILLISECOND} and use.in_use == 4
 
 
 def test_accounts_of_the_system_are_read_as_far_as_they_go(tmp_path: Path) -> None:

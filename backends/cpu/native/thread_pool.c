@@ -1,7 +1,7 @@
 /* Threads that give way: see thread_pool.h.
 
-   A thread that costs more time than it saves is left out. What it saves is the time of the items that it took; what it
-   costs is the time for which the caller waits beyond a piece, and the time for which it came late. A thread that is
+   A thread that costs more than half of the time that it saves is left out. What it saves is the time of the items that it
+   took; what it costs is the time for which the caller waits beyond a piece, and what the system's own account says. A thread that is
    left out is asked every PROBE_EVERY to spin for PROBE_SPIN, beside the launches, and comes back after PROBES such
    spins of which the system took nothing. All times are nanoseconds. */
 
@@ -27,7 +27,7 @@
 
 #define MICRO 1000
 #define MILLI 1000000
-#define SPIN (50 * MICRO)         /* for which a thread waits before it sleeps */
+#define SPIN (50 * MICRO)         /* for which a thread waits after a launch before it sleeps */
 #define SHARE_PIECES 16           /* a thread takes at most this part of its share at a time */
 #define LATE MILLI                /* for which a thread may come late unnoticed: a wake-up takes less */
 #define PATIENCE (100 * MICRO)    /* of the caller, beyond the time of PIECES_LATE pieces */
@@ -58,7 +58,8 @@ typedef struct {
     _Atomic int64_t rung;    /* and was woken then; 0: not yet */
     _Atomic int64_t asked;   /* when the bell was rung */
     _Atomic int64_t number;  /* of the launch's threads; 0: none of them */
-    _Atomic int64_t late;    /* time for which it came late, not yet counted */
+    _Atomic int64_t late;    /* time for which it came late, */
+    _Atomic int64_t charged; /* and for which it is known to have waited, not yet counted */
     _Atomic int64_t probed;  /* probes passed in a row */
     _Atomic int64_t hold, hold_inside; /* of tests */
     int64_t taken;           /* items of the last launch that it entered */
@@ -73,6 +74,7 @@ static int (*torch_thread)(void);
 static struct {
     _Alignas(64) _Atomic uint32_t gate;
     _Alignas(64) _Atomic uint32_t ticket; /* counts launches */
+    _Alignas(64) _Atomic uint32_t small;  /* counts launches of one thread */
     _Alignas(64) _Atomic int busy;        /* a launch is running */
     _Atomic int64_t began;                /* when the last launch did */
     Work work;
@@ -195,6 +197,7 @@ static void probe(Worker *me) {
 /* Waits for a ticket other than `seen`; returns the time for which the system kept this thread from it. */
 static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
     int64_t begin = now(), last = begin, came = begin;
+    uint32_t small = atomic_load(&pool.small);
     for (int i = 1; last - begin < SPIN; i++) {
         const uint32_t ticket = atomic_load(&pool.ticket);
         if (ticket != seen) {
@@ -203,7 +206,10 @@ static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
             return since < came - last ? since : came - last;
         }
         pause_once();
-        if (i % 16 == 0) last = now();
+        if (i % 16) continue;
+        last = now();
+        const uint32_t others = atomic_load(&pool.small);
+        if (others != small) small = others, begin = last; /* the next one may be for this thread */
     }
     atomic_store(&me->rung, 0);
     atomic_store(&me->asleep, 1);
@@ -265,7 +271,7 @@ static void start_workers(int64_t count) {
 static void set_out(Worker *worker, int out) {
     worker->saved = worker->cost = 0;
     atomic_store(&worker->probed, 0);
-    atomic_store(&worker->late, 0);
+    atomic_store(&worker->charged, 0);
     atomic_store(&worker->out, out);
     /* It may wait for a ticket, and looks for its bell from now on; or the other way round. */
     atomic_fetch_add(out ? &pool.ticket : &worker->bell, out ? 1 : 2);
@@ -299,7 +305,7 @@ static void settle_accounts(int64_t mine, int64_t pieces, int64_t t0, int64_t t1
         if (halve) worker->saved /= 2, worker->cost /= 2;
         if (mine) worker->saved += (t1 - t0) * worker->taken / mine / (pool.team - 1);
         if (missed[w] && t2 - t1 > allowed) worker->cost += t2 - t1;
-        worker->cost += atomic_exchange(&worker->late, 0);
+        worker->cost += atomic_exchange(&worker->charged, 0);
         const int dear = worker->cost > LEAST_COST && worker->cost > worker->saved / MOST_COST;
         if (dear && !atomic_load(&pool.patient)) {
             set_out(worker, 1);
@@ -422,6 +428,7 @@ void pool_run(Work work, void *data, int64_t items, int64_t grain, int64_t piece
     if (threads > items) threads = items;
     if (threads > MOST_THREADS - 1) threads = MOST_THREADS - 1;
     if (threads < 2 || items > INT32_MAX || atomic_exchange(&pool.busy, 1)) {
+        atomic_fetch_add(&pool.small, 1);
         if (items > 0) work(data, 0, items, 0);
         return;
     }
@@ -478,7 +485,12 @@ EXPORT int64_t trencadis_pool_system_id(int worker) {
 
 /* Adds to what a thread costs: time for which it is known to have waited for a CPU. */
 EXPORT void trencadis_pool_charge(int worker, int64_t time) {
-    if (worker > 0 && worker < MOST_THREADS) atomic_fetch_add(&pool.workers[worker].late, time);
+    if (worker > 0 && worker < MOST_THREADS) atomic_fetch_add(&pool.workers[worker].charged, time);
+}
+
+/* Time for which a thread came late to launches since the last call, by the library's own clock. */
+EXPORT int64_t trencadis_pool_late(int worker) {
+    return worker > 0 && worker < MOST_THREADS ? atomic_exchange(&pool.workers[worker].late, 0) : 0;
 }
 
 /* Where torch's threads are. */

@@ -33,6 +33,8 @@ class Pool(NamedTuple):
     """The number that the system knows a thread by; 0: there is none."""
     charge: Callable[[int, int], None]
     """(thread, nanoseconds): it is known to have waited for a CPU for so long."""
+    late: Callable[[int], int]
+    """Nanoseconds for which a thread came late to launches since the last call, by the library's own clock."""
     tend: Callable[[int], None]
     """Tries threads that are left out, or (1) takes all of them back."""
     on_torch: Callable[[int], None]
@@ -94,6 +96,7 @@ def pool() -> Pool:
         ("in_use", number, number),
         ("system_id", size, number),
         ("charge", None, number, size),
+        ("late", size, number),
         ("tend", None, number),
         ("on_torch", None, number),
         ("patient", None, number),
