@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class Engine:
         info: EngineInfo,
         watch: GraphWatch | None = None,
         pace: Pace | None = None,
+        cpu_threads: Callable[[], int] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -60,6 +62,7 @@ class Engine:
         self._compiling: list[AwaitedGrammar] = []
         self._quiet = True
         self._watch = watch
+        self._cpu_threads = cpu_threads or (lambda: 0)
         self._pace = pace or Pace(0.0)
         self._warming = watch is not None and watch.background
         self._counted = info.graphs is not None
@@ -205,6 +208,7 @@ class Engine:
             kv_cached=s.pool.cached,
             kv_evictions=s.pool.evictions,
             steps=s.steps,
+            cpu_threads=self._cpu_threads(),
             arena_used=s.arena.used,
             image_evictions=s.arena.evictions,
         )

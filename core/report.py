@@ -133,6 +133,8 @@ class EngineStats:
     """Blocks of host memory."""
     mm_queries: int = 0
     mm_hits: int = 0
+    cpu_threads: int = 0
+    """Threads of rank 0 that compute now on a CPU; 0: another device computes."""
     arena_used: int = 0
     arena_total: int = 0
     images_encoded: int = 0

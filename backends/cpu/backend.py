@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from trencadis.backends.cpu.comm import comm_of, pipe_of
 from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
-from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram
 from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.thread_use import thread_use
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
@@ -58,6 +59,7 @@ class CpuBackend:
         if cpus:
             threads.keep_to(cpus)
             count = len(cpus)
+        self._count = count
         self.cfg = cfg
         self.label = f"cpu ({count} threads)" if cfg.ranks == 1 else f"cpu ({cfg.ranks} ranks of {count} threads)"
         self.device = torch.device("cpu")
@@ -66,6 +68,8 @@ class CpuBackend:
         self.ops: Ops = _ops(cfg)
         if isinstance(self.ops, CpuOps) and cfg.rank == 0:
             log.info("cpu: %s", self.ops.table.line())
+        own_rows = dense.most_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
+        self.thread_use = thread_use(count, own_rows)
         self.memory: Memory = CpuMemory()
         self.comm: Comm = comm_of(cfg)
         self.pipe = pipe_of(cfg)
@@ -77,6 +81,10 @@ class CpuBackend:
     def compilations(self) -> int:
         """Nothing is compiled."""
         return 0
+
+    def cpu_threads(self) -> int:
+        """Threads that compute now: those that the system keeps from running are left out."""
+        return self._count if self.thread_use is None else self.thread_use.in_use
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Anonymous mapped memory: the system gives zero pages as they are written. torch.zeros writes them all."""
@@ -94,7 +102,7 @@ class CpuBackend:
         copies()
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
-        return CpuProgram(bucket, body)
+        return CpuProgram(bucket, body, self.thread_use)
 
     def fill(self, program: Program, inputs: Inputs) -> None:
         assert isinstance(program, CpuProgram)

@@ -25,6 +25,7 @@ from trencadis.backends.cpu.padding import (
     windows,
 )
 from trencadis.backends.cpu.plan import CpuAttn
+from trencadis.backends.cpu.thread_use import ThreadUse
 from trencadis.core.backend import (
     Body,
     HeadTensors,
@@ -55,6 +56,7 @@ class CpuProgram:
 
     bucket: Bucket
     body: Body
+    thread_use: ThreadUse | None = None
     state: ProgramState = ProgramState.PLANNED
     bytes: int = 0
     inputs: Any = None
@@ -78,6 +80,8 @@ class CpuProgram:
         """Costs nothing that could be measured before the first fill."""
 
     def run(self) -> Any:
+        if self.thread_use is not None:
+            self.thread_use.update(self.bucket.dims[0])
         with torch.inference_mode():
             out = self.body(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)

@@ -14,6 +14,9 @@ from trencadis.core import envs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+WAITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
+"""How long threads of OpenMP runtimes (GCC's, LLVM's) spin when they have no work: rounds of some 25 ns, and ms."""
+
 
 def python_path(environ: Mapping[str, str]) -> str:
     """PYTHONPATH of a child: the folder that holds this package, then what ``environ`` has.
@@ -39,6 +42,11 @@ def environment(environ: Mapping[str, str], threads: int, fixed: bool) -> dict[s
     env = {name: value for name, value in environ.items() if not envs.secret(name)}
     # torch reads this once, when its allocator starts; huge pages give weights about 5 % more bandwidth.
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # torch's threads share their CPUs with those of this package's kernels: where they spun for milliseconds after each
+    # operation, as by default, kernels would wait for them.
+    if not env.get("OMP_WAIT_POLICY"):
+        for name, value in WAITS.items():
+            env.setdefault(name, value)
     env["PYTHONPATH"] = python_path(env)
     for name in THREAD_VARIABLES:
         if fixed or not env.get(name):

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -111,7 +112,9 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     info = _info(backend, plan, model_config, time.perf_counter() - started)
     info.graphs = None if watch is None else watch.plan()
     info.step_seconds = opened.step_seconds
-    return Engine(scheduler, executor, info, watch, Pace(config.warmup_stall, config.warmup_slice))
+    cpu_threads: Callable[[], int] | None = getattr(backend, "cpu_threads", None)
+    pace = Pace(config.warmup_stall, config.warmup_slice)
+    return Engine(scheduler, executor, info, watch, pace, cpu_threads)
 
 
 def _executor(config: EngineConfig, lie: Topology, progress: Progress) -> tuple[Executor, OpenedRank]:

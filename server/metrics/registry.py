@@ -62,6 +62,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_waiting": ("requests in the queue", lambda s: s.waiting),
     "kv_cache_usage_perc": ("share of KV blocks in use, 0 to 1", lambda s: _share(s.kv_used, s.kv_total)),
     "encoder_cache_usage_perc": ("share of image rows in use, 0 to 1", lambda s: _share(s.arena_used, s.arena_total)),
+    "cpu_threads": ("threads of rank 0 that compute on a CPU now; busy CPUs are left out", lambda s: s.cpu_threads),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("tokens looked up in the prefix cache", lambda s: s.prefix_queries),

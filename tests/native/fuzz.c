@@ -10,7 +10,6 @@
 
 #include "exports.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,62 +30,7 @@ static void fail(const char *what) {
     exit(1);
 }
 
-/* ---- threads, as OpenMP's interface has them ---- */
-
-#define TEAM 8
-static pthread_t others[TEAM];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t begins = PTHREAD_COND_INITIALIZER, ends = PTHREAD_COND_INITIALIZER;
-static void (*job)(void *);
-static void *job_data;
-static unsigned running, members = 1, left, generation, waiting, passed;
-static _Thread_local int me;
-
-static void *serve(void *number) {
-    unsigned seen = 0;
-    me = (int)(intptr_t)number;
-    for (;;) {
-        pthread_mutex_lock(&lock);
-        while (generation == seen) pthread_cond_wait(&begins, &lock);
-        seen = generation;
-        const int mine = (unsigned)me < running;
-        void (*work)(void *) = job;
-        void *data = job_data;
-        pthread_mutex_unlock(&lock);
-        if (mine) work(data);
-        pthread_mutex_lock(&lock);
-        if (!--left) pthread_cond_signal(&ends);
-        pthread_mutex_unlock(&lock);
-    }
-    return NULL;
-}
-
-static void on_threads(void (*work)(void *), void *data, unsigned count, unsigned flags) {
-    (void)flags;
-    if (count > TEAM) fail("more threads than asked for");
-    pthread_mutex_lock(&lock);
-    job = work, job_data = data, running = members = count, left = TEAM - 1, generation++;
-    pthread_cond_broadcast(&begins);
-    pthread_mutex_unlock(&lock);
-    work(data);
-    pthread_mutex_lock(&lock);
-    while (left) pthread_cond_wait(&ends, &lock);
-    members = 1;
-    pthread_mutex_unlock(&lock);
-}
-
-static int thread_number(void) { return me; }
-static int team_size(void) { return (int)members; }
-
-static void wait_for_all(void) {
-    pthread_mutex_lock(&lock);
-    const unsigned now = passed;
-    if (++waiting == members)
-        waiting = 0, passed++, pthread_cond_broadcast(&ends);
-    else
-        while (passed == now) pthread_cond_wait(&ends, &lock);
-    pthread_mutex_unlock(&lock);
-}
+#define TEAM 8 /* most threads of a launch */
 
 /* ---- values ---- */
 
@@ -346,8 +290,6 @@ int main(int count, char **words) {
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
     const int runs[] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1, has >> HAS_AVX512_VNNI & 1};
-    for (intptr_t i = 1; i < TEAM; i++) pthread_create(others + i, NULL, serve, (void *)i);
-    trencadis_panels_threads((void *)on_threads, (void *)thread_number, (void *)team_size, (void *)wait_for_all);
     for (kind = AVX2; kind <= AVX512_VNNI; kind++) {
         if (!runs[kind]) continue;
         bfloat16_pairs = kind >= AVX512 && (has >> HAS_AVX512_BF16 & 1);

@@ -185,8 +185,8 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
     assert away(CpuOps().linear(x, both)[:, 40:], want) <= 2e-2
 
 
-def test_the_threads_are_torchs() -> None:
-    """The functions lie in the runtime that torch's library is linked with: no second one is loaded."""
+def test_no_second_openmp_runtime_is_loaded() -> None:
+    """Kernels have threads of their own, and the runtime that torch is linked with serves torch."""
     maps = Path("/proc/self/maps")
     if not maps.exists() or not available_kinds():
         pytest.skip("no Linux, or no kernels")

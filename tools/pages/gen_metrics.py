@@ -47,7 +47,7 @@ GROUPS = {
     "Caches and memory": r"vllm:(kv_|prefix_|mm_|encoder_|cache_|images_enc)",
     "Shapes and graphs": r"vllm:(graph_|padding|recompiles|lazy_|warmup|device_info)",
     "Admission and tenants": r"vllm:(admission|tenant|media_err)",
-    "The server": r"vllm:(engine_|sleep_|server_|traces_)",
+    "The server": r"vllm:(engine_|sleep_|server_|traces_|cpu_)",
     "HTTP": r"http_",
 }
 HIDDEN = "Names that vLLM has given up, with `--show-hidden-metrics`"

@@ -11,8 +11,16 @@ EXPORT const char *trencadis_left_out(void);
 EXPORT int64_t trencadis_layout(int number, int64_t *offsets, int64_t most);
 EXPORT int trencadis_cpu_features(void);
 EXPORT uint64_t trencadis_launches(int operation, int kind);
-EXPORT void trencadis_panels_threads(void *p, void *num, void *count, void *wait);
-EXPORT void trencadis_pin(int *cpus, int count);
+EXPORT void trencadis_pool_pin(const int *cpus, int count);
+EXPORT int trencadis_pool_in_use(int asked);
+EXPORT void trencadis_pool_tend(int everyone);
+EXPORT int64_t trencadis_pool_system_id(int worker);
+EXPORT void trencadis_pool_charge(int worker, int64_t time);
+EXPORT int64_t trencadis_pool_late(int worker);
+EXPORT void trencadis_pool_of_torch(void *parallel, void *thread);
+EXPORT void trencadis_pool_on_torch(int on);
+EXPORT void trencadis_pool_patient(int patient);
+EXPORT void trencadis_pool_hold(int worker, int64_t time, int inside);
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads);
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,

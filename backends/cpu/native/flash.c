@@ -19,9 +19,11 @@ typedef struct {
     int64_t room;
 } FlashCall;
 
-static void flash_work(void *data) {
+/* An item of the launch takes items of the attention until none is left, so a late thread finds none. */
+static void flash_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const FlashCall *call = data;
-    float *work = call->work + panels_thread() * call->room;
+    float *work = call->work + thread * call->room;
+    (void)first, (void)last;
     (call->flash->pairs ? call->kernels->flash_pairs : call->kernels->flash)(call->flash, work);
 }
 
@@ -45,8 +47,7 @@ EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
             p.starts[i + 1] = p.starts[i] + (p.spans[i].count + p.tokens - 1) / p.tokens * p.groups;
         rows /= 2;
     } while (rows >= LEAST && p.starts[p.n] < ITEMS * threads);
-    int64_t most = work * p.heads * p.size / GRAIN + 1;
-    if (most > threads) most = threads;
+    int64_t most = pool_threads(work * p.heads * p.size / GRAIN, threads);
     if (most > p.starts[p.n]) most = p.starts[p.n];
     const int64_t queries = p.tokens * each * (2 * wide + 17) + 4 * p.tokens;
     const int64_t room = (queries + (2 * wide + 6) * KEYS + 256) / 16 * 16; /* of `Held` in flash.inc */
@@ -55,7 +56,7 @@ EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
     if (held) {
         float *first = (float *)(((uintptr_t)held + 63) & ~(uintptr_t)63);
         FlashCall call = {&p, kernels, first, room};
-        panels_run(flash_work, &call, most);
+        pool_run(flash_work, &call, most, 1, p.starts[p.n], most);
     }
     free(held);
     free(p.starts);

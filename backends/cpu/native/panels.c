@@ -1,11 +1,7 @@
-/* What Python calls: which kernels the CPU has, and a product on the threads that torch uses.
-
-   The functions of OpenMP are given by address, those that torch itself calls, so that there is one pool of threads.
-   The library therefore links no OpenMP runtime, and serves any torch. */
+/* What Python calls: which kernels the CPU has, and products on the threads of thread_pool.c. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #define ARCH_REQ_XCOMP_PERM 0x1023
@@ -22,13 +18,6 @@
 /* Rounded activations up to this size live on the stack, and are made before the threads begin. */
 #define FEW 65536
 
-typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-
-static Parallel parallel;
-static int (*thread_num)(void);
-static int (*num_threads)(void);
-static void (*barrier)(void);
-
 static uint64_t launches[OPERATIONS][KINDS];
 
 EXPORT int trencadis_panels_version(void) { return PANELS_VERSION; }
@@ -40,34 +29,6 @@ void panels_count(int operation, int kind) {
 /* How many launches of an operation each kind of kernels has served, since the library was loaded. */
 EXPORT uint64_t trencadis_launches(int operation, int kind) {
     return __atomic_load_n(&launches[operation][kind], __ATOMIC_RELAXED);
-}
-
-EXPORT void trencadis_panels_threads(void *p, void *num, void *count, void *wait) {
-    parallel = (Parallel)p;
-    thread_num = (int (*)(void))num;
-    num_threads = (int (*)(void))count;
-    barrier = (void (*)(void))wait;
-}
-
-#ifdef __linux__
-static void pin_work(void *data) {
-    const int *cpus = data;
-    const int me = thread_num();
-    cpu_set_t one;
-    if (!me) return; /* the first is the caller's, whose later threads would all be kept to its CPU */
-    CPU_ZERO(&one);
-    CPU_SET((size_t)cpus[me], &one);
-    sched_setaffinity(0, sizeof one, &one);
-}
-#endif
-
-/* Keeps each thread of products but the first to its CPU. */
-EXPORT void trencadis_pin(int *cpus, int count) {
-#ifdef __linux__
-    if (parallel && count > 1) parallel(pin_work, cpus, (unsigned)count, 0);
-#else
-    (void)cpus, (void)count;
-#endif
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -124,47 +85,21 @@ const Kernels *panels_kernels(int kind) {
 #endif
 }
 
-int64_t panels_thread(void) { return parallel ? thread_num() : 0; }
-
-void panels_run(void (*work)(void *), void *data, int64_t threads) {
-    if (parallel && threads > 1)
-        parallel(work, data, (unsigned)threads, 0);
-    else
-        work(data);
-}
-
 typedef struct {
     const Product *product;
     const Kernels *kernels;
-    int round_first;
 } Call;
 
-static void share(int64_t whole, int64_t part, int64_t parts, int64_t *first, int64_t *last) {
-    const int64_t each = whole / parts, more = whole % parts;
-    *first = part * each + (part < more ? part : more);
-    *last = *first + each + (part < more);
-}
-
-void panels_share(int64_t whole, int64_t *first, int64_t *last) {
-    if (parallel)
-        share(whole, thread_num(), num_threads(), first, last);
-    else
-        *first = 0, *last = whole;
-}
-
-/* One thread's share: of the rows to round, then of the panels. */
-static void work(void *data) {
+static void round_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const Call *call = data;
     const Product *p = call->product;
-    const int64_t me = thread_num(), all = num_threads();
-    int64_t first, last;
-    if (call->round_first) {
-        share(p->n, me, all, &first, &last);
-        call->kernels->round(p, first, last, p->row + me * p->weight->columns);
-        barrier();
-    }
-    share(panels_of(p->weight), me, all, &first, &last);
-    call->kernels->multiply(p, first, last);
+    call->kernels->round(p, first, last, p->row + thread * p->weight->columns);
+}
+
+static void multiply_work(void *data, int64_t first, int64_t last, int64_t thread) {
+    const Call *call = data;
+    (void)thread;
+    call->kernels->multiply(call->product, first, last);
 }
 
 /* out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; 0, or 1 without memory. */
@@ -173,9 +108,7 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     panels_count(CODED_PRODUCTS, kind);
     const int64_t groups = groups_of(w);
     const int64_t codes = n * w->columns, sums = n * groups * 4, steps = n * 4;
-    int64_t most = w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4) + 1;
-    if (most > threads) most = threads;
-    if (!parallel) most = 1;
+    const int64_t most = pool_threads(w->rows * w->inputs / 8 * w->bits / GRAIN * (n < 8 ? 1 : n / 4), threads);
     const int64_t row = w->gather ? most * w->columns * 4 : 0;
     const int64_t bytes = codes + sums + steps + row + 256;
     _Alignas(64) uint8_t few[FEW];
@@ -192,12 +125,9 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
     p.rounded.step = (float *)(p.rounded.sums + n * groups);
     p.row = p.rounded.step + n;
     const Kernels *kernels = panels_kernels(kind);
-    Call call = {&p, kernels, most > 1 && bytes > FEW};
-    if (!call.round_first) kernels->round(&p, 0, n, p.row);
-    if (most > 1)
-        parallel(work, &call, (unsigned)most, 0);
-    else
-        kernels->multiply(&p, 0, panels_of(w));
+    Call call = {&p, kernels};
+    pool_run(round_work, &call, n, 0, 0, bytes > FEW ? most : 1);
+    pool_run(multiply_work, &call, panels_of(w), 0, 0, most);
     free(big);
     return 0;
 }
@@ -205,13 +135,11 @@ EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *ou
 typedef struct {
     const Rows *rows;
     const Kernels *kernels;
-    int64_t n;
 } RowCall;
 
-static void row_work(void *data) {
+static void row_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const RowCall *call = data;
-    int64_t first, last;
-    share(call->n, thread_num(), num_threads(), &first, &last);
+    (void)thread;
     call->kernels->rows(call->rows, first, last);
 }
 
@@ -220,14 +148,8 @@ EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const v
                                   int64_t width, float eps, int type, int kind, int threads) {
     panels_count(ROWS_OPS, kind);
     const Rows rows = {op, x, residual, weight, out, width, eps, type};
-    RowCall call = {&rows, panels_kernels(kind), n};
-    int64_t most = n * width / GRAIN + 1;
-    if (most > threads) most = threads;
-    if (most > n) most = n;
-    if (parallel && most > 1)
-        parallel(row_work, &call, (unsigned)most, 0);
-    else
-        call.kernels->rows(&rows, 0, n);
+    RowCall call = {&rows, panels_kernels(kind)};
+    pool_run(row_work, &call, n, 0, 0, pool_threads(n * width / GRAIN, threads));
 }
 
 typedef struct {
@@ -235,17 +157,16 @@ typedef struct {
     const Kernels *kernels;
 } AttendCall;
 
-static void attend_work(void *data) {
+static void attend_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const AttendCall *call = data;
-    const Attend *p = call->attend;
-    const int64_t me = thread_num(), all = num_threads();
-    int64_t first, last;
-    share(p->starts[p->n], me, all, &first, &last);
-    if (first < last) call->kernels->attend(p, first, last);
-    if (!p->part) return;
-    barrier();
-    share(p->n * p->groups, me, all, &first, &last);
-    call->kernels->join(p, first, last);
+    (void)thread;
+    call->kernels->attend(call->attend, first, last);
+}
+
+static void join_work(void *data, int64_t first, int64_t last, int64_t thread) {
+    const AttendCall *call = data;
+    (void)thread;
+    call->kernels->join(call->attend, first, last);
 }
 
 /* Writes p->out of the rows that it names; 0, or 1 without memory. */
@@ -266,17 +187,11 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
         const int64_t each = p.heads / p.groups;
         p.part = malloc((size_t)(p.starts[p.n] * each * (p.size + 2)) * 4);
     }
-    int64_t most = keys * p.heads * p.size / GRAIN / 8 + 1;
-    if (most > threads) most = threads;
-    if (most > p.starts[p.n]) most = p.starts[p.n];
+    const int64_t most = pool_threads(keys * p.heads * p.size / GRAIN / 8, threads);
     const int failed = several && !p.part;
     AttendCall call = {&p, panels_kernels(kind)};
-    if (!failed && parallel && most > 1)
-        parallel(attend_work, &call, (unsigned)most, 0);
-    else if (!failed) {
-        call.kernels->attend(&p, 0, p.starts[p.n]);
-        if (several) call.kernels->join(&p, 0, p.n * p.groups);
-    }
+    if (!failed) pool_run(attend_work, &call, p.starts[p.n], 0, 0, most);
+    if (p.part) pool_run(join_work, &call, p.n * p.groups, 0, 0, most);
     free(p.part);
     if (p.starts != few) free(p.starts);
     return failed;
@@ -286,16 +201,19 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
 
 typedef struct {
     const Dense *dense;
-    int64_t items;
     int64_t (*best)[DENSE_ROWS];
 } DenseCall;
 
-static void dense_work(void *data) {
+static void dense_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const DenseCall *call = data;
-    const int64_t me = thread_num();
-    int64_t first, last;
-    share(call->items, me, num_threads(), &first, &last);
-    dense_items(call->dense, first, last, call->best ? call->best[me] : NULL);
+    if (!call->best) {
+        dense_items(call->dense, first, last, NULL);
+        return;
+    }
+    int64_t found[DENSE_ROWS], *best = call->best[thread];
+    dense_items(call->dense, first, last, found);
+    for (int64_t r = 0; r < call->dense->n; r++)
+        if (found[r] > best[r]) best[r] = found[r];
 }
 
 /* One product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written. */
@@ -306,19 +224,14 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
     p.x = x, p.out = out, p.n = n, p.stride = stride, p.outputs = outputs, p.scale = scale, p.parts = 1;
     p.kind = kind;
     const int64_t panels = (outputs + DENSE_PANEL - 1) / DENSE_PANEL;
-    int64_t most = n * panels * DENSE_PANEL * p.inputs / GRAIN / 32 + 1;
-    if (most > threads) most = threads;
+    int64_t most = pool_threads(n * panels * DENSE_PANEL * p.inputs / GRAIN / 32, threads);
     if (!out && most > TEAM) most = TEAM;
-    if (!parallel) most = 1;
     while (out && panels * p.parts < 2 * most && n / (2 * p.parts) >= 4) p.parts *= 2;
     int64_t found[TEAM][DENSE_ROWS];
     for (int64_t one = 0; !out && one < most; one++)
-        for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* there may be fewer threads than asked for */
-    DenseCall call = {&p, panels * p.parts, out ? NULL : found};
-    if (most > 1)
-        parallel(dense_work, &call, (unsigned)most, 0);
-    else
-        dense_items(&p, 0, call.items, found[0]);
+        for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* a thread may take nothing */
+    DenseCall call = {&p, out ? NULL : found};
+    pool_run(dense_work, &call, panels * p.parts, 0, 0, most);
     if (out) return;
     for (int64_t r = 0; r < n; r++) {
         best[r] = found[0][r];
@@ -327,28 +240,18 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
     }
 }
 
-typedef struct {
-    const Pack *pack;
-    int64_t panels;
-} PackCall;
-
-static void pack_work(void *data) {
-    const PackCall *call = data;
-    int64_t first, last;
-    share(call->panels, thread_num(), num_threads(), &first, &last);
-    dense_pack(call->pack, first, last);
+static void pack_work(void *data, int64_t first, int64_t last, int64_t thread) {
+    (void)thread;
+    dense_pack(*(const Pack *const *)data, first, last);
 }
 
 /* Panels lie with the threads that multiply them: both are shared out alike. */
 EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads) {
     panels_count(PACKS, kind);
     Pack own = *p;
+    const Pack *call = &own;
     own.kind = kind;
-    PackCall call = {&own, panels};
-    if (parallel && threads > 1 && panels > 1)
-        parallel(pack_work, &call, (unsigned)threads, 0);
-    else
-        dense_pack(&own, 0, panels);
+    pool_run(pack_work, &call, panels, 0, 0, threads);
 }
 
 #else

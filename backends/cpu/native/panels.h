@@ -11,10 +11,11 @@
 #define TRENCADIS_PANELS_H
 
 #include "flash.h"
+#include "thread_pool.h"
 
 #include <stdint.h>
 
-#define PANELS_VERSION 9
+#define PANELS_VERSION 10
 #define PANEL 16
 #define STEP 8 /* columns are a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
@@ -117,13 +118,9 @@ void flash_avx512_bf16(Flash *, float *work);
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Of panels.c: kernels by their number, a function on so many of torch's threads, and, inside of it, the thread that it
-   runs on and its share of items. */
+/* Of panels.c: kernels by their number, and a count of their launches. */
 const Kernels *panels_kernels(int kind);
 void panels_count(int operation, int kind);
-void panels_run(void (*work)(void *), void *data, int64_t threads);
-int64_t panels_thread(void);
-void panels_share(int64_t whole, int64_t *first, int64_t *last);
 
 static inline int64_t panels_of(const PanelWeight *w) { return (w->rows + PANEL - 1) / PANEL; }
 static inline int64_t groups_of(const PanelWeight *w) { return (w->columns + w->group - 1) / w->group; }

@@ -1,13 +1,13 @@
-"""Gives the kernels the threads that torch's own operations run on.
+"""Calls of the library, and the threads that its launches run on (thread_pool.h).
 
-The library links no OpenMP runtime. It gets the functions of the one that torch is linked with, by address, so that
-there is one pool of threads, whichever runtime a build of torch brings and under whatever name.
+They are the library's own, where it multiplies as well: a launch waits for no thread that the system has put aside.
+Launches between oneDNN's products run on torch's threads. The library links no OpenMP runtime: it gets the functions of
+the one that torch is linked with, by address, so that there is one of them, whichever a build of torch brings.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,10 +18,31 @@ import torch
 
 from trencadis.backends.cpu.native.library import found
 
-log = logging.getLogger("trencadis.engine")
-
-NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+GOMP_PARALLEL = "GOMP_parallel"
 """Of GCC's interface, which Intel's and LLVM's runtimes have too."""
+
+OMP_THREAD = "omp_get_thread_num"
+
+
+class Pool(NamedTuple):
+    """The threads of launches, numbered from 1 on; the caller is 0."""
+
+    in_use: Callable[[int], int]
+    """(threads that a launch asks for) -> how many it would get."""
+    system_id: Callable[[int], int]
+    """The number that the system knows a thread by; 0: there is none."""
+    charge: Callable[[int, int], None]
+    """(thread, nanoseconds): it is known to have waited for a CPU for so long."""
+    late: Callable[[int], int]
+    """Nanoseconds for which a thread came late to launches since the last call, by the library's own clock."""
+    tend: Callable[[int], None]
+    """Tries threads that are left out, or (1) takes all of them back."""
+    on_torch: Callable[[int], None]
+    """1: launches run on torch's threads, as the operations between them do."""
+    patient: Callable[[int], None]
+    """For tests. 1: no thread is left out."""
+    hold: Callable[[int, int, int], None]
+    """For tests: (thread, nanoseconds, inside): it sleeps before its next launch, or inside of it."""
 
 
 class Calls(NamedTuple):
@@ -35,17 +56,16 @@ class Calls(NamedTuple):
     dense: Callable[..., None]
     pack: Callable[..., None]
     pin: Callable[..., None]
+    pool: Pool
 
 
 @cache
 def calls() -> Calls:
-    """The library's functions, on torch's threads from now on."""
+    """The library's functions."""
     library = found().library
     runtime = openmp()
-    if runtime is None:
-        log.warning("weights: torch's OpenMP runtime is not found, so own kernels run on one thread")
-    else:
-        library.trencadis_panels_threads(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
+    if runtime is not None:
+        library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     linear, rows = library.trencadis_panels_linear, library.trencadis_panels_rows
     linear.argtypes = (pointer, pointer, pointer, size, number, number, number)
@@ -63,25 +83,61 @@ def calls() -> Calls:
     dense.restype = None
     pack = library.trencadis_dense_pack
     pack.argtypes, pack.restype = (pointer, size, number, number), None
-    pin = library.trencadis_pin
+    pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
-    return Calls(linear, rows, attend, flash, turn, dense, pack, pin)
+    return Calls(linear, rows, attend, flash, turn, dense, pack, pin, pool())
+
+
+def pool() -> Pool:
+    """The library's functions about its threads."""
+    number, size = ctypes.c_int, ctypes.c_int64
+    made = []
+    for name, result, *arguments in (
+        ("in_use", number, number),
+        ("system_id", size, number),
+        ("charge", None, number, size),
+        ("late", size, number),
+        ("tend", None, number),
+        ("on_torch", None, number),
+        ("patient", None, number),
+        ("hold", None, number, size, number),
+    ):
+        call = getattr(found().library, f"trencadis_pool_{name}")
+        call.argtypes, call.restype = arguments, result
+        made.append(call)
+    return Pool(*made)
 
 
 def keep_to(cpus: Sequence[int]) -> None:
-    """Keeps torch's threads to one of ``cpus`` each, the caller and threads that it starts later to all of them."""
+    """Keeps threads to one of ``cpus`` each, the caller and threads that it starts later to all of them."""
     os.sched_setaffinity(0, cpus)
     if found().library is not None:
         calls().pin((ctypes.c_int * len(cpus))(*cpus), len(cpus))
+    keep_torch_to(cpus)
 
 
-def openmp() -> list[Any] | None:
-    """The functions of ``NAMES`` as torch's library resolves them."""
+def keep_torch_to(cpus: Sequence[int]) -> None:
+    """Keeps torch's threads, but for the caller, to one of ``cpus`` each; not where its OpenMP runtime is unknown."""
+    runtime = openmp()
+    if runtime is None or len(cpus) < 2:
+        return
+    parallel, thread_number = runtime
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def pin(_: int | None) -> None:
+        if thread_number():  # the first is the caller's, whose later threads would all be kept to its CPU
+            os.sched_setaffinity(0, {cpus[thread_number()]})
+
+    parallel(pin, None, len(cpus), 0)
+
+
+def openmp() -> tuple[Any, Any] | None:
+    """The functions of torch's OpenMP runtime that start threads and that number them; None: not found."""
     own = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     for name in (str(own), None):
         try:
             seen = ctypes.CDLL(name)
-            return [getattr(seen, each) for each in NAMES]
+            return getattr(seen, GOMP_PARALLEL), getattr(seen, OMP_THREAD)
         except (OSError, AttributeError):
             continue
     return None

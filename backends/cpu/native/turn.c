@@ -9,23 +9,19 @@
 typedef struct {
     const Turn *turn;
     const Kernels *kernels;
-    int64_t n;
 } TurnCall;
 
-static void turn_work(void *data) {
+static void turn_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const TurnCall *call = data;
-    int64_t first, last;
-    panels_share(call->n, &first, &last);
+    (void)thread;
     call->kernels->turn(call->turn, first, last);
 }
 
 /* out [n][heads + groups][size]: q and k, turned. */
 EXPORT void trencadis_turn(const Turn *p, int64_t n, int kind, int threads) {
     panels_count(ROTARIES, kind);
-    int64_t most = n * (p->heads + p->groups) * p->size / GRAIN + 1;
-    if (most > threads) most = threads;
-    TurnCall call = {p, panels_kernels(kind), n};
-    panels_run(turn_work, &call, most);
+    TurnCall call = {p, panels_kernels(kind)};
+    pool_run(turn_work, &call, n, 0, 0, pool_threads(n * (p->heads + p->groups) * p->size / GRAIN, threads));
 }
 
 #endif

@@ -1,0 +1,139 @@
+"""How many threads compute: those that the system keeps from running are left out until they run promptly again.
+
+The library times its own launches, and leaves out a thread that costs more than it saves (native/thread_pool.c). Here
+the system's own account is added to that, or where there is none by how much threads came late; torch is given as many
+threads as the library uses, and a change is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.library import found
+
+log = logging.getLogger("trencadis.engine")
+
+INTERVAL = 0.05
+"""Seconds between two looks at the system's account."""
+
+PAUSE = 1.0
+"""Seconds without a launch after which what is known is out of date: all threads are tried again."""
+
+SHARE = 0.25
+"""Of the time between two looks: a thread that waited for a CPU for longer is charged with it."""
+
+QUIET = 10.0
+"""Seconds between two log lines at least."""
+
+
+class ThreadPool(Protocol):
+    """What the library says of its threads; see ``threads.Calls``."""
+
+    def in_use(self, asked: int, /) -> int: ...
+    def system_id(self, worker: int, /) -> int: ...
+    def charge(self, worker: int, nanoseconds: int, /) -> None: ...
+    def late(self, worker: int, /) -> int: ...
+    def tend(self, everyone: int, /) -> None: ...
+    def on_torch(self, on: int, /) -> None: ...
+
+
+def run_delay(task: int, root: Path = Path("/proc/self/task")) -> int | None:
+    """Nanoseconds for which a thread of this process has waited for a CPU; None: the system does not say."""
+    try:
+        return int((root / str(task) / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def stolen_time(cpus: Collection[int], stat: Path = Path("/proc/stat")) -> int:
+    """Nanoseconds that a hypervisor took from ``cpus``, added up; 0: the system does not say."""
+    try:
+        lines = [line.split() for line in stat.read_text().splitlines() if line.startswith("cpu")]
+        ticks = sum(int(fields[8]) for fields in lines if fields[0][3:].isdigit() and int(fields[0][3:]) in cpus)
+    except (OSError, ValueError, IndexError):
+        return 0
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+class ThreadUse:
+    """The threads of one engine's launches, of which ``update`` is called before each.
+
+    Args:
+        count: threads that the engine was given.
+        own_rows: most rows of launches whose products are the library's; oneDNN multiplies in larger ones.
+        pool: the library's threads.
+        tasks, stat: where the system's account lies.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        own_rows: int,
+        pool: ThreadPool,
+        tasks: Path = Path("/proc/self/task"),
+        stat: Path = Path("/proc/stat"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.count = self.in_use = count
+        self._own_rows = own_rows
+        self._pool, self._tasks, self._stat, self._clock = pool, tasks, stat, clock
+        self._cpus = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
+        self._delays: Mapping[int, int] = {}
+        self._stolen = stolen_time(self._cpus, stat)
+        self._called = self._looked = clock()
+        self._logged = self._looked - QUIET
+        self._said = count
+
+    def update(self, rows: int) -> None:
+        """Before a launch of so many rows: gives torch, on the calling thread, the threads that are in use.
+
+        Looks at the system's account at times.
+        """
+        now = self._clock()
+        self._pool.on_torch(int(rows > self._own_rows))
+        if now - self._looked >= INTERVAL:
+            self._look(now)
+        self._called = now
+        if torch.get_num_threads() != self.in_use:
+            torch.set_num_threads(self.in_use)
+
+    def _look(self, now: float) -> None:
+        passed, idle = now - self._looked, now - self._called > PAUSE
+        self._looked = now
+        if not idle:
+            self._charge(passed)
+        self._pool.tend(int(idle))
+        self.in_use = self._pool.in_use(self.count)
+        if self.in_use != self._said and now - self._logged >= QUIET:
+            self._logged, self._said = now, self.in_use
+            why = "all run promptly" if self.in_use == self.count else "the CPUs are busy with other work"
+            log.info("cpu: %d of %d threads in use: %s", self.in_use, self.count, why)
+
+    def _charge(self, passed: float) -> None:
+        """Charges threads with the time for which they waited since the last look."""
+        stolen = stolen_time(self._cpus, self._stat)
+        each, self._stolen = (stolen - self._stolen) // max(len(self._cpus), 1), stolen
+        delays = dict[int, int]()
+        for worker in range(1, self.count):
+            task = self._pool.system_id(worker)
+            delay, late = run_delay(task, self._tasks) if task else None, self._pool.late(worker)
+            if delay is not None:
+                delays[task], late = delay, delay - self._delays.get(task, delay)
+            waited = each + late
+            if waited > SHARE * passed * 1e9:
+                self._pool.charge(worker, waited)
+        self._delays = delays
+
+
+def thread_use(count: int, own_rows: int) -> ThreadUse | None:
+    """The threads of an engine that was given ``count``; None: one alone, or no library whose launches are timed."""
+    return ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and found().library is not None else None
