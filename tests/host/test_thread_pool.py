@@ -23,8 +23,8 @@ from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.native.turn import turn
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.backends.cpu.thread_use import ThreadUse, run_delay, stolen_time
-from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.online import quantised
+from trencadis.core.quant.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels do not run on this CPU")
 MILLISECOND = 1_000_000
@@ -58,8 +58,9 @@ def coded(bits: int) -> Callable[[CpuOps], Tensor]:
 def launches() -> dict[str, Callable[[CpuOps], Tensor | None]]:
     """Each kernel with enough work for several threads."""
     gates, hidden, weight = normal(90, 2800).bfloat16(), normal(90, 1400).bfloat16(), normal(1400).bfloat16()
-    rows, many = decoding((5, 255, 1030, 14, 2, 64, 0), torch.bfloat16), prompts(
-        ([(70, 130), (0, 3), (500, 65)], 14, 2, 64, 0), torch.float32
+    rows, many = (
+        decoding((5, 255, 1030, 14, 2, 64, 0), torch.bfloat16),
+        prompts(([(70, 130), (0, 3), (500, 65)], 14, 2, 64, 0), torch.float32),
     )
     rotary = parts(1000, 4, 4, 72, torch.bfloat16)
     made: dict[str, Callable[[CpuOps], Tensor | None]] = {
@@ -300,7 +301,8 @@ def test_torchs_threads_follow_and_a_line_says_so(tmp_path: Path, caplog: pytest
         now[0] += thread_use.QUIET
         use.update(8)
     lines = [record.getMessage() for record in caplog.records]
-    busy, free = "cpu: 2 of 4 threads in use: the CPUs are busy with other work", "cpu: 4 of 4 threads in use: all run promptly"
+    busy = "cpu: 2 of 4 threads in use: the CPUs are busy with other work"
+    free = "cpu: 4 of 4 threads in use: all run promptly"
     assert lines == [busy, free], "at most one in ten seconds"
 
 
