@@ -15,11 +15,11 @@ from trencadis.backends.cpu.invariant import InvariantOps
 from trencadis.backends.cpu.memory import CpuMemory
 from trencadis.backends.cpu.native import dense, threads
 from trencadis.backends.cpu.native.kept import FilePages
+from trencadis.backends.cpu.native.thread_use import thread_use
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
 from trencadis.backends.cpu.programs import CpuPending, CpuProgram
 from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.thread_use import thread_use
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket

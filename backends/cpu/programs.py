@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trencadis.backends.cpu.native.thread_use import ThreadUse
 from trencadis.backends.cpu.padding import (
     cells,
     ghosts,
@@ -25,7 +26,6 @@ from trencadis.backends.cpu.padding import (
     windows,
 )
 from trencadis.backends.cpu.plan import CpuAttn
-from trencadis.backends.cpu.thread_use import ThreadUse
 from trencadis.core.backend import (
     Body,
     HeadTensors,

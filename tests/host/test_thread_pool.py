@@ -20,9 +20,9 @@ from tests.ops.test_turn import parts
 from trencadis.backends.cpu import thread_use
 from trencadis.backends.cpu.native import dense, packing, threads
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.thread_use import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.native.turn import turn
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.backends.cpu.thread_use import ThreadUse, run_delay, stolen_time
 from trencadis.core.quant.online import quantised
 from trencadis.core.quant.scheme import Scheme
 
@@ -33,7 +33,7 @@ LONG = 2_000 * MILLISECOND
 
 
 @pytest.fixture
-def pool() -> Iterator[threads.Pool]:
+def pool() -> Iterator[threads.PoolCalls]:
     """The library's threads, none of them left out; afterwards as before."""
     made = threads.calls().pool
     made.patient(0)
@@ -87,7 +87,7 @@ def panels_of(weight: Tensor) -> dense.Panels:
 
 @pytest.mark.parametrize("on_torch", [0, 1])
 def test_bits_are_equal_for_one_to_eight_threads(
-    on_torch: int, pool: threads.Pool, monkeypatch: pytest.MonkeyPatch
+    on_torch: int, pool: threads.PoolCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.on_torch(on_torch)
     monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE or kernel_kinds.OWN[-1])
@@ -118,7 +118,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Tensor]]:
 
 
 def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun(
-    pool: threads.Pool, product: Callable[[], Tensor]
+    pool: threads.PoolCalls, product: Callable[[], Tensor]
 ) -> None:
     wanted = product()
     pool.hold(1, LONG, 0)
@@ -129,7 +129,7 @@ def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun(
 
 
 def test_a_thread_that_is_late_inside_of_a_launch_is_left_out_until_it_is_taken_back(
-    pool: threads.Pool, product: Callable[[], Tensor]
+    pool: threads.PoolCalls, product: Callable[[], Tensor]
 ) -> None:
     """The launch waits for its piece; those after it do not."""
     wanted, held, deadline = product(), 0.0, time.monotonic() + 60
@@ -147,7 +147,7 @@ def test_a_thread_that_is_late_inside_of_a_launch_is_left_out_until_it_is_taken_
     assert pool.in_use(2) == 2 and torch.equal(product(), wanted)
 
 
-def test_a_thread_that_waited_for_a_cpu_is_left_out(pool: threads.Pool, product: Callable[[], Tensor]) -> None:
+def test_a_thread_that_waited_for_a_cpu_is_left_out(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
     wanted = product()
     pool.charge(1, LONG)
     assert torch.equal(product(), wanted) and pool.in_use(2) == 1
@@ -157,7 +157,7 @@ def test_a_thread_that_waited_for_a_cpu_is_left_out(pool: threads.Pool, product:
     assert torch.equal(product(), wanted) and pool.in_use(2) == 2
 
 
-def test_launches_of_several_callers_at_once(pool: threads.Pool, product: Callable[[], Tensor]) -> None:
+def test_launches_of_several_callers_at_once(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
     wanted, wrong = product(), list[int]()
 
     def call(number: int) -> None:
@@ -176,7 +176,7 @@ def test_launches_of_several_callers_at_once(pool: threads.Pool, product: Callab
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own(pool: threads.Pool, product: Callable[[], Tensor]) -> None:
+def test_a_forked_child_has_threads_of_its_own(pool: threads.PoolCalls, product: Callable[[], Tensor]) -> None:
     wanted, parents = product().view(torch.uint8).numpy().tobytes(), pool.system_id(1)
     child = os.fork()
     if not child:
@@ -193,7 +193,7 @@ def test_a_forked_child_has_threads_of_its_own(pool: threads.Pool, product: Call
     assert ended == (child, 0)
 
 
-def test_packed_weights_are_the_same_from_any_number_of_threads(pool: threads.Pool) -> None:
+def test_packed_weights_are_the_same_from_any_number_of_threads(pool: threads.PoolCalls) -> None:
     weight, made = normal(1000, 96), list[Tensor]()
     table = kernel_kinds.table(kernel_kinds.DENSE or kernel_kinds.OWN[-1])
     for count in (1, 2, 5):

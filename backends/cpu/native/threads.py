@@ -24,7 +24,7 @@ GOMP_PARALLEL = "GOMP_parallel"
 OMP_THREAD = "omp_get_thread_num"
 
 
-class Pool(NamedTuple):
+class PoolCalls(NamedTuple):
     """The threads of launches, numbered from 1 on; the caller is 0."""
 
     in_use: Callable[[int], int]
@@ -56,7 +56,7 @@ class Calls(NamedTuple):
     dense: Callable[..., None]
     pack: Callable[..., None]
     pin: Callable[..., None]
-    pool: Pool
+    pool: PoolCalls
 
 
 @cache
@@ -88,7 +88,7 @@ def calls() -> Calls:
     return Calls(linear, rows, attend, flash, turn, dense, pack, pin, pool())
 
 
-def pool() -> Pool:
+def pool() -> PoolCalls:
     """The library's functions about its threads."""
     number, size = ctypes.c_int, ctypes.c_int64
     made = []
@@ -105,7 +105,7 @@ def pool() -> Pool:
         call = getattr(found().library, f"trencadis_pool_{name}")
         call.argtypes, call.restype = arguments, result
         made.append(call)
-    return Pool(*made)
+    return PoolCalls(*made)
 
 
 def keep_to(cpus: Sequence[int]) -> None:
