@@ -1,4 +1,4 @@
-"""The threads of the CPU's kernels: equal bits for any number, no wait for a thread that is put aside, who is left out."""
+"""The threads of the CPU's kernels: equal bits for any number, no wait for one that is put aside, which is left out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tests import kernel_kinds
 from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
 from tests.ops.test_turn import parts
-from trencadis.backends.cpu import thread_use
-from trencadis.backends.cpu.native import dense, packing, threads
+from trencadis.backends.cpu.native import dense, packing, thread_use, threads
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.native.thread_use import ThreadUse, run_delay, stolen_time
 from trencadis.backends.cpu.native.turn import turn
