@@ -28,6 +28,7 @@
 #define MICRO 1000
 #define MILLI 1000000
 #define SPIN (50 * MICRO)         /* for which a thread waits after a launch before it sleeps */
+#define LONG_SPIN (300 * MICRO)   /* and while launches for one thread come: the next may be for it */
 #define SHARE_PIECES 16           /* a thread takes at most this part of its share at a time */
 #define LATE MILLI                /* for which a thread may come late unnoticed: a wake-up takes less */
 #define PATIENCE (100 * MICRO)    /* of the caller, beyond the time of PIECES_LATE pieces */
@@ -196,7 +197,8 @@ static void probe(Worker *me) {
 
 /* Waits for a ticket other than `seen`; returns the time for which the system kept this thread from it. */
 static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
-    int64_t begin = now(), last = begin, came = begin;
+    const int64_t start = now();
+    int64_t begin = start, last = begin, came = begin;
     uint32_t small = atomic_load(&pool.small);
     for (int i = 1; last - begin < SPIN; i++) {
         const uint32_t ticket = atomic_load(&pool.ticket);
@@ -209,7 +211,7 @@ static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
         if (i % 16) continue;
         last = now();
         const uint32_t others = atomic_load(&pool.small);
-        if (others != small) small = others, begin = last; /* the next one may be for this thread */
+        if (others != small && last - start < LONG_SPIN - SPIN) small = others, begin = last;
     }
     atomic_store(&me->rung, 0);
     atomic_store(&me->asleep, 1);

@@ -123,12 +123,11 @@ def keep_torch_to(cpus: Sequence[int]) -> None:
         return
     parallel, thread_number = runtime
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def pin(_: int | None) -> None:
         if thread_number():  # the first is the caller's, whose later threads would all be kept to its CPU
             os.sched_setaffinity(0, {cpus[thread_number()]})
 
-    parallel(pin, None, len(cpus), 0)
+    parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin), None, len(cpus), 0)
 
 
 def openmp() -> tuple[Any, Any] | None:
