@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from trencadis.core.masks.canonical import CanonicalTokenizer, HealingFilter
+from trencadis.core.masks.matcher import keep
 from trencadis.core.masks.vocabulary import Vocabulary, opened
 from trencadis.core.step import UInt8
 
@@ -30,18 +32,38 @@ KEPT = 64
 """Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
 
 
+class Place(NamedTuple):
+    """Where a choice stands in its grammar.
+
+    Args:
+        last: the id that led here; -1: none.
+        run: ids of the text that is forced from here, or from an earlier place on; None: not looked up yet.
+        at: the id of ``run`` that comes next here.
+    """
+
+    last: int = -1
+    run: tuple[int, ...] | None = None
+    at: int = 0
+
+
 class GrammarMatcher:
     """A choice's way through its grammar.
+
+    Where the grammar forces a text, each mask holds one id, the next that the model's tokenizer makes of that text.
 
     Args:
         matcher: nobody else goes on with it.
         width: bytes of the library's masks: those of whole words of 32 bits.
+        healing: that of the matcher's vocabulary; None: masks are the library's.
     """
 
-    def __init__(self, matcher: LLMatcher, width: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, width: int, healing: HealingFilter | None = None) -> None:
+        self._matcher, self._healing = matcher, healing
         self._scratch: UInt8 = np.zeros(width, np.uint8)
         self._broken = ""
+        self._place = Place()
+        self._past: list[Place] = []
+        """The place before each accepted token."""
 
     @property
     def accepting(self) -> bool:
@@ -55,17 +77,42 @@ class GrammarMatcher:
 
     def restrict(self, row: UInt8) -> None:
         """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
+        forced = self._find_forced()
+        if forced >= 0:
+            keep(row, forced)
+            return
         with self._contained():
             self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
+            if self._healing is not None:
+                self._healing.restrict(self._scratch, self._matcher, self._place.last)
         count = min(len(row), len(self._scratch))
         row[:count] &= self._scratch[:count]
         row[count:] = 0
 
     def accept(self, token: int) -> bool:
         """Goes one token on; False: the grammar does not take it, or a limit is reached."""
+        forced = self._find_forced()
+        self._past.append(self._place)
+        _, run, at = self._place
+        more = token == forced and run is not None and at + 1 < len(run)
+        self._place = Place(token, run, at + 1) if more else Place(token)
         with self._contained():
             return self._matcher.consume_token(token)
         return False
+
+    def _find_forced(self) -> int:
+        """The id that must come next; -1: there is a choice.
+
+        All ids of a forced text are found at its first place, so that they are those of the whole text. Masks follow
+        from the accepted ids alone, on each rank and also where a choice is opened anew in the middle of such a text.
+        """
+        last, run, at = self._place
+        if run is None:
+            run = ()
+            with self._contained():
+                run = tuple(self._matcher.compute_ff_tokens())
+            self._place = Place(last, run)
+        return run[at] if run else -1
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
@@ -80,11 +127,15 @@ class GrammarMatcher:
     def rollback(self, count: int) -> None:
         """Takes the last tokens back."""
         self._matcher.rollback(count)
+        if count:
+            self._place = self._past[-count]
+            del self._past[-count:]
 
     def fork(self) -> GrammarMatcher:
         """A copy of the parser's state."""
-        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch))
+        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch), self._healing)
         made._broken = self._broken
+        made._place, made._past = self._place, list(self._past)
         return made
 
 
@@ -93,6 +144,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self._tokenizer: Future[LLTokenizer] = Future()
+        self._healing: HealingFilter | None = None
         self._opener: threading.Thread | None = None
         self._compilers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -106,7 +158,10 @@ class Grammars:
 
     def _open(self, data: bytes | bytearray) -> None:
         try:
-            self._tokenizer.set_result(opened(Vocabulary.unpacked(data)))
+            words = Vocabulary.unpacked(data)
+            tokenizer = CanonicalTokenizer(words)
+            self._healing = HealingFilter(tokenizer) if tokenizer.canonical else None
+            self._tokenizer.set_result(opened(words, tokenizer))
         except BaseException as error:
             self._tokenizer.set_exception(error)
 
@@ -157,7 +212,8 @@ class Grammars:
     def matcher(self, text: str) -> GrammarMatcher:
         """A matcher of a grammar, for one choice."""
         made = self.compiled(text)
-        return GrammarMatcher(made.deep_copy(), -(-self._tokenizer.result().vocab_size // 32) * 4)
+        width = -(-self._tokenizer.result().vocab_size // 32) * 4
+        return GrammarMatcher(made.deep_copy(), width, self._healing)
 
 
 def limits() -> LLParserLimits:
