@@ -11,10 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-from trencadis.core.masks.matcher import remove
-from trencadis.core.step import UInt8
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,9 +24,11 @@ SHORT = 256
 """Most bytes of a text that counts as short."""
 CACHED_LONG = 8
 """Longer texts that are remembered: choices of one request begin with the same."""
-BORDER = 64
-"""Most bytes of forced text at a border that are looked at; a longer one keeps all spellings."""
-CANDIDATES = 1024
+TAIL = 32
+"""Last ids of a long forced text, which are looked at again when the others have been drawn."""
+LONGEST = 64
+"""Most bytes of a token at the end of a forced text."""
+CANDIDATES = 64
 """Most tokens that are tried for one spelling; where there are more, the spelling is kept."""
 
 
@@ -55,8 +54,8 @@ class CanonicalTokenizer:
             self._encoder = Tokenizer.from_str(zlib.decompress(vocabulary.tokenizer).decode())
             self._encoder.no_truncation()
             self._encoder.no_padding()
-        self._short = lru_cache(CACHED)(self._encode)
-        self._long = lru_cache(CACHED_LONG)(self._encode)
+        self._short = lru_cache(CACHED)(self.encode_once)
+        self._long = lru_cache(CACHED_LONG)(self.encode_once)
 
     @property
     def canonical(self) -> bool:
@@ -71,7 +70,8 @@ class CanonicalTokenizer:
         """As a call, remembered. From the first byte that belongs to no whole character, there is one id a byte."""
         return self._short(text) if len(text) <= SHORT else self._long(text)
 
-    def _encode(self, text: bytes) -> tuple[int, ...]:
+    def encode_once(self, text: bytes) -> tuple[int, ...]:
+        """As ``encode``, for a text that will hardly come again."""
         if self._encoder is None:
             return tuple(self._bytewise(text))
         whole, partial = _split_whole(text)
@@ -96,12 +96,26 @@ class CanonicalTokenizer:
         return (self.byte_ids[byte] for byte in text if byte in self.byte_ids)
 
 
-class HealingFilter:
-    """Removes spellings that no canonical text has from masks at the border of forced and free text.
+class Spelling(NamedTuple):
+    """How a forced text may go on in canonical ids.
 
-    There a canonical token may hold the end of the forced text and the beginning of the free one (``":"`` where ``":``
-    is forced), so that the library forces no token: its mask holds every token that begins with the whole of the forced
-    rest, and every prefix of that rest. Of the prefixes most are never canonical, whatever follows.
+    Args:
+        run: ids that come next whatever follows the text; empty: that depends on what follows.
+        firsts: if there is no run, ids of parts of the text that may come next.
+        crossing: whether ids may come next whose bytes hold the whole text and more.
+    """
+
+    run: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
+    crossing: bool = False
+
+
+class TokenHealing:
+    """Finds the canonical spellings of a forced text with all that the grammar may let follow.
+
+    At the end of a forced text a canonical token may hold the beginning of what follows (``":"`` where ``":`` is
+    forced), and that changes the ids before it, too. If such a token begins at some place of the text, the ids before
+    that place are those of the text up to there. What is the same in all these spellings comes next whatever follows.
     """
 
     def __init__(self, tokenizer: CanonicalTokenizer) -> None:
@@ -109,92 +123,106 @@ class HealingFilter:
         special = frozenset(tokenizer.special_token_ids)
         ids = (i for i, piece in enumerate(tokenizer.tokens) if piece and i not in special)
         self._sorted = array("i", sorted(ids, key=tokenizer.tokens.__getitem__))
-        self._doubtful = lru_cache(CACHED)(self._find_doubtful)
-        self._crossing = lru_cache(CACHED)(self._find_crossing)
+        self.prefixes = lru_cache(CACHED)(self._find_prefixes)
+        """Ids of all tokens with which a text begins."""
+        self._next_bytes = lru_cache(CACHED)(self._find_next_bytes)
+        self._crosses = lru_cache(CACHED)(self._find_crossing)
 
-    def restrict(self, row: UInt8, matcher: LLMatcher, last: int) -> None:
-        """Removes ids from ``row``, the mask of ``matcher``, which has just accepted the id ``last`` (-1: none)."""
-        forced = matcher.compute_ff_bytes()
-        if not 0 < len(forced) <= BORDER:
-            return
-        doubtful = self._doubtful(forced)
-        if not doubtful:
-            return
-        own = self._tokenizer.encode(forced)
-        kept = own[0] if last < 0 else self._next_in_context(forced, last)
-        follows: dict[int, bool] = {}
-        for token, firsts in doubtful:
-            if token == kept:
+    def find(self, matcher: LLMatcher, forced: bytes, last: int) -> Spelling:
+        """The canonical spellings of ``forced``, which ``matcher`` forces next, after the id ``last`` (-1: none)."""
+        before, own = self._spell(forced, last)
+        if len(own) > TAIL:
+            return Spelling(own[:-TAIL])
+        follows = lru_cache(None)(lambda byte: self._may_follow(matcher, own, byte))
+        found = [own]
+        for place in range(max(1, len(forced) - LONGEST), len(forced)):
+            rest = forced[place:]
+            bytes_after = [byte for byte in self._next_bytes(rest) if follows(byte)]
+            if not bytes_after:
                 continue
-            for byte in firsts:
-                if byte not in follows:
-                    follows[byte] = matcher.validate_tokens([*own, byte]) > len(own)
-                if follows[byte]:
-                    break
-            else:
-                remove(row, (token,))
+            if 0x80 <= rest[0] < 0xC0:  # within a character: the tokenizer cannot be asked for the ids before it
+                found += [(token,) for token in self.prefixes(forced)]
+            elif any(self._crosses(before + forced[:place], rest + bytes((byte,))) for byte in bytes_after):
+                found.append(self._behind(before, forced[:place]))
+        if any(follows(byte) for byte in self._next_bytes(forced)):
+            return Spelling((), tuple({one[0] for one in found}), True)
+        run = _find_common(found)
+        return Spelling(run) if run else Spelling((), tuple({one[0] for one in found}))
 
-    def _next_in_context(self, forced: bytes, last: int) -> int:
-        """The id with which the forced text begins behind ``last``, if that id stays what it is; -1: it does not."""
-        found = self._tokenizer.encode(self._tokenizer.tokens[last] + forced)
-        return found[1] if len(found) > 1 and found[0] == last else -1
+    def _spell(self, text: bytes, last: int) -> tuple[bytes, tuple[int, ...]]:
+        """The ids of a text, and the bytes before it, if those of the id ``last`` change them and not that id."""
+        own, encode = self._tokenizer.encode(text), self._tokenizer.encode
+        if last >= 0:
+            before = self._tokenizer.tokens[last]
+            found = encode(before + text)
+            if found[0] == last and found[1:] != own and found[1:]:
+                return before, found[1:]
+        return b"", own
 
-    def _find_doubtful(self, forced: bytes) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Ids with which a canonical text would not begin if it were ``forced`` alone.
+    def _behind(self, before: bytes, text: bytes) -> tuple[int, ...]:
+        """The ids of a text behind the bytes of one id, or of the text alone, if it would change that id."""
+        found = self._tokenizer.encode(before + text)
+        if not before:
+            return found
+        return found[1:] if self._tokenizer.tokens[found[0]] == before else self._tokenizer.encode(text)
 
-        Each has the ids of single bytes behind ``forced`` with which it would. Ids without a bound on them are left out.
-        """
-        tokens, own = self._tokenizer.tokens, self._tokenizer.encode(forced)[0]
+    def _may_follow(self, matcher: LLMatcher, own: tuple[int, ...], byte: int) -> bool:
+        """Whether the grammar may take a byte behind the forced text of ids ``own``."""
+        token = self._tokenizer.byte_ids.get(byte)
+        return token is None or matcher.validate_tokens([*own, token]) > len(own)
+
+    def _find_prefixes(self, text: bytes) -> tuple[int, ...]:
+        tokens = self._tokenizer.tokens
         found = []
-        for length in range(1, len(forced) + 1):
-            rest = forced[length:]
-            for token in self._starting_with(forced[:length], exact=True):
-                if token == own:
-                    continue
-                if tokens[token] == tokens[own]:
-                    found.append((token, ()))  # a second id of the same bytes
-                elif rest and (firsts := self._crossing(token, rest)) is not None:
-                    found.append((token, firsts))
+        for length in range(1, min(len(text), LONGEST) + 1):
+            for token in self._starting_with(text[:length]):
+                if len(tokens[token]) > length:
+                    break
+                found.append(token)
         return tuple(found)
 
-    def _find_crossing(self, token: int, rest: bytes) -> tuple[int, ...] | None:
-        """Ids of the bytes after ``rest`` with which ``token``, ``rest`` may be canonical; None: any.
+    def _find_next_bytes(self, start: bytes) -> tuple[int, ...]:
+        """Bytes that follow ``start`` in tokens that begin with it."""
+        tokens, found = self._tokenizer.tokens, []
+        place = self._first_from(start)
+        while place < len(self._sorted) and (piece := tokens[self._sorted[place]]).startswith(start):
+            if len(piece) == len(start):
+                place += 1
+                continue
+            byte = piece[len(start)]
+            found.append(byte)
+            place = len(self._sorted) if byte == 255 else self._first_from(start + bytes((byte + 1,)))
+        return tuple(found)
 
-        They are the next bytes of tokens that hold the end of ``rest`` and go on, in a canonical spelling from ``token``.
-        """
-        tokens, byte_ids = self._tokenizer.tokens, self._tokenizer.byte_ids
-        firsts: dict[int, None] = {}
-        for count, other in enumerate(self._starting_with(rest)):
-            if count == CANDIDATES:
-                return None
-            if len(tokens[other]) > len(rest):
-                byte = byte_ids.get(tokens[other][len(rest)])
-                if byte is None:
-                    return None
-                if byte not in firsts and self._may_follow(token, other):
-                    firsts[byte] = None
-        for length in range(1, len(rest)):
-            for other in self._starting_with(rest[:length], exact=True):
-                if self._may_follow(token, other):
-                    more = self._crossing(other, rest[length:])
-                    if more is None:
-                        return None
-                    firsts |= dict.fromkeys(more)
-        return tuple(firsts)
+    def _find_crossing(self, text: bytes, start: bytes) -> bool:
+        """Whether a token that begins with ``start`` may follow the ids of ``text`` and leave them as they are."""
+        ids = self._tokenizer.encode(text)
+        for count, token in enumerate(self._starting_with(start)):
+            whole, partial = _split_whole(text + self._tokenizer.tokens[token])
+            if partial or count == CANDIDATES or self._tokenizer.encode_once(whole) == (*ids, token):
+                return True
+        return False
 
-    def _may_follow(self, token: int, other: int) -> bool:
-        """True if ``other`` follows ``token`` in the canonical ids of their text, or if that cannot be known."""
-        text = self._tokenizer.tokens[token] + self._tokenizer.tokens[other]
-        return bool(_split_whole(text)[1]) or self._tokenizer.encode(text) == (token, other)
-
-    def _starting_with(self, start: bytes, exact: bool = False) -> Iterator[int]:
-        """Ids of the tokens that begin with ``start``, or of those alone that are it."""
-        tokens = self._tokenizer.tokens
-        for place in range(bisect_left(self._sorted, start, key=tokens.__getitem__), len(self._sorted)):
+    def _starting_with(self, start: bytes) -> Iterator[int]:
+        """Ids of the tokens that begin with ``start``, in the order of their bytes."""
+        for place in range(self._first_from(start), len(self._sorted)):
             token = self._sorted[place]
-            if tokens[token] != start and (exact or not tokens[token].startswith(start)):
+            if not self._tokenizer.tokens[token].startswith(start):
                 return
             yield token
+
+    def _first_from(self, start: bytes) -> int:
+        return bisect_left(self._sorted, start, key=self._tokenizer.tokens.__getitem__)
+
+
+def _find_common(found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The ids with which all sequences begin."""
+    same = 0
+    for ids in zip(*found, strict=False):
+        if ids.count(ids[0]) < len(ids):
+            break
+        same += 1
+    return found[0][:same]
 
 
 def _split_whole(text: bytes) -> tuple[bytes, bytes]:

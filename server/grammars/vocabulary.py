@@ -20,7 +20,7 @@ def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def vocabulary(tokenizer: Tokenizer, size: int, eos: Collection[int]) -> Vocabulary:
-    """The bytes of each of a model's ``size`` ids, and the tokenizer. Takes seconds for a large one: run it in a thread."""
+    """The bytes of each of a model's ``size`` ids, and its tokenizer. It takes seconds if large: run it in a thread."""
     control = set(control_tokens(tokenizer).values())
     tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size or i in control else b"" for i in range(size)]
     special = sorted({i for i in (*control, *eos) if i < size})
