@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trencadis.core.masks.canonical import CanonicalTokenizer, Spelling, TokenHealing
+from trencadis.core.masks.canonical import CanonicalTokenizer
+from trencadis.core.masks.healing import Spelling, TokenHealing
 from trencadis.core.masks.matcher import keep, remove
 from trencadis.core.masks.vocabulary import Vocabulary, opened
 from trencadis.core.step import UInt8
@@ -88,6 +89,13 @@ class GrammarMatcher:
         row[:count] &= self._scratch[:count]
         row[count:] = 0
 
+    def respell(self, row: UInt8) -> None:
+        """Makes ``row`` hold all ids with which the text that is forced next begins, canonical or not; none: no id."""
+        row[:] = 0
+        if self._healing is not None and not self._broken:
+            for token in self._healing.prefixes(self._matcher.compute_ff_bytes()):
+                row[token >> 3] |= 1 << (token & 7)
+
     def _compute_mask(self) -> None:
         """The library's mask, without spellings of parts of a forced text."""
         try:
@@ -121,7 +129,7 @@ class GrammarMatcher:
             forced = self._matcher.compute_ff_bytes()
             if forced:
                 self._spelling = self._healing.find(self._matcher, forced, self._last)
-                self._run, self._forced = self._spelling.run, forced
+                self._run, self._forced = self._spelling.run, forced if self._spelling.firsts else b""
         except BaseException as error:
             self._break(error)
         return self._run
