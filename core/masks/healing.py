@@ -89,10 +89,10 @@ class TokenHealing:
 
     def _spell(self, text: bytes, last: int) -> tuple[bytes, tuple[int, ...]]:
         """The ids of a text, and the bytes before it, if those of the id ``last`` change them and not that id."""
-        own, encode = self._tokenizer.encode(text), self._tokenizer.encode
-        if last >= 0:
-            before = self._tokenizer.tokens[last]
-            found = encode(before + text)
+        own = self._tokenizer.encode(text)
+        before = self._tokenizer.tokens[last] if last >= 0 else b""
+        if before and not split_whole(before)[1]:
+            found = self._tokenizer.encode(before + text)
             if found[0] == last and found[1:] != own and found[1:]:
                 return before, found[1:]
         return b"", own

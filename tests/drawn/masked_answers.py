@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,10 @@ SIZE = 20_000
 
 
 def open_large_tokenizer(folder: Path) -> Tokenizer:
-    """A byte-level BPE of 20,000 entries, trained on the documentation and the source of the repository."""
+    """A byte-level BPE of 20,000 entries, trained on the repository's documentation and source, and on compact JSON."""
     files = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("core/**/*.py"))]
-    texts = (file.read_text(encoding="utf-8") for file in files)
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    texts += [json.dumps(schema_at(number), separators=(",", ":")) for number in range(2000)]
     return Tokenizer.from_checkpoint(write_text_checkpoint(folder, texts=texts, size=SIZE))
 
 
@@ -88,9 +90,18 @@ class MaskedDraws:
         return made
 
     @cached_property
-    def scores(self) -> list[float]:
+    def scores(self) -> Any:
         """What a model that always prefers the same ids thinks of them."""
-        return [float(x) for x in np.random.default_rng(5).random(len(self.draws.vocabulary.tokens))]
+        return np.random.default_rng(5).random(len(self.draws.vocabulary.tokens))
+
+    @cached_property
+    def closing(self) -> Any:
+        """For each id whether it closes a text, as many of JSON's marks do."""
+        return np.array([piece[:1] in b'"}],' and bool(piece) for piece in self.draws.vocabulary.tokens])
+
+    @cached_property
+    def ends(self) -> Any:
+        return np.isin(np.arange(len(self.draws.vocabulary.tokens)), self.draws.vocabulary.eos)
 
     def encode(self, text: bytes) -> list[int]:
         """The tokenizer's own ids."""
@@ -99,13 +110,17 @@ class MaskedDraws:
     def decode(self, ids: list[int]) -> bytes:
         return b"".join(self.draws.vocabulary.tokens[i] for i in ids)
 
-    def allowed(self, matcher: Any) -> list[int]:
-        """The ids of the next mask."""
+    def mask(self, matcher: Any) -> Any:
+        """The next mask: for each id whether it is allowed."""
         size = len(self.draws.vocabulary.tokens)
         row = np.full(-(-size // 8), 255, np.uint8)
         matcher.restrict(row)
         assert not matcher.error, matcher.error
-        return [int(i) for i in np.flatnonzero(np.unpackbits(row, bitorder="little")[:size])]
+        return np.unpackbits(row, bitorder="little")[:size].astype(bool)
+
+    def allowed(self, matcher: Any) -> list[int]:
+        """The ids of the next mask."""
+        return [int(i) for i in np.flatnonzero(self.mask(matcher))]
 
     def answer(self, matcher: Any, seed: int, greedy: bool, most: int = 300) -> list[int] | None:
         """Ids of an answer without its end; None if it has not ended after ``most`` of them.
@@ -113,15 +128,14 @@ class MaskedDraws:
         What closes a text is drawn more often than chance would have it, or most would never end.
         """
         rng, ids = random.Random(seed), list[int]()
-        ends, tokens = set(self.draws.vocabulary.eos), self.draws.vocabulary.tokens
         while len(ids) < most:
-            allowed = self.allowed(matcher)
-            inner = [i for i in allowed if i not in ends]
-            if not inner or (len(inner) < len(allowed) and rng.random() < 0.3):
+            mask = self.mask(matcher)
+            inner = np.flatnonzero(mask & ~self.ends)
+            if not len(inner) or (mask[self.ends].any() and rng.random() < 0.3):
                 return ids
-            closing = [i for i in inner if tokens[i][:1] in b'"}],']
-            some = closing if closing and rng.random() < 0.4 else inner
-            token = max(some, key=self.scores.__getitem__) if greedy else rng.choice(some)
+            closing = inner[self.closing[inner]]
+            some = closing if len(closing) and rng.random() < 0.4 else inner
+            token = int(some[self.scores[some].argmax()] if greedy else some[rng.randrange(len(some))])
             assert matcher.accept(token), matcher.error
             ids.append(token)
         return None
@@ -140,7 +154,7 @@ class MaskedDraws:
         """The first place at which a mask does not hold the next of ``ids``; -1: there is none."""
         matcher = self.grammars.matcher(grammar)
         for place, token in enumerate(ids):
-            if token not in self.allowed(matcher):
+            if not self.mask(matcher)[token]:
                 return place
             assert matcher.accept(token)
         return -1

@@ -6,7 +6,6 @@ import random
 import re
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,8 @@ def schema_of(name: str, value: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {name: value}, "required": [name], "additionalProperties": False}
 
 
-def write(masks: MaskedDraws, schema: Any, spaces: Spaces = Spaces("")) -> str:
-    return masks.draws.written(AskedForm("json", schema, "schema", spaces=spaces))
+def write(masks: MaskedDraws, schema: Any) -> str:
+    return masks.draws.written(AskedForm("json", schema, "schema", spaces=Spaces("")))
 
 
 def check_forced(masks: MaskedDraws, grammar: str, text: str) -> None:
@@ -85,16 +84,18 @@ def test_words_with_one_beginning_are_written_as_each_of_them_is(masks: MaskedDr
             assert masks.find_refused(grammar, ids) == -1, (word, words)
 
 
-def check_corpus(masks: MaskedDraws, count: int, greedy: bool) -> str:
+def check_corpus(masks: MaskedDraws, count: int, greedy: bool, most: float = 1.02) -> Spellings:
+    """``most``: ids of forced text, as a share of the tokenizer's own."""
     found = masks.count(list(write_grammars(masks.draws, count)), greedy)
     assert not found.refused, found.refused[:3]
-    assert found.answers > 0.7 * count and found.drawn <= 1.02 * found.own, str(found)
-    return str(found)
+    assert found.answers > 0.5 * count and found.drawn <= most * found.own, str(found)
+    return found
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_of_the_corpus(masks: MaskedDraws, mode: str) -> None:
-    check_corpus(masks, 30, MODES[mode])
+    """Too small for the bound of a thousand answers."""
+    check_corpus(masks, 40, MODES[mode], 1.05)
 
 
 def test_the_sample_would_show_one_token_a_byte(demo: GrammarDraws) -> None:
@@ -106,7 +107,9 @@ def test_the_sample_would_show_one_token_a_byte(demo: GrammarDraws) -> None:
 def test_a_thousand_answers(masks: MaskedDraws) -> None:
     print(f"\n{len(masks.draws.vocabulary.tokens)} ids")
     for mode, greedy in MODES.items():
-        print(f"{mode}: {check_corpus(masks, 1250 if greedy else 1100, greedy)}")
+        found = check_corpus(masks, 1400 if greedy else 1150, greedy)
+        print(f"{mode}: {found}")
+        assert found.answers >= 1000
 
 
 def test_going_back_and_opening_anew_within_forced_text(masks: MaskedDraws) -> None:
@@ -147,18 +150,20 @@ def test_control_tokens_within_forced_text(masks: MaskedDraws) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["e\u0301 \ufb01ne \u212b", "a <tool_call> <|im_end|> b", "tab \x7f end   ", "日本語 🙂"]
+    "value", ["cafe\u0301 \ufb01ne in the \u212b", "a <tool_call> <|im_end|> b", "an end   ", "日本語 so 🙂"]
 )
 def test_odd_text_is_written_as_it_stands(masks: MaskedDraws, value: str) -> None:
     """The tokenizer would compose characters; names of control tokens are text here."""
-    grammar = write(masks, schema_of("x", {"const": value}))
-    matcher, ids = masks.grammars.matcher(grammar), list[int]()
+    matcher, ids = masks.grammars.matcher(write(masks, schema_of("x", {"const": value}))), list[int]()
     while (found := masks.allowed(matcher)) != masks.draws.vocabulary.eos:
         assert len(found) == 1 and found[0] not in masks.draws.vocabulary.special
         ids.append(found[0])
         assert matcher.accept(found[0])
-    assert value in masks.decode(ids).decode().replace("\\u007f", "\x7f")
-    assert len(ids) < 0.9 * len(masks.decode(ids))
+    text = f'{{"x":"{value}"}}'
+    assert masks.decode(ids) == text.encode()
+    assert len(ids) < len(text.encode())
+    if "<" not in value and "\u0301" not in value:
+        assert ids == masks.encode(text.encode())
 
 
 def choice(masks: MaskedDraws, grammar: str, *others: Any) -> ChoiceMasks:
