@@ -95,7 +95,7 @@ def test_each_text_of_two_thousand_grammars() -> None:
 
 
 def test_forced_text_without_a_choice_is_one_run() -> None:
-    """``ab`` merges first: the tokenizer never writes ``a``, ``bc``, so that no mask holds ``a`` where ``abc`` is forced."""
+    """``ab`` merges first: the tokenizer never writes ``a``, ``bc``, so no mask holds ``a`` where ``abc`` is forced."""
     tokens = ["a", "b", "c", "bc", "ab", "abc"]
     made = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[("a", "b"), ("b", "c")])
     grammars = open_grammars([token.encode() for token in tokens], Tokenizer(made))
