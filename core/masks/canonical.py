@@ -9,10 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trencadis.core.masks.vocabulary import Vocabulary
+from typing import Any
 
 CACHED = 4096
 """Short texts, and borders of forced texts, whose ids are remembered: they come again in every answer."""
@@ -25,23 +22,29 @@ CACHED_LONG = 8
 class CanonicalTokenizer:
     """Turns text into ids for ``LLTokenizer``, and says whether they are the model's own.
 
-    Without the model's tokenizer (``Vocabulary.tokenizer`` is empty) a text becomes one token a byte. That is enough to
-    see what a grammar takes; where it forces a text, its masks then hold no token of more than a byte.
+    Without the model's tokenizer a text becomes one token a byte. That is enough to see what a grammar takes; where it
+    forces a text, its masks then hold no token of more than a byte.
+
+    Args:
+        tokens: the bytes of each id; empty where an id has none.
+        special: control tokens.
+        eos: ids that end a choice.
+        packed: the model's tokenizer, as a compressed (zlib) tokenizer.json; empty: there is none.
     """
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens: Sequence[bytes] = vocabulary.tokens
-        self.special_token_ids: Sequence[int] = vocabulary.special
-        self.eos_token_id = vocabulary.eos[0]
-        self._special = frozenset(vocabulary.special)
-        self.byte_ids = {t[0]: i for i, t in enumerate(vocabulary.tokens) if len(t) == 1 and i not in self._special}
+    def __init__(
+        self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], packed: bytes = b""
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos[0]
+        self._special = frozenset(special)
+        self.byte_ids = {t[0]: i for i, t in enumerate(tokens) if len(t) == 1 and i not in self._special}
         self._encoder: Any = None
-        if vocabulary.tokenizer:
+        if packed:
             from tokenizers import Tokenizer
 
-            self._encoder = Tokenizer.from_str(zlib.decompress(vocabulary.tokenizer).decode())
+            self._encoder = Tokenizer.from_str(zlib.decompress(packed).decode())
             self._encoder.no_truncation()
             self._encoder.no_padding()
         self._short = lru_cache(CACHED)(self.encode_once)
@@ -65,7 +68,10 @@ class CanonicalTokenizer:
         if self._encoder is None:
             return tuple(self._bytewise(text))
         whole, partial = split_whole(text)
-        found = self._encoder.encode(whole.decode(), add_special_tokens=False).ids
+        try:
+            found = self._encoder.encode(whole.decode(), add_special_tokens=False).ids
+        except Exception:  # the library's own, where a vocabulary lacks a character and has no token for that
+            found = []
         return (*self._spell(whole, found), *self._bytewise(partial))
 
     def _spell(self, text: bytes, found: Sequence[int]) -> Iterator[int]:

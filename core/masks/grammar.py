@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trencadis.core.masks.canonical import CanonicalTokenizer
 from trencadis.core.masks.healing import Spelling, TokenHealing
 from trencadis.core.masks.matcher import keep, remove
 from trencadis.core.masks.vocabulary import Vocabulary, opened
@@ -177,7 +176,7 @@ class Grammars:
     def _open(self, data: bytes | bytearray) -> None:
         try:
             words = Vocabulary.unpacked(data)
-            tokenizer = CanonicalTokenizer(words)
+            tokenizer = words.open_tokenizer()
             self._healing = TokenHealing(tokenizer) if tokenizer.canonical else None
             self._tokenizer.set_result(opened(words, tokenizer))
         except BaseException as error:

@@ -66,10 +66,13 @@ class TokenHealing:
         before, own = self._spell(forced, last)
         if len(own) > TAIL:
             return Spelling(own[:-TAIL])
+        places = self._places(forced)
+        if places is None:
+            return Spelling()
         found = [own]
         ids = list(own)
         follow: dict[int, bool] = {}
-        for place, rest, bytes_after in self._places(forced):
+        for place, rest, bytes_after in places:
             for byte in bytes_after:
                 may = follow.get(byte)
                 if may is None:
@@ -102,9 +105,10 @@ class TokenHealing:
         if 0x80 <= text[place] < 0xC0:  # within a character: the tokenizer cannot be asked
             return [(token,) for token in self.prefixes(text)]
         found = self._tokenizer.encode(before + text[:place])
-        if before and self._tokenizer.tokens[found[0]] == before:
-            return [found[1:]]
-        return [self._tokenizer.encode(text[:place]) if before else found]
+        if before:
+            same = self._tokenizer.tokens[found[0]] == before
+            found = found[1:] if same else self._tokenizer.encode(text[:place])
+        return [found] if found else []
 
     def _find_prefixes(self, text: bytes) -> tuple[int, ...]:
         tokens = self._tokenizer.tokens
@@ -129,12 +133,15 @@ class TokenHealing:
             place = len(self._sorted) if byte == 255 else self._first_from(start + bytes((byte + 1,)))
         return tuple(found)
 
-    def _find_places(self, text: bytes) -> tuple[tuple[int, bytes, tuple[int, ...]], ...]:
+    def _find_places(self, text: bytes) -> tuple[tuple[int, bytes, tuple[int, ...]], ...] | None:
         """Places within a text at which a token may begin that holds all behind them and more: with what it may go on.
 
         Returns:
-            For each the place, the text behind it, and bytes with which that text goes on in tokens.
+            For each the place, the text behind it, and bytes with which that text goes on in tokens; None if no ids
+            spell the text.
         """
+        if sum(len(self._tokenizer.tokens[i]) for i in self._tokenizer.encode(text)) != len(text):
+            return None
         places = range(max(1, len(text) - LONGEST), len(text))
         found = ((place, text[place:], self._next_bytes(text[place:])) for place in places)
         return tuple(one for one in found if one[2])

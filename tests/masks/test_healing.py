@@ -166,11 +166,11 @@ def test_ids_spell_exactly_the_text() -> None:
     made = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], unk_token="?"))
     made.normalizer = normalizers.Lowercase()
     made.add_special_tokens(["<c>"])
-    words = Vocabulary([t.encode() for t in vocab], [3], [3], zlib.compress(made.to_str().encode()))
-    tokenizer = CanonicalTokenizer(words)
+    words = [text.encode() for text in vocab]
+    tokenizer = CanonicalTokenizer(words, [3], [3], zlib.compress(made.to_str().encode()))
     for text in (b"ab", b"abA", b"ab<c>ab", b"Aab", b"abZab", b"ab\xc3"):
         ids = tokenizer.encode(text)
-        spelt = b"".join(words.tokens[i] for i in ids)
+        spelt = b"".join(words[i] for i in ids)
         assert spelt == bytes(byte for byte in text if byte in tokenizer.byte_ids), text
         assert 3 not in ids
     assert tokenizer.encode(b"ab<c>ab") == (2, 6, 7, 8, 2)
