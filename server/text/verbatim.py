@@ -19,8 +19,13 @@ def make_verbatim(made: RawTokenizer) -> RawTokenizer:
     """Changes a tokenizer so that ids spell the text as it is, and returns it."""
     normalizer = _keep_alphabet(_state_of(made.normalizer))
     splitter = _without_blank(_state_of(made.pre_tokenizer))
-    model = {"type": "BPE", "vocab": {}, "merges": []}
-    parts = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "pre_tokenizer": splitter, "model": model}
+    parts: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": normalizer,
+        "pre_tokenizer": splitter,
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
     read = RawTokenizer.from_str(json.dumps(parts))
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(read, name)) is not None or getattr(made, name) is not None:
