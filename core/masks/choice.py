@@ -93,6 +93,10 @@ class ChoiceMasks:
                     row[token >> 3] |= 1 << (token & 7)
         for matcher in self._others:
             matcher.restrict(row)
+        if self._grammar is not None and self._others and not row.any():
+            self._grammar.respell(row)  # the tokenizer's own ids of a forced text are forbidden: others may spell it
+            for matcher in self._others:
+                matcher.restrict(row)
         if not self.failure and not row.any():
             self.failure = NOTHING_LEFT
         if self.failure:

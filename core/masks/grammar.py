@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trencadis.core.masks.healing import Spelling, TokenHealing
+from trencadis.core.masks.matcher import keep, remove
 from trencadis.core.masks.vocabulary import Vocabulary, opened
 from trencadis.core.step import UInt8
 
@@ -29,19 +29,38 @@ ROW_ITEMS = 10_000
 KEPT = 64
 """Compiled grammars that are kept when no choice follows them; each takes from some KB to a few MB."""
 
+NO_TEXT = Spelling()
+"""Where a grammar forces no text."""
+
 
 class GrammarMatcher:
     """A choice's way through its grammar.
 
+    Where the grammar forces a text, each mask holds one id, the next that the model's tokenizer makes of that text.
+    Masks follow from the accepted ids alone, so that every rank derives the same, also where a choice is opened anew.
+
     Args:
         matcher: nobody else goes on with it.
         width: bytes of the library's masks: those of whole words of 32 bits.
+        healing: that of the matcher's vocabulary; None: masks are the library's.
     """
 
-    def __init__(self, matcher: LLMatcher, width: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, width: int, healing: TokenHealing | None = None) -> None:
+        self._matcher, self._healing = matcher, healing
         self._scratch: UInt8 = np.zeros(width, np.uint8)
         self._broken = ""
+        self._last = -1
+        """The last accepted id; -1: none."""
+        self._run: tuple[int, ...] | None = None
+        """Ids of a forced text, found at its first place; empty: there is a choice; None: not looked up."""
+        self._at = 0
+        """Which of them comes next."""
+        self._forced = b""
+        """The text that the grammar forces next, if its ids depend on what follows it."""
+        self._spelling = NO_TEXT
+        """Ids of that text."""
+        self._past: list[tuple[int, tuple[int, ...] | None, int]] = []
+        """``_last``, ``_run`` and ``_at`` before each accepted id."""
 
     @property
     def accepting(self) -> bool:
@@ -55,36 +74,85 @@ class GrammarMatcher:
 
     def restrict(self, row: UInt8) -> None:
         """Keeps what the grammar takes next: the ids that end a text where it may end, those alone where it must."""
-        with self._contained():
-            self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
+        run = self._look_up() if self._run is None else self._run
+        if run:
+            keep(row, run[self._at])
+            return
+        if self._forced and not self._spelling.crossing:
+            self._scratch[:] = 0
+        else:
+            self._compute_mask()
+        for token in self._spelling.firsts:
+            self._scratch[token >> 3] |= 1 << (token & 7)
         count = min(len(row), len(self._scratch))
         row[:count] &= self._scratch[:count]
         row[count:] = 0
 
+    def respell(self, row: UInt8) -> None:
+        """Makes ``row`` hold all ids with which the text that is forced next begins, canonical or not; none: no id."""
+        row[:] = 0
+        if self._healing is not None and not self._broken:
+            for token in self._healing.prefixes(self._matcher.compute_ff_bytes()):
+                row[token >> 3] |= 1 << (token & 7)
+
+    def _compute_mask(self) -> None:
+        """The library's mask, without spellings of parts of a forced text."""
+        try:
+            self._matcher.unsafe_compute_mask_ptr(self._scratch.ctypes.data, len(self._scratch))
+        except BaseException as error:
+            self._break(error)
+        if self._forced and self._healing is not None:
+            remove(self._scratch, self._healing.prefixes(self._forced))
+
     def accept(self, token: int) -> bool:
         """Goes one token on; False: the grammar does not take it, or a limit is reached."""
-        with self._contained():
+        run, at = self._look_up() if self._run is None else self._run, self._at
+        self._past.append((self._last, run, at))
+        if at + 1 < len(run) and run[at] == token:
+            self._at = at + 1
+        else:
+            self._run, self._at = None, 0
+        self._last = token
+        try:
             return self._matcher.consume_token(token)
+        except BaseException as error:
+            self._break(error)
         return False
 
-    @contextmanager
-    def _contained(self) -> Iterator[None]:
-        """A library that panics breaks this matcher alone; what it raises then is no ``Exception``."""
+    def _look_up(self) -> tuple[int, ...]:
+        """Finds the ids of the text that is forced from here: all of them, as they are those of the whole text."""
+        self._run, self._forced, self._spelling = (), b"", NO_TEXT
+        if self._healing is None:
+            return ()
         try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
+            forced = self._matcher.compute_ff_bytes()
+            if forced:
+                self._spelling = self._healing.find(self._matcher, forced, self._last)
+                self._run, self._forced = self._spelling.run, forced if self._spelling.firsts else b""
         except BaseException as error:
-            self._broken = first_line(f"the grammar library failed: {error}")
+            self._break(error)
+        return self._run
+
+    def _break(self, error: BaseException) -> None:
+        """A library that panics breaks this matcher alone; what it raises then is no ``Exception``."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        self._broken = first_line(f"the grammar library failed: {error}")
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back."""
         self._matcher.rollback(count)
+        if count:
+            self._last, self._run, self._at = self._past[-count]
+            del self._past[-count:]
+            self._run = self._run or None  # what depends on the text that follows is looked up again
 
     def fork(self) -> GrammarMatcher:
         """A copy of the parser's state."""
-        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch))
-        made._broken = self._broken
+        made = GrammarMatcher(self._matcher.deep_copy(), len(self._scratch), self._healing)
+        made._broken, made._forced, made._spelling = self._broken, self._forced, self._spelling
+        made._last, made._run, made._at = self._last, self._run, self._at
+        made._past = list(self._past)
         return made
 
 
@@ -93,6 +161,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self._tokenizer: Future[LLTokenizer] = Future()
+        self._healing: TokenHealing | None = None
         self._opener: threading.Thread | None = None
         self._compilers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -106,7 +175,10 @@ class Grammars:
 
     def _open(self, data: bytes | bytearray) -> None:
         try:
-            self._tokenizer.set_result(opened(Vocabulary.unpacked(data)))
+            words = Vocabulary.unpacked(data)
+            tokenizer = words.open_tokenizer()
+            self._healing = TokenHealing(tokenizer) if tokenizer.canonical else None
+            self._tokenizer.set_result(opened(words, tokenizer))
         except BaseException as error:
             self._tokenizer.set_exception(error)
 
@@ -157,7 +229,8 @@ class Grammars:
     def matcher(self, text: str) -> GrammarMatcher:
         """A matcher of a grammar, for one choice."""
         made = self.compiled(text)
-        return GrammarMatcher(made.deep_copy(), -(-self._tokenizer.result().vocab_size // 32) * 4)
+        width = -(-self._tokenizer.result().vocab_size // 32) * 4
+        return GrammarMatcher(made.deep_copy(), width, self._healing)
 
 
 def limits() -> LLParserLimits:

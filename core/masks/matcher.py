@@ -47,6 +47,14 @@ def holds(row: UInt8, token: int) -> bool:
     return token >> 3 < len(row) and bool(row[token >> 3] >> (token & 7) & 1)
 
 
+def keep(row: UInt8, token: int) -> None:
+    """Removes from a mask all ids but one."""
+    held = holds(row, token)
+    row[:] = 0
+    if held:
+        row[token >> 3] = 1 << (token & 7)
+
+
 def remove(row: UInt8, tokens: Iterable[int]) -> None:
     """Removes ids from a mask."""
     for token in tokens:
@@ -140,8 +148,7 @@ class ThinkingMatcher:
         """Allows the forced id and no other, unless the mask already forbids it: then the thought goes on."""
         forced = self.forced
         if forced >= 0 and holds(row, forced):
-            row[:] = 0
-            row[forced >> 3] = 1 << (forced & 7)
+            keep(row, forced)
 
     def accept(self, token: int) -> bool:
         """Counts the token."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from trencadis.core.masks.canonical import CanonicalTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -18,11 +19,14 @@ class Vocabulary:
         tokens: the bytes of each id that the model can draw; empty where an id has none, which is then never drawn.
         special: control tokens by their names as bytes; no text of a grammar matches them, only ``<name>`` does.
         eos: ids that end a choice.
+        tokenizer: the model's tokenizer for plain text, as a compressed (zlib) tokenizer.json; empty: there is none,
+            and masks hold one token a byte where a grammar forces the text.
     """
 
     tokens: list[bytes]
     special: list[int]
     eos: list[int]
+    tokenizer: bytes = b""
 
     def packed(self) -> bytes:
         """This vocabulary as one message."""
@@ -37,29 +41,18 @@ class Vocabulary:
 
         return msgspec.msgpack.decode(data, type=cls)
 
+    def open_tokenizer(self) -> CanonicalTokenizer:
+        """The tokenizer of texts; a second for 151,936 ids."""
+        return CanonicalTokenizer(self.tokens, self.special, self.eos, self.tokenizer)
 
-class _Bytes:
-    """What ``LLTokenizer`` asks of a tokenizer: text becomes one token a byte.
 
-    The library tokenizes only what a grammar forces, to know whether a mask may hold longer tokens than that; masks are
-    the same as with the model's own tokenizer, which would have to be loaded in every rank.
+def opened(vocabulary: Vocabulary, tokenizer: CanonicalTokenizer | None = None) -> LLTokenizer:
+    """The library's tokenizer of a vocabulary: a second and 74 MB for 151,936 ids, so a thread makes it, once.
+
+    Args:
+        tokenizer: that of this vocabulary, if it is there already.
     """
-
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens: Sequence[bytes] = vocabulary.tokens
-        self.special_token_ids: Sequence[int] = vocabulary.special
-        self.eos_token_id = vocabulary.eos[0]
-        special = frozenset(vocabulary.special)
-        self._ids = {t[0]: i for i, t in enumerate(vocabulary.tokens) if len(t) == 1 and i not in special}
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._ids[byte] for byte in text if byte in self._ids]
-
-
-def opened(vocabulary: Vocabulary) -> LLTokenizer:
-    """The library's tokenizer of a vocabulary: 1 to 4 s and 74 MB for 151,936 ids, so a thread makes it, once."""
     import llguidance
 
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(vocabulary)), eos_token=vocabulary.eos)
+    made = vocabulary.open_tokenizer() if tokenizer is None else tokenizer
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(made), eos_token=vocabulary.eos)

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trencadis.core.checkpoint.fields import read_json
 from trencadis.core.errors import StartupError
 from trencadis.server.text.encoding import ids_of, kept
 from trencadis.server.text.pieces import Pieces
+from trencadis.server.text.verbatim import make_verbatim
 
 MARKUP = re.compile(r"[\s▁]*[<\[{].*[^\W\d_].*[>\]}][\s▁]*", re.DOTALL)
 """Added tokens that mark structure; the others are blanks and words, which users write too."""
@@ -178,6 +179,18 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text (the name of a special one)."""
         return self.pieces.bytes_of(token)
+
+    def spell_parts(self, hidden: Collection[str]) -> str:
+        """A tokenizer.json by which ids spell a part of a text exactly as it is, with the ids of this tokenizer.
+
+        It reads none of the added tokens ``hidden`` in a text, unless the vocabulary of its model holds one of them.
+        """
+        marks = {text: self._mark(self.added[text]) for text in hidden if text in self.added}
+        for names in (marks, {}):
+            made = _over_the_same_model(self._raw, self._entries, names)
+            if made is not None:
+                return str(make_verbatim(made).to_str())
+        return str(self._raw.to_str())
 
     def warm(self) -> None:
         """Builds the marked copy now rather than at the first chat request."""

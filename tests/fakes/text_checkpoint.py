@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,17 @@ TEXTS = [
 ] * 4
 
 
-def write_text_checkpoint(path: Path, special: Sequence[str] = (), plain: Sequence[str] = ()) -> Path:
+def write_text_checkpoint(
+    path: Path,
+    special: Sequence[str] = (),
+    plain: Sequence[str] = (),
+    texts: Iterable[str] = TEXTS,
+    size: int = 700,
+) -> Path:
     """Writes tokenizer.json, tokenizer_config.json and a Qwen2.5-VL-like template into the folder ``path``.
 
-    ``special`` and ``plain``: added tokens beside the usual ones.
+    ``special`` and ``plain``: added tokens beside the usual ones. The vocabulary of ``size`` entries is trained on
+    ``texts``.
     """
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
@@ -50,7 +57,7 @@ def write_text_checkpoint(path: Path, special: Sequence[str] = (), plain: Sequen
     )
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False))
+    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
     tok.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in [*SPECIAL, *special]])
     tok.add_tokens([AddedToken(s, normalized=False, special=False) for s in [*PLAIN, *plain]])
     tok.save(str(path / "tokenizer.json"))

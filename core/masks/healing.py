@@ -1,0 +1,180 @@
+"""Canonical spellings of a text that a grammar forces, where what follows it is not known yet. Torch-free."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from trencadis.core.masks.canonical import CACHED, CanonicalTokenizer, split_whole
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+CONTROL = b"\xff"
+"""Begins a control token in forced text; no character has this byte."""
+TAIL = 32
+"""Last ids of a long forced text, which are looked at again when the others have been drawn."""
+LONGEST = 64
+"""Most bytes of a token at the end of a forced text."""
+CANDIDATES = 64
+"""Most tokens that are tried for one spelling; where there are more, the spelling is kept."""
+
+
+class Spelling(NamedTuple):
+    """How a forced text may go on in canonical ids.
+
+    Args:
+        run: ids that come next whatever follows the text; empty: that depends on what follows.
+        firsts: if there is no run, ids of parts of the text that may come next.
+        crossing: whether there are ids whose bytes begin with the whole text and go on.
+    """
+
+    run: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
+    crossing: bool = False
+
+
+class TokenHealing:
+    """Finds the canonical spellings of a forced text with all that the grammar may let follow.
+
+    At the end of a forced text a canonical token may hold the beginning of what follows (``":"`` where ``":`` is
+    forced), and that changes the ids before it, too. If such a token begins at some place of the text, the ids before
+    that place are those of the text up to there. What is the same in all these spellings comes next whatever follows.
+    """
+
+    def __init__(self, tokenizer: CanonicalTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._control = frozenset(tokenizer.special_token_ids)
+        ids = (i for i, piece in enumerate(tokenizer.tokens) if piece and i not in self._control)
+        self._sorted = array("i", sorted(ids, key=tokenizer.tokens.__getitem__))
+        self.prefixes = lru_cache(CACHED)(self._find_prefixes)
+        """Ids of all tokens with which a text begins."""
+        self._next_bytes = lru_cache(CACHED)(self._find_next_bytes)
+        self._crosses = lru_cache(CACHED)(self._find_crossing)
+        self._places = lru_cache(CACHED)(self._find_places)
+
+    def find(self, matcher: LLMatcher, forced: bytes, last: int) -> Spelling:
+        """The canonical spellings of ``forced``, which ``matcher`` forces next, after the id ``last`` (-1: none).
+
+        A ``Spelling`` without ids says that they are not known.
+        """
+        if CONTROL in forced:
+            return Spelling(self._until_control(matcher.compute_ff_tokens()))
+        before, own = self._spell(forced, last)
+        if len(own) > TAIL:
+            return Spelling(own[:-TAIL])
+        places = self._places(forced)
+        if places is None:
+            return Spelling()
+        found = [own]
+        ids = list(own)
+        follow: dict[int, bool] = {}
+        for place, rest, bytes_after in places:
+            for byte in bytes_after:
+                may = follow.get(byte)
+                if may is None:
+                    token = self._tokenizer.byte_ids.get(byte)
+                    may = follow[byte] = token is None or matcher.validate_tokens([*ids, token]) > len(ids)
+                if may and self._crosses(before + forced[:place], rest + bytes((byte,))):
+                    found += self._spell_before(forced, place, before)
+                    break
+        crossing = bool(self._next_bytes(forced))
+        run = () if crossing else _find_common(found)
+        return Spelling(run) if run else Spelling((), tuple({one[0] for one in found}), crossing)
+
+    def _until_control(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids up to the last control token among them: text in front of one ends there."""
+        places = [place for place, token in enumerate(ids) if token in self._control]
+        return tuple(ids[: places[-1] + 1]) if places else ()
+
+    def _spell(self, text: bytes, last: int) -> tuple[bytes, tuple[int, ...]]:
+        """The ids of a text, and the bytes before it, if those of the id ``last`` change them and not that id."""
+        own = self._tokenizer.encode(text)
+        before = self._tokenizer.tokens[last] if last >= 0 else b""
+        if before and not split_whole(before)[1]:
+            found = self._tokenizer.encode(before + text)
+            if found[0] == last and found[1:] != own and found[1:]:
+                return before, found[1:]
+        return b"", own
+
+    def _spell_before(self, text: bytes, place: int, before: bytes) -> list[tuple[int, ...]]:
+        """Spellings of a text up to ``place``, behind the bytes of the id before it; only their first ids count."""
+        if 0x80 <= text[place] < 0xC0:  # within a character: the tokenizer cannot be asked
+            return [(token,) for token in self.prefixes(text)]
+        found = self._tokenizer.encode(before + text[:place])
+        if before:
+            same = self._tokenizer.tokens[found[0]] == before
+            found = found[1:] if same else self._tokenizer.encode(text[:place])
+        return [found] if found else []
+
+    def _find_prefixes(self, text: bytes) -> tuple[int, ...]:
+        tokens = self._tokenizer.tokens
+        found = []
+        for length in range(1, min(len(text), LONGEST) + 1):
+            for token in self._starting_with(text[:length]):
+                if len(tokens[token]) > length:
+                    break
+                found.append(token)
+        return tuple(found)
+
+    def _find_next_bytes(self, start: bytes) -> tuple[int, ...]:
+        """Bytes that follow ``start`` in tokens that begin with it."""
+        tokens, found = self._tokenizer.tokens, []
+        place = self._first_from(start)
+        while place < len(self._sorted) and (piece := tokens[self._sorted[place]]).startswith(start):
+            if len(piece) == len(start):
+                place += 1
+                continue
+            byte = piece[len(start)]
+            found.append(byte)
+            place = len(self._sorted) if byte == 255 else self._first_from(start + bytes((byte + 1,)))
+        return tuple(found)
+
+    def _find_places(self, text: bytes) -> tuple[tuple[int, bytes, tuple[int, ...]], ...] | None:
+        """Places within a text at which a token may begin that holds all behind them and more: with what it may go on.
+
+        Returns:
+            For each the place, the text behind it, and bytes with which that text goes on in tokens; None if no ids
+            spell the text.
+        """
+        if sum(len(self._tokenizer.tokens[i]) for i in self._tokenizer.encode(text)) != len(text):
+            return None
+        places = range(max(1, len(text) - LONGEST), len(text))
+        found = ((place, text[place:], self._next_bytes(text[place:])) for place in places)
+        return tuple(one for one in found if one[2])
+
+    def _find_crossing(self, text: bytes, start: bytes) -> bool:
+        """Whether a token that begins with ``start`` may follow the ids of ``text`` and leave them as they are.
+
+        True where that cannot be known, or takes too many tries.
+        """
+        ids = self._tokenizer.encode(text)
+        for count, token in enumerate(self._starting_with(start)):
+            whole, partial = split_whole(text + self._tokenizer.tokens[token])
+            if partial or count == CANDIDATES or self._tokenizer.encode_once(whole) == (*ids, token):
+                return True
+        return False
+
+    def _starting_with(self, start: bytes) -> Iterator[int]:
+        """Ids of the tokens that begin with ``start``, in the order of their bytes."""
+        for place in range(self._first_from(start), len(self._sorted)):
+            token = self._sorted[place]
+            if not self._tokenizer.tokens[token].startswith(start):
+                return
+            yield token
+
+    def _first_from(self, start: bytes) -> int:
+        return bisect_left(self._sorted, start, key=self._tokenizer.tokens.__getitem__)
+
+
+def _find_common(found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The ids with which all sequences begin."""
+    same = 0
+    for ids in zip(*found, strict=False):
+        if ids.count(ids[0]) < len(ids):
+            break
+        same += 1
+    return found[0][:same]
