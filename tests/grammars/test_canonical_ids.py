@@ -96,7 +96,7 @@ def check_corpus(masks: MaskedDraws, count: int, greedy: bool, most: float = 1.0
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_of_the_corpus(masks: MaskedDraws, mode: str) -> None:
     """Too small for the bound of a thousand answers."""
-    check_corpus(masks, 40, MODES[mode], 1.05)
+    check_corpus(masks, 160, MODES[mode], 1.05)
 
 
 def test_the_sample_would_show_one_token_a_byte(demo: GrammarDraws) -> None:
