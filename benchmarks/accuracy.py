@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.sides import Work, conversations, words
+from benchmarks.harness.compared_engines import Work, conversations, words
 from benchmarks.harness.vision_ops import usable_torchvision
 
 if TYPE_CHECKING:
-    from benchmarks.harness.sides import Ours
+    from benchmarks.harness.compared_engines import Ours
 
 OUT = 64
 """About so many forced tokens per answer."""
@@ -41,17 +41,20 @@ def forced(side: Ours, count: int, random_words: bool) -> list[dict[str, Any]]:
     """
     from trencadis import SamplingParams
 
-    talks, rng, rows = questions_of(count), random.Random(SEED), []
+    chats, rng, rows = questions_of(count), random.Random(SEED), []
     greedy = SamplingParams(temperature=0, max_tokens=OUT)
-    told = [d.outputs[0].text for d in side.llm.chat(talks, greedy, use_tqdm=False)]
-    told = [words(rng, OUT) for _ in talks] if random_words else [t.strip() or "Yes." for t in told]
+    reported = [d.outputs[0].text for d in side.llm.chat(chats, greedy, use_tqdm=False)]
+    reported = [words(rng, OUT) for _ in chats] if random_words else [t.strip() or "Yes." for t in reported]
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     one = SamplingParams(temperature=0, max_tokens=1)
-    asked = side.llm.chat(talks, one, use_tqdm=False)
-    whole = [[*talk, {"role": "assistant", "content": text}] for talk, text in zip(talks, told, strict=True)]
+    requested = side.llm.chat(chats, one, use_tqdm=False)
+    whole = [
+        [*conversation, {"role": "assistant", "content": text}]
+        for conversation, text in zip(chats, reported, strict=True)
+    ]
     kwargs = {"add_generation_prompt": False, "continue_final_message": True}
     done = side.llm.chat(whole, score, use_tqdm=False, **kwargs)
-    for question, scored in zip(asked, done, strict=True):
+    for question, scored in zip(requested, done, strict=True):
         first = len(question.prompt_token_ids)
         assert scored.prompt_logprobs is not None
         picks = [x.top_ids[0] for x in scored.prompt_logprobs[first:] if x is not None]
@@ -77,14 +80,14 @@ class Reference:
         self.device, self.images = device, Qwen2VLImageProcessorPil.from_pretrained(model)
         self.model = make(model, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval().to(device)
 
-    def logits(self, talk: list[dict[str, Any]], row: dict[str, Any]) -> Any:
+    def logits(self, conversation: list[dict[str, Any]], row: dict[str, Any]) -> Any:
         """float32 [forced, vocabulary] on the host: the logits that predict each id from ``first`` on."""
         import torch
 
         ids = torch.tensor([row["tokens"]])
         pad = self.model.config.image_token_id
         made = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == pad).int()}
-        images = [p["image"] for p in talk[0]["content"] if p["type"] == "image"]
+        images = [p["image"] for p in conversation[0]["content"] if p["type"] == "image"]
         if images:
             pixels = self.images(images=images, return_tensors="pt")
             made.update(pixel_values=pixels["pixel_values"], image_grid_thw=pixels["image_grid_thw"])
@@ -97,17 +100,17 @@ def compare(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, An
     """Mismatches, gaps and noise over all forced ids."""
     import torch
 
-    talks = questions_of(len(rows))
+    chats = questions_of(len(rows))
     precise = Reference(model, device, "float32")
-    exact = [precise.logits(t, r) for t, r in zip(talks, rows, strict=True)]
+    exact = [precise.logits(t, r) for t, r in zip(chats, rows, strict=True)]
     del precise
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     rough, total = Reference(model, device, "bfloat16"), Counter[str]()
     noise = worst = 0.0
-    for talk, row, logits in zip(talks, rows, exact, strict=True):
-        other, picks, best = rough.logits(talk, row), torch.tensor(row["picks"]), logits.max(1)
+    for conversation, row, logits in zip(chats, rows, exact, strict=True):
+        other, picks, best = rough.logits(conversation, row), torch.tensor(row["picks"]), logits.max(1)
         assert len(picks) == len(logits), "a choice is missing"
         ten = logits.topk(10, dim=1).indices
         noise = max(noise, 2 * float((logits - other).gather(1, ten).abs().max()))

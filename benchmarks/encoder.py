@@ -16,21 +16,21 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.harness.checkpoints import checkpoint
-from benchmarks.harness.common import Others, median, quantile, report, table
+from benchmarks.harness.reporting import Others, median, quantile, report, table
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.engine import Engine
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 from trencadis.core.step import Encode, Step
-from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 SIDE = 32
 """Patches along a side of 448 pixels."""
-SLOTS, TOKENS = slots_of((1, SIDE, SIDE)), SIDE * SIDE // 4
+SLOTS, TOKENS = count_slots((1, SIDE, SIDE)), SIDE * SIDE // 4
 MIXES = (1, 2, 3, 4, 8, 12)
 """Images per launch."""
 ANSWER = 150
@@ -94,7 +94,7 @@ def token_gaps(engine: Engine, flood: int) -> tuple[list[float], int]:
             if delta.finish:
                 running.discard(delta.id)
         for id, index in engine.needs():
-            engine.media(id, index, pixels)
+            engine.add_media(id, index, pixels)
     for i in range(sent):
         engine.abort(f"f{i}")
     while not engine.idle():

@@ -25,10 +25,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import RESULTS, Others, environment, median, quantile, report, table
+from benchmarks.harness.compared_engines import SIDES, Done, Setup, Work
 from benchmarks.harness.plots import bars
-from benchmarks.harness.sides import SIDES, Done, Setup, Work
-from trencadis.core.cpus import available_cpus
+from benchmarks.harness.reporting import RESULTS, Others, environment, median, quantile, report, table
+from trencadis.core.cpu_affinity import available_cpus
 
 CLIENTS = (1, 8, 32, 128)
 CASES = {
@@ -48,7 +48,7 @@ class Worker:
         self.side = side
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "benchmarks.harness.sides", side, json.dumps(asdict(setup))],
+            [sys.executable, "-P", "-m", "benchmarks.harness.compared_engines", side, json.dumps(asdict(setup))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=env, text=True,
         )  # fmt: skip
 

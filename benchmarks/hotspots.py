@@ -9,8 +9,8 @@ import argparse
 
 from benchmarks.engine import CASES
 from benchmarks.harness.checkpoints import checkpoint
-from benchmarks.harness.sides import SIDES, Setup, Work, run
-from trencadis.core.cpus import available_cpus
+from benchmarks.harness.compared_engines import SIDES, Setup, Work, run
+from trencadis.core.cpu_affinity import available_cpus
 
 
 def main() -> None:

@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass, field
 
 from benchmarks.harness.checkpoints import checkpoint
-from benchmarks.harness.common import Others, median, quantile, report, table
+from benchmarks.harness.reporting import Others, median, quantile, report, table
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.engine import Engine
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 
 ANSWERS = 4
 

@@ -21,29 +21,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.common import table
+from benchmarks.harness.reporting import table
 from benchmarks.packing import qwen_7b
 from benchmarks.traces.generate import TRACES, Record
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.allocator import Live
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
-from trencadis.backends.hpu.emulator.repeats import Repeats, leaf_key, signature
-from trencadis.backends.hpu.emulator.tensor import flatten
+from trencadis.backends.hpu.emulator.allocator import LiveBytes
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import flatten
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.layer_reuse import LayerReuse, leaf_key, signature
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
-from trencadis.core.graphs.manager import body_of
-from trencadis.core.launches.persistent import persistent
+from trencadis.core.graphs.graph_manager import body_of
+from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models import registry
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.server.plan.comparison import text_launches, vision_launches
-from trencadis.server.plan.trace import needs_of, request
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.server.plan.plan_comparison import list_text_launches, list_vision_launches
+from trencadis.server.plan.traffic_trace import read_request, replay_needs
 
 BLOCK, ROWS, TOKENS = 128, 128, 32768
 HEADER = ("launches", "operations", "made, MB", "peak, MB")
@@ -71,17 +71,17 @@ TRAFFIC: dict[str, Callable[[int, int], Iterator[Record]]] = {
 }
 
 
-def planned() -> Planned:
+def planned() -> StartupPlan:
     """The plan of Qwen2.5-VL-7B on a card of 96 GiB."""
     config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, max_model_len=32768)
     images = ImageNeeds(65536, 64, 16384)
-    return DryRun(config, qwen_7b(), SERVING, BucketOptions(), images, PlannedDevice("hpu", 96 << 30)).planned()
+    return DryRun(config, qwen_7b(), SERVING, BucketOptions(), images, PlannedDevice("hpu", 96 << 30)).plan_startup()
 
 
-def launches(name: str, plan: Planned, seed: int, requests: int) -> Counter[Bucket]:
+def launches(name: str, plan: StartupPlan, seed: int, requests: int) -> Counter[Bucket]:
     """How often each bucket runs on a trace."""
-    needs = needs_of([request(r) for r in TRAFFIC[name](seed, requests)], plan)
-    return Counter((*text_launches(needs, plan.plan), *vision_launches(needs, plan.plan)))
+    needs = replay_needs([read_request(r) for r in TRAFFIC[name](seed, requests)], plan)
+    return Counter((*list_text_launches(needs, plan.plan), *list_vision_launches(needs, plan.plan)))
 
 
 class Card:
@@ -94,10 +94,10 @@ class Card:
         cfg = BackendConfig(
             dtype=torch.bfloat16, block_size=BLOCK, vocab_size=model.text.vocab, heads=28, kv_heads=4, head_dim=128
         )
-        self.backend = HpuBackend(cfg, SERVING, of(self.device), HpuSettings())
+        self.backend = HpuBackend(cfg, SERVING, make_bridge(self.device), HpuSettings())
         self.model = registry.build(model, self.backend, EngineConfig(load_format="dummy"))
         self.model.bind(
-            persistent(
+            allocate_persistent(
                 model, self.backend, blocks=4096, block_size=BLOCK, arena_rows=4096, seqs=2 * ROWS, tokens=TOKENS
             )
         )
@@ -114,13 +114,13 @@ class Card:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         known: dict[Any, int] = {}
-        add, layer = Live.add, Repeats.layer
+        add, layer = LiveBytes.add, LayerReuse.layer
 
-        def counted_add(live: Live, count: int) -> None:
+        def counted_add(live: LiveBytes, count: int) -> None:
             self.made += count
             add(live, count)
 
-        def counted_layer(repeats: Repeats, scope: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        def counted_layer(repeats: LayerReuse, scope: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             key = (signature(run), *(leaf_key(leaf) for leaf in flatten(args)))
             before = self.made
             out = layer(repeats, scope, run, args)
@@ -129,11 +129,11 @@ class Card:
             known[key] = self.made - before
             return out
 
-        Live.add, Repeats.layer = counted_add, counted_layer  # type: ignore[method-assign]
+        LiveBytes.add, LayerReuse.layer = counted_add, counted_layer  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Live.add, Repeats.layer = add, layer  # type: ignore[method-assign]
+            LiveBytes.add, LayerReuse.layer = add, layer  # type: ignore[method-assign]
 
 
 def mean(counts: Counter[Bucket], figures: dict[Bucket, LaunchFigures]) -> LaunchFigures:

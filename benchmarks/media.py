@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from benchmarks.harness.common import Others, environment, median, quantile, report, table
-from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.images.header import inspect_header
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.workers.pool import Job, WorkerPool
+from benchmarks.harness.reporting import Others, environment, median, quantile, report, table
+from trencadis.multimodal.decode_workers.worker_pool import Job, WorkerPool
+from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_header import inspect_header
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
 SIDE = 1024
 DIFFERENT = 8
 RATIO = 0.9
 LAG = 0.010
-PROCESSOR = ImageProcessor(3136, 12845056)
+PROCESSOR = Qwen2VLImageProcessor(3136, 12845056)
 
 
 def images() -> list[bytes]:

@@ -28,10 +28,10 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from benchmarks.harness.common import Others, report, table
+from benchmarks.harness.compared_engines import words
 from benchmarks.harness.loadgen import Load, drive
+from benchmarks.harness.reporting import Others, report, table
 from benchmarks.harness.server import Server, memory_of, serving
-from benchmarks.harness.sides import words
 
 MB = 1e6
 BARS = {"ready": 600.0, "after 50 images": 1200.0, "growth per 1,000": 1.0}

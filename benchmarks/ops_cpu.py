@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.plan import CpuAttn
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import LayerKV
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 
 SIZES = {"qkv": (1152, 896), "gate_up": (9728, 896), "down": (896, 4864), "vision qkv": (3840, 1280)}
 ROWS = (1, 8, 32, 128, 512)
@@ -62,14 +62,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("threads", nargs="?", type=int, default=available_cpus())
     parser.add_argument("--only", choices=("linear", "windows"), default="")
-    asked = parser.parse_args()
-    count = asked.threads
+    requested = parser.parse_args()
+    count = requested.threads
     torch.set_num_threads(count)
     print(f"{torch.__version__}, {count} threads")
     torch.manual_seed(0)
-    if asked.only != "windows":
+    if requested.only != "windows":
         linears()
-    if asked.only != "linear":
+    if requested.only != "linear":
         windows()
 
 

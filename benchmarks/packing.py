@@ -16,30 +16,30 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.common import report, table
+from benchmarks.harness.reporting import report, table
 from benchmarks.traces.generate import image_chat
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Plan, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.engine import Engine
-from trencadis.core.executor.uniproc import Uniproc
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.launches.batch import RankBatch
-from trencadis.core.process.wire import EngineInfo
+from trencadis.core.executor.uniproc_executor import UniprocExecutor
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.launches.rank_input_batch import RankInputBatch
+from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.packer import Packer
+from trencadis.core.scheduling.image_packer import ImagePacker
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import HeadOutput, Step, StepOutput
-from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
-from trencadis.multimodal.qwen2_vl.sizes import largest_slots, smart_resize
+from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, smart_resize
 
 CONCURRENT = (1, 4, 16, 64)
 BARS = {1: 0.70, 16: 0.85}
@@ -90,11 +90,11 @@ class Idle:
     plan: Plan
     seen: Callable[[Step], None] = lambda step: None
     tally: Tally = field(default_factory=Tally)
-    batch: RankBatch = field(default_factory=RankBatch)
+    batch: RankInputBatch = field(default_factory=RankInputBatch)
 
     def execute(self, step: Step) -> Done:
         """Returns token 1 for every draw."""
-        step = self.batch.follow(step)
+        step = self.batch.expand_step(step)
         self.seen(step)
         self.tally.steps += 1
         if step.images:
@@ -127,13 +127,19 @@ class Done:
 def engine_of(
     plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS, joined: bool = False
 ) -> Engine:
-    """The real scheduler in front of ``rank``; ``joined``: tokens of a picture see each other."""
+    """The real scheduler in front of ``rank``; ``joined``: tokens of an image see each other."""
     limits = SchedulerLimits(
-        max_tokens=tokens, max_rows=rows, max_model_len=LENGTH, block_size=BLOCK, vocab=10, caching=False, joined=joined
+        max_tokens=tokens,
+        max_rows=rows,
+        max_model_len=LENGTH,
+        block_size=BLOCK,
+        vocab=10,
+        caching=False,
+        bidirectional_images=joined,
     )
     slots = rows + 8
-    scheduler = Scheduler(limits, BlockPool(64 * LENGTH // BLOCK), Arena(65536), slots, packer=Packer(plan))
-    return Engine(scheduler, Uniproc(rank, depth), EngineInfo("idle", "none", 0, 0, 0, 10, 0))  # type: ignore[arg-type]
+    scheduler = Scheduler(limits, BlockPool(64 * LENGTH // BLOCK), EncoderCache(65536), slots, packer=ImagePacker(plan))
+    return Engine(scheduler, UniprocExecutor(rank, depth), EngineInfo("idle", "none", 0, 0, 0, 10, 0))  # type: ignore[arg-type]
 
 
 def requests_of(records: Sequence[dict[str, object]], longest: int = 1 << 20) -> Iterator[Request]:
@@ -142,9 +148,9 @@ def requests_of(records: Sequence[dict[str, object]], longest: int = 1 << 20) ->
     for at, record in enumerate(records):
         tokens, spans = [5] * 16, []
         for width, height in record["images"]:  # type: ignore[attr-defined]
-            grid = grid_of(*smart_resize(height, width))
-            spans.append(MediaSpan(len(tokens), tokens_of(grid), f"{number:08x}", grid, slots_of(grid)))
-            tokens += [2] * tokens_of(grid) + [5, 5]
+            grid = patch_grid(*smart_resize(height, width))
+            spans.append(MediaSpan(len(tokens), count_tokens(grid), f"{number:08x}", grid, count_slots(grid)))
+            tokens += [2] * count_tokens(grid) + [5, 5]
             number += 1
         tokens += [5] * int(str(record["prompt"]))
         output = min(int(str(record["output"])), longest)
@@ -162,7 +168,7 @@ def drive(engine: Engine, requests: Iterator[Request], concurrent: int) -> None:
             return
         live -= sum(delta.finish is not None for delta in engine.step())
         for id, index in engine.needs():
-            engine.media(id, index, NO_PIXELS)
+            engine.add_media(id, index, NO_PIXELS)
 
 
 def measure(concurrent: int, count: int, seed: int, plan: Plan, longest: int = 1 << 20) -> Tally:

@@ -21,11 +21,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import questions
+from benchmarks.harness import held_out_accuracy
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import BENCH, BUSY, Others, machine, median, table
 from benchmarks.harness.llamacpp import FORMS, MISSING, LlamaCpp, PeerMissing, ids
-from trencadis.core.cpus import available_cpus
+from benchmarks.harness.reporting import BENCH, BUSY, Others, machine, median, table
+from trencadis.core.cpu_affinity import available_cpus
 
 WAYS = {
     "float32": ("float32", ""),
@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="half")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--questions", type=int, default=0, help="ask as many held-out questions instead")
-    parser.add_argument("--ways", default=",".join(questions.WAYS), help="forms that are asked, with commas between")
+    parser.add_argument(
+        "--ways", default=",".join(held_out_accuracy.WAYS), help="forms that are asked, with commas between"
+    )
     parser.add_argument("--resume", action="store_true", help="--questions: keep answers, and go on where a run ended")
     parser.add_argument("--peer", choices=("", "llamacpp"), default="", help="measure it beside these")
     parser.add_argument("--python", default=sys.executable, help="the peer's Python")
@@ -109,7 +111,7 @@ def main() -> None:
     if args.questions:
         print(", ".join(f"{k}: {v}" for k, v in machine().items()))
         kept = BENCH / "results" / f"questions-{args.questions}.json" if args.resume else None
-        print(questions.report(args.questions, args.ways.split(","), kept))
+        print(held_out_accuracy.report(args.questions, args.ways.split(","), kept))
         return
     sizes = Sizes(8, 64, 4) if args.smoke else Sizes()
     model, rounds = str(checkpoint("tiny" if args.smoke else args.shape)), 1 if args.smoke else args.rounds

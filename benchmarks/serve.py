@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.common import RESULTS, Others, report, table
 from benchmarks.harness.loadgen import Load, drive
 from benchmarks.harness.plots import bars
+from benchmarks.harness.reporting import RESULTS, Others, report, table
 from benchmarks.harness.server import Server, memory_of, serving, vllm_command
 
 COLUMNS = {
@@ -100,23 +100,23 @@ def servers(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def against(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def against(ours: dict[str, Any], reference: dict[str, Any]) -> str:
     """A table of what ours is of another server's: time to the first token, rates, start-up and memory."""
     keys = ("ttft_p50_ms", "tpot_p50_ms", "tokens_per_second", "images_per_second")
     rows = [
         (f"{a['kind']}, c={a['clients']}", *(f"{a[k] / b[k]:.2f}" if b.get(k) else "" for k in keys))
-        for a, b in zip(ours["loads"], theirs["loads"], strict=True)
+        for a, b in zip(ours["loads"], reference["loads"], strict=True)
     ]
-    start, memory = ours["startup"]["ready"] / theirs["startup"]["ready"], ours["memory"] / theirs["memory"]
+    start, memory = ours["startup"]["ready"] / reference["startup"]["ready"], ours["memory"] / reference["memory"]
     names = ("ours of vLLM's", "TTFT p50", "TPOT p50", "tokens/s", "images/s")
     return f"{table(names, rows)}\nstart-up {start:.3f}, memory with the cache {memory:.2f} of vLLM's"
 
 
 def has_vllm(python: str) -> bool:
     """Whether an interpreter finds vLLM; nothing of it is run."""
-    asked = [python, "-P", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"]
+    requested = [python, "-P", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"]
     try:
-        return subprocess.run(asked, check=False, capture_output=True, timeout=60).returncode == 0
+        return subprocess.run(requested, check=False, capture_output=True, timeout=60).returncode == 0
     except OSError:
         return False
 

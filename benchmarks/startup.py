@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.harness.common import Others, environment, median, report, table
+from benchmarks.harness.reporting import Others, environment, median, report, table
 from benchmarks.harness.server import Server, imported
 
 

@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.devices import BUILT, TABLE, installed, names
+from trencadis.core.devices import BUILT, TABLE, find_installed_backend, list_devices
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.between import Comm as Comm
-from trencadis.core.launches.between import Pipe as Pipe
-from trencadis.core.launches.tensors import Attn as Attn
-from trencadis.core.launches.tensors import HeadTensors as HeadTensors
-from trencadis.core.launches.tensors import HeadTensorsOut as HeadTensorsOut
-from trencadis.core.launches.tensors import LayerKV as LayerKV
-from trencadis.core.launches.tensors import PoolTensors as PoolTensors
-from trencadis.core.launches.tensors import PoolTensorsOut as PoolTensorsOut
-from trencadis.core.launches.tensors import ResetTensors as ResetTensors
-from trencadis.core.launches.tensors import Rotary as Rotary
-from trencadis.core.launches.tensors import SamplerState as SamplerState
-from trencadis.core.launches.tensors import Segments as Segments
-from trencadis.core.launches.tensors import TensorsOut as TensorsOut
-from trencadis.core.launches.tensors import TextTensors as TextTensors
-from trencadis.core.launches.tensors import VisionTensors as VisionTensors
-from trencadis.core.launches.tensors import host_output as host_output
-from trencadis.core.launches.tensors import put_slots as put_slots
-from trencadis.core.launches.tensors import slots_at as slots_at
-from trencadis.core.models.packed_file import PackedFile
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.launches.communicators import Comm as Comm
+from trencadis.core.launches.communicators import Pipe as Pipe
+from trencadis.core.launches.launch_tensors import Attn as Attn
+from trencadis.core.launches.launch_tensors import HeadTensors as HeadTensors
+from trencadis.core.launches.launch_tensors import HeadTensorsOut as HeadTensorsOut
+from trencadis.core.launches.launch_tensors import LayerKV as LayerKV
+from trencadis.core.launches.launch_tensors import PoolTensors as PoolTensors
+from trencadis.core.launches.launch_tensors import PoolTensorsOut as PoolTensorsOut
+from trencadis.core.launches.launch_tensors import ResetTensors as ResetTensors
+from trencadis.core.launches.launch_tensors import Rotary as Rotary
+from trencadis.core.launches.launch_tensors import SamplerState as SamplerState
+from trencadis.core.launches.launch_tensors import Segments as Segments
+from trencadis.core.launches.launch_tensors import TensorsOut as TensorsOut
+from trencadis.core.launches.launch_tensors import TextTensors as TextTensors
+from trencadis.core.launches.launch_tensors import VisionTensors as VisionTensors
+from trencadis.core.launches.launch_tensors import host_output as host_output
+from trencadis.core.launches.launch_tensors import put_slots as put_slots
+from trencadis.core.launches.launch_tensors import slots_at as slots_at
+from trencadis.core.models.packed_weights import PackedFile
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.step import HeadInputs, HeadOutput, PoolInputs, PoolOutput, ResetInputs, StepInputs, VisionInputs
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class Ops(Protocol):
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         """``source[rows]``; rows are int64 [r]."""
 
-    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
+    def interpolate(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """[s, width]: sum over j of ``table[near[:, j]] * share[:, j]``, in float32, rounded once; j is below count."""
 
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -273,7 +273,7 @@ class Memory(Protocol):
 
     def free(self) -> int: ...
 
-    def backed(self) -> int | None:
+    def real_kv_bytes(self) -> int | None:
         """Bytes of KV cache that an imitated card can really hold; None: all of it."""
         ...
 
@@ -289,8 +289,8 @@ class BackendConfig:
     two buffers that they arrive in. ``packed``: where packed weights are kept between starts.
 
     With several ranks, all of them make their backends together: they meet at ``rendezvous``
-    (core/executor/groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them. ``index`` is
-    the card of the first of the ``local_world`` ranks of this machine.
+    (core/executor/process_groups.py). ``world`` ranks share the layers of a stage; there are ``stages`` of them.
+    ``index`` is the card of the first of the ``local_world`` ranks of this machine.
     """
 
     dtype: torch.dtype = torch.float32
@@ -353,7 +353,7 @@ class Backend(Protocol):
     comm: Comm
     policy: Policy
     notes: tuple[str, ...]  # lines to show at start-up
-    slot: SlotForm  # of VISION launches; a model that sees sets it before programs are made
+    slot: SlotForm  # of VISION launches; a multimodal model sets it before programs are made
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
         """How many of ``wanted`` KV blocks are allocated; an imitated card only accounts for the others."""
@@ -391,10 +391,10 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
     if name in BUILT:
         make: Callable[[BackendConfig], Backend] = import_module(TABLE[name]).make_backend
         return make
-    offered = installed(name)
+    offered = find_installed_backend(name)
     if offered is not None:
         loaded: Callable[[BackendConfig], Backend] = offered.load()
         return loaded
     if name in TABLE:
-        raise StartupError(f"the {name} backend is not built; available: {', '.join(names())} (--device cpu)")
-    raise StartupError(f"unknown device {name!r}; available: {', '.join(names())}")
+        raise StartupError(f"the {name} backend is not built; available: {', '.join(list_devices())} (--device cpu)")
+    raise StartupError(f"unknown device {name!r}; available: {', '.join(list_devices())}")

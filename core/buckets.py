@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
 
 DEFAULT_VISION_SLOTS = (256, 576, 1024, 1600, 3136, 4096, 6400, 7744, 9216, 12544)
-"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need. Their pictures are squares
+"""Slots of the default VISION buckets; above them the list grows by 1.5 to the largest need. Their images are squares
 of whole windows."""
 
 ENCODER_SLOTS = 12544
@@ -185,7 +185,8 @@ class Policy:
             there. Empty: copies need no launches, and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
             (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
-        kv_codes: forms of an 8-bit KV cache (core/quant/kv.py) -> the torch type of their codes here; empty: none.
+        kv_codes: forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch type of their codes here;
+        empty: none.
         aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
             fill them as weights are loaded. 1: no width is changed.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its
@@ -199,10 +200,13 @@ class Policy:
             that they work in beside a bucket's inputs; launches of a stage share them as they share inputs.
         windows: ``Ops.attend`` takes a window.
         upto: text launches have ``Attn.upto`` where ``BackendConfig.upto`` asks for it.
-        own_towers: its ranks may each hold the vision tower and gather rows of the arena (core/launches/encoding.py).
-        seen: text launches have ``TextTensors.seen`` where layers attend to pictures.
-        seen_work: bytes that attention to them works in; None: it gathers (core/memory/seeing.py).
-        stages: its backend has a ``pipe`` (core/launches/pipe.py) where ``BackendConfig.stages`` asks for several.
+        encoder_data_parallel: its ranks may each hold the vision tower and gather rows of the arena
+        (core/launches/encoder_data_parallel.py).
+        cross_attention: text launches have ``TextTensors.cross_attention`` where layers attend to images.
+        cross_attention_bytes: bytes that attention to them works in; None: it gathers
+        (core/memory/cross_attention_memory.py).
+        stages: its backend has a ``pipe`` (core/launches/stage_transfer.py) where ``BackendConfig.stages`` asks for
+        several.
     """
 
     axes: Mapping[Stage, tuple[str, ...]]
@@ -223,7 +227,7 @@ class Policy:
     tolerance: float = 0.2
     context_tokens: int = 2048
     decode_blocks: int = 4096
-    most: int = 0
+    max_buckets: int = 0
     capture_order: str = "strategy"
     capture_limit: Mapping[Stage, int] = field(default_factory=dict)
     utilisation_of: str = "free"
@@ -246,9 +250,9 @@ class Policy:
     attention: Mapping[str, Callable[[Bucket, InputSizes], int]] = field(default_factory=dict)
     windows: bool = False
     upto: bool = False
-    own_towers: bool = False
-    seen: bool = False
-    seen_work: Callable[[Bucket, InputSizes], int] | None = None
+    encoder_data_parallel: bool = False
+    cross_attention: bool = False
+    cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
     stages: bool = False
 
 
@@ -270,8 +274,8 @@ class Plan:
         buckets: every planned bucket; needs of other stages are rounded by the policy's alignment and boundaries.
         block_size: tokens of a KV block (0: the policy has no axis of blocks).
         notes: lines about what the planner changed or dropped.
-        whole: no prompt is cut, because its tokens see each other.
-        units: pictures of the arena that tokens of one launch may attend to; 0: none does, or every number is a size.
+        whole: no prompt is cut, because its tokens attend to each other.
+        units: images of the arena that tokens of one launch may attend to; 0: none does, or every number is a size.
     """
 
     policy: Policy
@@ -283,11 +287,11 @@ class Plan:
     units: int = 0
 
     @cached_property
-    def _tables(self) -> dict[tuple[Stage, str], Table]:
+    def _tables(self) -> dict[tuple[Stage, str], BucketTable]:
         lists: dict[tuple[Stage, str], list[Bucket]] = {}
         for bucket in self.buckets:
             lists.setdefault((bucket.stage, bucket.variant), []).append(bucket)
-        return {key: Table(found, self.policy.cost) for key, found in lists.items()}
+        return {key: BucketTable(found, self.policy.cost) for key, found in lists.items()}
 
     def of(self, stage: Stage) -> tuple[Bucket, ...]:
         """The planned buckets of one stage, ascending."""
@@ -298,7 +302,7 @@ class Plan:
         table = self._tables.get((stage, variant))
         return None if table is None else table.find(needs)
 
-    def table(self, stage: Stage, variant: str = "") -> Table | None:
+    def table(self, stage: Stage, variant: str = "") -> BucketTable | None:
         """The lookup table of one stage, for callers with thousands of needs; None if nothing is planned."""
         return self._tables.get((stage, variant))
 
@@ -328,13 +332,13 @@ class Plan:
         dims = tuple(_fit_axis(max(n, 1), a, b) for n, a, b in zip(needs, units, lists, strict=True))
         return Bucket(stage, dims, variant)
 
-    def _escape(self, stage: Stage, needs: tuple[int, ...], variant: str, table: Table) -> Bucket:
+    def _escape(self, stage: Stage, needs: tuple[int, ...], variant: str, table: BucketTable) -> Bucket:
         """A bucket for needs above those that are planned."""
         unit = self.policy.alignment[stage]
         dims = tuple(_fit_axis(max(n, 1), a, tuple(s)) for n, a, s in zip(needs, unit, table.axes, strict=True))
         return Bucket(stage, dims, variant)
 
-    def planned(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:
+    def is_within_boundaries(self, stage: Stage, needs: tuple[int, ...], variant: str = "") -> bool:
         """Whether no need lies above the stage's boundaries, which would take an escape shape."""
         if (stage, variant) in self._tables:
             return self.find(stage, needs, variant) is not None
@@ -342,7 +346,7 @@ class Plan:
         return all(not b or n <= b[-1] for n, b in zip(needs, lists, strict=False))
 
 
-class Table:
+class BucketTable:
     """The cheapest bucket for every cell of one stage, computed once; a lookup is one bisection per axis."""
 
     def __init__(self, buckets: list[Bucket], cost: Callable[[Bucket], float]) -> None:
@@ -358,14 +362,14 @@ class Table:
                 rows[i][j] = _cheapest(own.get(dims), rows[i + 1][j], rows[i][j + 1])
         self._rows = rows
 
-    def priced(self, needs: tuple[int, ...]) -> tuple[float, Bucket] | None:
+    def find_with_cost(self, needs: tuple[int, ...]) -> tuple[float, Bucket] | None:
         """The cell's bucket and its cost; None above the list."""
         row = self._rows[bisect_left(self.axes[0], needs[0])]
         return row[0] if self._flat else row[bisect_left(self.axes[1], needs[1])]
 
     def find(self, needs: tuple[int, ...]) -> Bucket | None:
         """The cell's bucket; None above the list."""
-        found = self.priced(needs)
+        found = self.find_with_cost(needs)
         return None if found is None else found[1]
 
 
@@ -374,10 +378,10 @@ def _cheapest(*found: tuple[float, Bucket] | None) -> tuple[float, Bucket] | Non
 
 
 def _fit_axis(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
-    return _listed(need, alignment, boundaries) if boundaries else -(-need // alignment) * alignment
+    return _fit_listed_size(need, alignment, boundaries) if boundaries else -(-need // alignment) * alignment
 
 
-def _listed(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
+def _fit_listed_size(need: int, alignment: int, boundaries: tuple[int, ...]) -> int:
     """The size for ``need`` on an axis that has a list of sizes."""
     i = bisect_left(boundaries, need)
     return boundaries[i] if i < len(boundaries) else escape(need, alignment)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trencadis.core.options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
-from trencadis.core.quant.kv import NAMES
+from trencadis.core.flag_options import BYTES, COUNT, SECONDS, SHARE, SOME_SECONDS, Bound, opt, options
+from trencadis.core.quant.kv_cache_format import NAMES
 from trencadis.core.request import MAX_LOGPROBS
 
 KV_DTYPES = ("nvfp4", "bfloat16", "float16")
@@ -85,7 +85,7 @@ class EngineConfig:
     )  # fmt: skip
     mm_encoder_tp_mode: str = opt(
         "weights", "how ranks share the vision tower: weights: its heads and columns; data: each holds all of it and "
-        "encodes pictures of its own", choices=("weights", "data"),
+        "encodes images of its own", choices=("weights", "data"),
     )  # fmt: skip
     distributed_executor_backend: str = opt(
         "", "what starts the ranks: mp (processes here and on --nnodes), uni (one rank), external_launcher (torchrun), "
@@ -275,7 +275,9 @@ class EngineConfig:
         env=("VLLM_LOGGING_LEVEL",), kind="upper",
     )  # fmt: skip
     log_format: str = opt("text", "text: lines for people; json: one object a line", choices=("text", "json"))
-    engine: str = opt("trencadis.core.startup.build:create_engine", "factory of the engine, for tests", hidden=True)
+    engine: str = opt(
+        "trencadis.core.startup.engine_builder:create_engine", "factory of the engine, for tests", hidden=True
+    )
 
     @property
     def ranks(self) -> int:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from trencadis.core.buckets import Policy
-from trencadis.core.cpus import computing_cpus
+from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.errors import StartupError
 
 TABLE = {
@@ -22,12 +22,12 @@ BUILT = ("cpu", "cuda", "hpu")
 """Built-in backends that can serve."""
 
 SETTLERS = {
-    "cuda": "trencadis.backends.cuda.visible",
-    "hpu": "trencadis.backends.hpu.start.settling",
+    "cuda": "trencadis.backends.cuda.visible_devices",
+    "hpu": "trencadis.backends.hpu.start.hpu_env",
 }
 """Torch-free modules with ``settle(environ, index, rank, world) -> Settled``, which runs before torch is imported."""
 
-TIMERS = {"cuda": "trencadis.backends.cuda.timing.report"}
+TIMERS = {"cuda": "trencadis.backends.cuda.timing.time_report"}
 """Modules with ``times(model, ranks, card, rows, context, depth)`` and ``lines(report)``, for ``plan --time``."""
 
 GROUP = "trencadis.backends"
@@ -47,7 +47,7 @@ CONFORMANCE = "trencadis.backends.conformance"
 
 
 @dataclass(frozen=True)
-class Settled:
+class DeviceEnv:
     """What a device needs of a process before torch is imported.
 
     Args:
@@ -61,12 +61,12 @@ class Settled:
     removed: tuple[str, ...] = ()
 
 
-def installed(name: str) -> EntryPoint | None:
+def find_installed_backend(name: str) -> EntryPoint | None:
     """The entry point of a backend that another package offers; a built-in name is never taken."""
     return None if name in TABLE else next((e for e in entry_points(group=GROUP) if e.name == name), None)
 
 
-def names() -> list[str]:
+def list_devices() -> list[str]:
     """Every device that can be asked for: the built-in ones, then those of installed packages."""
     return [*BUILT, *sorted({e.name for e in entry_points(group=GROUP)} - set(TABLE))]
 
@@ -75,7 +75,7 @@ PREFERRED = ("cuda",)
 """Devices that ``auto`` tries, best first, before the CPU."""
 
 LISTED = ("cuda", "hpu")
-"""Devices whose packages have ``listing()``, ``usable()`` and ``cards(policy, environ)``."""
+"""Devices whose packages have ``describe_devices()``, ``usable()`` and ``cards(policy, environ)``."""
 
 
 def parse(asked: str) -> tuple[str, int]:
@@ -105,7 +105,7 @@ def likely(asked: str) -> str:
     """The name of the device that ``asked`` probably means, without loading any device library."""
     if asked != "auto":
         return parse(asked)[0]
-    return next((name for name in PREFERRED if import_module(TABLE[name]).present()), "cpu")
+    return next((name for name in PREFERRED if import_module(TABLE[name]).has_card()), "cpu")
 
 
 def cards(asked: str, policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
@@ -124,7 +124,7 @@ def cards(asked: str, policy: str, environ: Mapping[str, str]) -> tuple[int, str
     return found
 
 
-def listing() -> list[str]:
+def describe_devices() -> list[str]:
     """One line for each device of this machine, or why there is none of a kind."""
     lines: list[str] = []
     for name in LISTED:
@@ -146,12 +146,12 @@ def policy_of(device: str, name: str = "") -> Policy:
         StartupError: no such device, or one without a policy.
     """
     device = parse(device)[0]
-    offered = installed(device)
+    offered = find_installed_backend(device)
     if offered is not None:
         policy: Policy = import_module(offered.module).pick_policy(name)
         return policy
     if device not in TABLE:
-        raise StartupError(f"--device {device} is none of {', '.join(names())}.")
+        raise StartupError(f"--device {device} is none of {', '.join(list_devices())}.")
     module = f"{TABLE[device]}.policy"
     if find_spec(module) is None:
         raise StartupError(f"--device {device}: this backend has no policy yet; its shapes cannot be planned.")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trencadis.core.executor.base import Executor
-from trencadis.core.graphs.pace import Pace
-from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphPlan
+from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphPlan
+from trencadis.core.executor.executor_interface import Executor
+from trencadis.core.graphs.warmup_pacing import WarmupPacing
 from trencadis.core.request import Delta, Request
 from trencadis.core.scheduling.lifecycle import Lifecycle
 from trencadis.core.scheduling.scheduler import Scheduler
@@ -18,7 +18,7 @@ from trencadis.core.step import PixelNeed, Step, StepOutput, UInt8
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Pending
-    from trencadis.core.graphs.watch import GraphWatch
+    from trencadis.core.graphs.graph_reporter import GraphReporter
 
 
 GRAMMAR_WAIT = 0.005
@@ -50,8 +50,8 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         info: EngineInfo,
-        watch: GraphWatch | None = None,
-        pace: Pace | None = None,
+        watch: GraphReporter | None = None,
+        pace: WarmupPacing | None = None,
         cpu_threads: Callable[[], int] | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -63,10 +63,10 @@ class Engine:
         self._quiet = True
         self._watch = watch
         self._cpu_threads = cpu_threads or (lambda: 0)
-        self._pace = pace or Pace(0.0)
+        self._pace = pace or WarmupPacing(0.0)
         self._warming = watch is not None and watch.background
         self._counted = info.graphs is not None
-        self._told = watch.version if watch is not None else 0
+        self._reported_version = watch.version if watch is not None else 0
 
     def info(self) -> EngineInfo:
         """The sizes that the engine started with."""
@@ -93,10 +93,10 @@ class Engine:
         self._admit(request_id)
         self.life.abort(request_id, choice)
 
-    def media(self, request_id: str, index: int, pixels: UInt8) -> None:
+    def add_media(self, request_id: str, index: int, pixels: UInt8) -> None:
         """Takes pixels that ``needs`` asked for, uint8, flat or [slots, values]."""
         self._quiet = False
-        self.life.media(request_id, index, pixels)
+        self.life.add_media(request_id, index, pixels)
 
     def media_failed(self, request_id: str, index: int, status: int, message: str) -> None:
         """Ends a request whose pixels cannot be sent with this error."""
@@ -107,9 +107,9 @@ class Engine:
         """Forgets all cached blocks; running requests go on."""
         self.scheduler.pool.forget()
 
-    def vocabulary(self, data: bytes | bytearray) -> None:
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
         """Gives every rank the bytes of each token, packed; to be called before a request whose rule has a grammar."""
-        self.executor.vocabulary(data)
+        self.executor.set_vocabulary(data)
 
     def reset_encoder_cache(self) -> None:
         """Forgets the embeddings of images that no running request pins."""
@@ -133,19 +133,19 @@ class Engine:
             self._warm(loaded)
         deltas = self._step()
         if loaded:
-            self._pace.under_load(time.monotonic() - start)
+            self._pace.add_loaded_time(time.monotonic() - start)
         return deltas
 
     def _warm(self, loaded: bool) -> None:
-        """Runs one piece of background warm-up with nothing in flight, and more as ``Pace`` allows."""
+        """Runs one piece of background warm-up with nothing in flight, and more as ``WarmupPacing`` allows."""
         while self._flying:
             self._take(self._flying.popleft().result())
         start = now = time.monotonic()
         while True:
             self._warming = self.executor.warm().result() is not None
             begun, now = now, time.monotonic()
-            self._pace.worked(now - begun, loaded)
-            if not self._warming or not self._pace.another(now - start, loaded):
+            self._pace.add_work(now - begun, loaded)
+            if not self._warming or not self._pace.allows_another(now - start, loaded):
                 return
 
     def _admit(self, now: str = "") -> None:
@@ -225,13 +225,13 @@ class Engine:
         if pool.log is not None:
             made.evicted_blocks, made.evicted_images = pool.log.take()
         if self._watch is not None:
-            made.graphs, made.plan = self._watch.counters(), self._changed_plan(self._watch)
+            made.graphs, made.plan = self._watch.counters(), self._take_changed_plan(self._watch)
 
-    def _changed_plan(self, watch: GraphWatch) -> GraphPlan | None:
+    def _take_changed_plan(self, watch: GraphReporter) -> GraphPlan | None:
         """The plan, if a program's state changed since the last call."""
-        if watch.version == self._told:
+        if watch.version == self._reported_version:
             return None
-        self._told = watch.version
+        self._reported_version = watch.version
         return watch.plan()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trencadis.core.errors import StartupError
-from trencadis.core.nearest import nearest
+from trencadis.core.name_suggestions import suggest_name
 
 TRUE = ("true", "t", "1", "yes", "y", "on")
 FALSE = ("false", "f", "0", "no", "n", "off")
@@ -191,9 +191,9 @@ TABLE: tuple[Env, ...] = (
     Env("VLLM_WORKER_MULTIPROC_METHOD", "str", "spawn", "the engine is always a fresh process", IGNORED),
     Env("VLLM_TARGET_DEVICE", "str", "", "`--device` chooses the device", IGNORED),
     Env("VLLM_CPU_KVCACHE_SPACE", "str", "", "cpu: KV cache in GiB, 0: by itself; `--kv-cache-memory-bytes` wins"),
-    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "patches of a picture (width x height / 14^2) for each VISION bucket, "
+    Env("VLLM_MULTIMODAL_BUCKETS", "str", "", "patches of an image (width x height / 14^2) for each VISION bucket, "
         "divisible by 64; None: images unpadded"),
-    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "pictures that get VISION buckets of their own: WxH, WxHxN or "
+    Env("VLLM_MULTIMODAL_RESOLUTIONS", "str", "", "images that get VISION buckets of their own: WxH, WxHxN or "
         "WxHxN-M, pixels and how many at a time"),
     Env("VLLM_BUCKETING_STRATEGY", "str", "exp", "exp, lin or pad: how sizes along an axis are chosen"),
     Env("VLLM_EXPONENTIAL_BUCKETING", "bool", "", "older: true is exp, false is lin; wins over the strategy"),
@@ -328,8 +328,8 @@ def _refuse(env: Env, text: str) -> None:
 
 
 def _unknown(name: str, flags: Collection[str]) -> str:
-    near = nearest(name, (*BY_NAME, *flags))
-    hint = f"; did you mean {near}?" if near else "."
+    suggestion = suggest_name(name, (*BY_NAME, *flags))
+    hint = f"; did you mean {suggestion}?" if suggestion else "."
     return f"{name} is not a variable that Trencadis reads{hint}"
 
 
@@ -361,7 +361,7 @@ def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
             lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
             lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in rows]
     lines += ["", "## Others of vLLM", "", _OTHERS, "", "| here | why | variables |", "|---|---|---|"]
-    lines += _grouped(others)
+    lines += _group_by_reason(others)
     lines += ["", "## Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
     lines += [f"| `{e.name}` | {_here(e)} | {e.meaning} |" for e in every if e.plugin]
     return "\n".join(lines) + "\n"
@@ -370,7 +370,7 @@ def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
 _OTHERS = "Variables of vLLM 0.32 and before, beside those above. Neutral ones have no effect, and a line says why."
 
 
-def _grouped(others: Iterable[Env]) -> Iterator[str]:
+def _group_by_reason(others: Iterable[Env]) -> Iterator[str]:
     """A row for each reason."""
     names: dict[tuple[str, str], list[str]] = {}
     for env in others:

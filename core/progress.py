@@ -23,7 +23,7 @@ class Progress(Protocol):
         ...
 
 
-class Silent:
+class SilentProgress:
     """A Progress that reports nothing."""
 
     def __call__(
@@ -59,7 +59,7 @@ class Throttle:
     """Passes a report on when a phase changes or ends, otherwise at most once in ``seconds``."""
 
     def __init__(self, tell: Progress, seconds: float = 1.0) -> None:
-        self._tell, self._seconds = tell, seconds
+        self._report, self._seconds = tell, seconds
         self._phase, self._at = "", 0.0
 
     def __call__(self, state: Warming) -> None:
@@ -70,4 +70,4 @@ class Throttle:
         detail = f"{state.done} of {state.total}, {state.last}" if state.last else f"{state.done} of {state.total}"
         if state.eta >= 1:
             detail += f", about {state.eta:.0f} s left,"
-        self._tell(state.phase, detail, state.fraction, state.done, state.total, state.eta)
+        self._report(state.phase, detail, state.fraction, state.done, state.total, state.eta)

@@ -8,10 +8,14 @@ from enum import Enum
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.masks.params import GuidedDecodingParams, RepetitionDetectionParams, StructuredOutputsParams
-from trencadis.core.masks.rule import Rule
-from trencadis.core.options import MOST, Bound
+from trencadis.core.flag_options import MOST, Bound
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.masks.constraints import Rule
+from trencadis.core.masks.structured_outputs import (
+    GuidedDecodingParams,
+    RepetitionDetectionParams,
+    StructuredOutputsParams,
+)
 
 MAX_LOGPROBS = 20
 MAX_BEAMS = MAX_LOGPROBS // 2
@@ -21,7 +25,7 @@ MAX_BIAS = 300
 MAX_SCORED = 128
 """Most ids of ``logprob_token_ids``."""
 GREEDY_BELOW = 1e-5
-UNTOLD = -2
+NO_LOGPROB = -2
 """The target, in a SAMPLE launch, of a row that is drawn and wants no log-probabilities; -1: it wants them."""
 BOUNDS = {
     "n": Bound(1, 16384),
@@ -42,7 +46,7 @@ def _check_bound(name: str, value: float, bound: Bound) -> None:
         raise BadRequest(f"{name} must be in {bound.span}, got {value!r}.", param=name)
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     """``given`` as a list: one text is one entry, None is none."""
     if isinstance(given, list):
         return given
@@ -57,7 +61,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-NOT_BUILT = {
+UNSUPPORTED = {
     "logits_processors": "functions over logits",
     "extra_args": "arguments of plugins",
 }
@@ -88,7 +92,7 @@ class SamplingParams:
         bad_words: texts that the answer does not hold, at the start of a text or behind a blank.
         thinking_token_budget: most tokens of a thought, which is then ended; -1 or None: any number.
 
-    The last ones are vLLM's as well and are not built (``NOT_BUILT``).
+    The last ones are vLLM's as well and are not built (``UNSUPPORTED``).
 
     Raises:
         BadRequest: a value is out of range, or asks for something that is not built; ``param`` names it.
@@ -136,7 +140,7 @@ class SamplingParams:
             _check_bound(name, getattr(self, name), bound)
         for name in LISTS:
             if not isinstance(getattr(self, name), list):
-                setattr(self, name, _listed(getattr(self, name)))
+                setattr(self, name, _as_list(getattr(self, name)))
         for name, read in READERS.items():
             value = getattr(self, name)
             if value if name in LISTS else value is not None:
@@ -216,7 +220,7 @@ def _best_of(value: int, params: SamplingParams) -> int:
     return value
 
 
-def _bounded(name: str, bound: Bound, beside: int | None = None) -> Reader:
+def _bounded_reader(name: str, bound: Bound, beside: int | None = None) -> Reader:
     """The number ``beside`` the bound is allowed as well."""
 
     def read(value: Any, params: SamplingParams) -> Any:
@@ -227,7 +231,7 @@ def _bounded(name: str, bound: Bound, beside: int | None = None) -> Reader:
     return read
 
 
-def _counted(name: str, least: int, most: int, text: str) -> Reader:
+def _count_reader(name: str, least: int, most: int, text: str) -> Reader:
     def read(value: Any, params: SamplingParams) -> Any:
         if not least <= len(value) <= most:
             raise BadRequest(f"{name} {text}", param=name)
@@ -236,7 +240,7 @@ def _counted(name: str, least: int, most: int, text: str) -> Reader:
     return read
 
 
-def _unbuilt(name: str, what: str) -> Reader:
+def _refuse_unsupported(name: str, what: str) -> Reader:
     def read(value: Any, params: SamplingParams) -> None:
         if value is not False and value not in ([], {}):
             raise BadRequest(f"SamplingParams.{name} is not supported: {what}.", param=name)
@@ -246,19 +250,19 @@ def _unbuilt(name: str, what: str) -> Reader:
 
 READERS: dict[str, Reader] = {
     "repetition_detection": _repetition,
-    "seed": _bounded("seed", Bound(-(2**63), 2**63 - 1)),
-    "logprobs": _bounded("logprobs", Bound(0, MAX_LOGPROBS)),
-    "prompt_logprobs": _bounded("prompt_logprobs", Bound(0, MAX_LOGPROBS)),
+    "seed": _bounded_reader("seed", Bound(-(2**63), 2**63 - 1)),
+    "logprobs": _bounded_reader("logprobs", Bound(0, MAX_LOGPROBS)),
+    "prompt_logprobs": _bounded_reader("prompt_logprobs", Bound(0, MAX_LOGPROBS)),
     "max_tokens": _most_tokens,
-    "logprob_token_ids": _counted("logprob_token_ids", 1, MAX_SCORED, f"holds 1 to {MAX_SCORED} ids."),
-    "truncate_prompt_tokens": _bounded("truncate_prompt_tokens", Bound(1, MOST), beside=-1),
-    "logit_bias": _counted("logit_bias", 0, MAX_BIAS, f"holds at most {MAX_BIAS} entries."),
+    "logprob_token_ids": _count_reader("logprob_token_ids", 1, MAX_SCORED, f"holds 1 to {MAX_SCORED} ids."),
+    "truncate_prompt_tokens": _bounded_reader("truncate_prompt_tokens", Bound(1, MOST), beside=-1),
+    "logit_bias": _count_reader("logit_bias", 0, MAX_BIAS, f"holds at most {MAX_BIAS} entries."),
     "stop": _stops,
-    "allowed_token_ids": _counted("allowed_token_ids", 1, MOST, "must name at least one token."),
+    "allowed_token_ids": _count_reader("allowed_token_ids", 1, MOST, "must name at least one token."),
     "bad_words": _words,
     "thinking_token_budget": _budget,
     "best_of": _best_of,
-    **{name: _unbuilt(name, what) for name, what in NOT_BUILT.items()},
+    **{name: _refuse_unsupported(name, what) for name, what in UNSUPPORTED.items()},
 }
 """What a parameter that is given becomes, and its check."""
 

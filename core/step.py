@@ -1,6 +1,6 @@
 """What the scheduler sends to the ranks in one step, and what comes back. Torch-free; arrays are numpy.
 
-``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/inputs.py``).
+``Step`` is small and equal on every rank; ranks build ``StepInputs`` from it (``core/launches/host_inputs.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trencadis.core.buckets import Bucket
-from trencadis.core.masks.rule import Rule
-from trencadis.core.shapes.seen import BLIND, SeenInputs, Sight
+from trencadis.core.masks.constraints import Rule
+from trencadis.core.shapes.cross_attention_inputs import NO_CROSS_ATTENTION, CrossAttentionInputs, CrossAttentionSpans
 
 PENDING = -1
 """Stands for a token that was sampled but is not fetched yet: the device reads it from its slot."""
@@ -35,7 +35,7 @@ class Sample:
         logprobs: number of best ids to report; -1: no logprobs, so that the launch may leave them out.
         full: whether the row needs more than the argmax.
         best: whether, if ``full``, the argmax of what its mask allows is all that it needs.
-        handle: the choice of the rank's desk whose mask the row takes (``Opening.key``); 0: none.
+        handle: the choice of the rank's matcher manager whose mask the row takes (``Opening.key``); 0: none.
         scored: ids whose log-probabilities are wanted beside the token's.
     """
 
@@ -79,8 +79,8 @@ class PoolSpan(NamedTuple):
     each: bool = False
 
 
-class SeenSpan(NamedTuple):
-    """Tokens [start, stop) of a chunk that see each other, and not only those before them."""
+class BidirectionalSpan(NamedTuple):
+    """Tokens [start, stop) of a chunk that attend to each other, and not only to those before them."""
 
     start: int
     stop: int
@@ -101,7 +101,8 @@ class Row:
         samples: one entry per sequence that draws from the last token's hidden row, possibly none.
         targets: prompt_logprobs: int32 [len(tokens)], the id to score at each token; -1: none.
         pool: which tokens a pooling request takes from this chunk, possibly none.
-        spans: which tokens see each other, each in one launch (``TextConfig.upto``); sight: pictures they attend to.
+        spans: which tokens attend to each other, each in one launch (``TextConfig.upto``); cross_attention: images they
+        attend to.
     """
 
     key: int
@@ -115,8 +116,8 @@ class Row:
     targets: Int32 | None = None
     adapter: int = 0
     pool: PoolSpan | None = None
-    spans: tuple[SeenSpan, ...] = ()
-    sight: Sight = BLIND
+    spans: tuple[BidirectionalSpan, ...] = ()
+    cross_attention: CrossAttentionSpans = NO_CROSS_ATTENTION
 
 
 class PixelNeed(NamedTuple):
@@ -181,7 +182,7 @@ class BlockMove(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """Row number ``row`` of a Step goes on by itself from the next Step on.
+    """Row number ``row`` of this Step joins the persistent batch from the next Step on.
 
     ``delta``: the rotary position of a token that it draws, less the token's index.
     """
@@ -192,18 +193,18 @@ class Joining(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """What a Step changes among the rows that go on by themselves, which are in no ``Step.rows``.
+    """Changes of the persistent batch in one Step; its rows are not in ``Step.rows``.
 
-    Such a row has a seat (``core/launches/batch.py``): it computes the token that the Step before drew for it and draws
-    one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
+    Such a row has a seat (``core/launches/rank_input_batch.py``): it computes the token that the Step before drew for
+    it and draws one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
 
     Args:
         version: number of the change, from 1; a rank that missed one must not go on.
-        count: rows that have a seat while the Step runs.
-        left: seats that are given up, one after the other; the row of the last seat moves into each.
-        grown: int32 [2, k]: seats, and the block that each gets behind those it has.
+        count: rows of the persistent batch while the Step runs.
+        left: rows that are given up, one after the other; the last row moves into each.
+        grown: int32 [2, k]: rows, and the block that each gets behind those it has.
         uniform: float32 [count]: the host's random numbers; [0] where all rows take the argmax.
-        joins: rows of this Step that get the next seats, in turn.
+        joins: rows of this Step that get the next rows of the batch, in order.
         tokens: int32 [count]: the token that each row computes, where the host knows it (several pipeline stages: the
             first has no sampler slots); else [0].
     """
@@ -221,9 +222,9 @@ class BatchChange:
 class Step:
     """One step of the engine. Order on the device: moves, resets, images, text launches, one SAMPLE, or POOL.
 
-    Each rank's desk (``core.masks.desk``) forgets the choices ``closings``, then follows the ``openings``. Hidden rows
-    and draws of the rows that have a seat come first, in the order of the seats. With several pipeline stages, Steps in
-    flight belong to different lanes, which share no row; each lane has seats of its own.
+    Each rank's matcher manager (``core.masks.manager``) forgets the choices ``closings``, then follows the
+    ``openings``. Hidden rows and draws of the persistent rows come first, in their order. With several pipeline stages,
+    Steps in flight belong to different micro-batches, which share no row; each has a persistent batch of its own.
     """
 
     number: int
@@ -233,18 +234,18 @@ class Step:
     openings: tuple[Opening, ...] = ()
     closings: tuple[int, ...] = ()
     moves: tuple[BlockMove, ...] = ()
-    batch: BatchChange | None = None  # None: no row of its lane has a seat, and none gets or gives up one
-    lane: int = 0
+    batch: BatchChange | None = None  # None: its persistent batch is empty and stays so
+    micro_batch: int = 0
 
     @property
-    def seated(self) -> int:
-        """Rows that have a seat while this step runs."""
+    def persistent_count(self) -> int:
+        """Number of rows in the persistent batch during this step."""
         return 0 if self.batch is None else self.batch.count
 
     @property
     def tokens(self) -> int:
         """Real text tokens computed in this step."""
-        return self.seated + sum(len(r.tokens) for r in self.rows)
+        return self.persistent_count + sum(len(r.tokens) for r in self.rows)
 
 
 @dataclass(slots=True)
@@ -265,7 +266,7 @@ class StepInputs:
     """[more than r, width]: ``blocks``, then ZERO blocks. The next Step changes it: launches that run later copy."""
     last: Int32 | None = None  # [r] the block of each row's token, where each row has one; None: as ``blocks`` says
     upto: Int32 | None = None  # [n] ``Attn.upto``; None: each token's own place
-    seen: SeenInputs | None = None  # None: no token sees a picture
+    cross_attention: CrossAttentionInputs | None = None  # None: no token attends to an image
 
 
 @dataclass(slots=True)
@@ -282,7 +283,7 @@ class HeadInputs:
     frequency: Float32  # [r]
     repetition: Float32  # [r]
     uniform: Float32  # [r]
-    target: Int32  # [r] below 0: draw, UNTOLD if nobody reads its log-probabilities; else the id that is scored
+    target: Int32  # [r] below 0: draw, NO_LOGPROB if its log-probabilities are not read; else the id that is scored
     mask_row: Int32  # [r] row of ``masks``; 0: everything allowed
     masks: UInt8  # [m, ceil(vocabulary / 8)] little bit order, row 0 all ones
 
@@ -296,9 +297,9 @@ class VisionInputs:
     segment: Int32  # [s / WINDOW_SLOTS] image number of each window, ascending
     count: Int32  # [s / WINDOW_SLOTS] real patches of each window
     rows: Int32  # [s / cell] arena row of each cell of slots; padding goes to the sink row
-    near: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
-    share: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
-    ghost: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.ghost``
+    position_rows: Int32 | None = None  # [s, near] rows of the table of positions; None: the model has none to mix
+    position_weights: Float32 | None = None  # [s, near] what each of them counts; 0 in padding
+    padding_window: Int32 | None = None  # [s / WINDOW_SLOTS] ``Segments.padding_window``
 
 
 @dataclass(slots=True)
@@ -307,7 +308,7 @@ class ResetInputs:
 
     slot: Int32  # [r]
     counts: Int32  # [r, vocabulary]
-    seen: UInt8  # [r, ceil(vocabulary / 8)]
+    prompt_mask: UInt8  # [r, ceil(vocabulary / 8)]
     bias_id: Int32  # [r, MAX_BIAS] 0 where unused
     bias_value: Float32  # [r, MAX_BIAS] none 0 among those in use, which come first; 0 where unused
 
@@ -327,7 +328,7 @@ class StepStats:
     Args:
         planned: False if its need lay above the plan.
         items: images of a VISION launch; ``needed``: slots that they need.
-        miss: why it had no graph (core/graphs/misses.py); empty: it had one, or the device captures none.
+        miss: why it had no graph (core/graphs/miss_reasons.py); empty: it had one, or the device captures none.
     """
 
     bucket: Bucket
@@ -363,8 +364,8 @@ Pooled = Float64 | Float32
 """Values [rows, width]: one row in float64 where rows are summed, else a row of float32 a token."""
 
 
-def with_rows(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
-    """``held`` with what later tokens gave: summed, or behind it where ``each`` token has a row."""
+def append_pooled(held: Pooled | None, more: Pooled, each: bool) -> Pooled:
+    """Returns ``held`` combined with the rows of later tokens: summed, or appended where ``each`` token has a row."""
     if held is None:
         return more
     return np.concatenate([held, more]) if each else np.asarray(held + more, np.float64)
@@ -383,7 +384,7 @@ class StepOutput:
     """What a Step produced.
 
     Args:
-        samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; rows with a seat come first.
+        samples: the row in ``head`` of each sequence that a ``Row`` sampled, by its key; persistent rows come first.
         scored: log-probabilities of the ids in ``Sample.scored``.
         failures: by key, why a choice cannot go on under its rule, in one line; its token counts for nothing.
         text: keys of choices that drew a stop id as text, because their grammar may not end there.

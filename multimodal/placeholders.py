@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.kv.spans import MediaSpan, TokenRun
-from trencadis.core.shapes.seen import ENDLESS
-from trencadis.multimodal.options import MediaPart
-from trencadis.multimodal.processor import Layout, Prepared
-from trencadis.multimodal.videos.items import Media, PreparedVideo, encoder_items
+from trencadis.core.kv.media_spans import MediaSpan, TokenRun
+from trencadis.core.shapes.cross_attention_inputs import ENDLESS
+from trencadis.multimodal.media_options import MediaPart
+from trencadis.multimodal.processor import Layout, PreparedImage
+from trencadis.multimodal.videos.prepared_video import Media, PreparedVideo, encoder_items
 
 Encode = Callable[[str], list[int]]
 
@@ -19,22 +19,22 @@ def expand_placeholders(
     tokens: Sequence[int],
     image_token: int,
     media: Sequence[Media],
-    places: Sequence[int],
+    positions: Sequence[int],
     video_token: int = -1,
     encode: Encode | None = None,
     placed: int = -1,
 ) -> tuple[list[int], list[MediaSpan]]:
-    """Repeats the token at each of ``places`` as often as its image or video has tokens.
+    """Repeats the token at each of ``positions`` as often as its image or video has tokens.
 
     Args:
         tokens: prompt ids in which each image is one image token, each video one video token.
         image_token: id of the image token; ``video_token``: of the video token.
-        media: in the order of ``places``.
+        media: in the order of ``positions``.
         places: ascending indices into ``tokens``, from the template. The id is not searched for: text that a user types
             may hold it too.
         encode: the ids of a layout's text behind a placeholder token, special tokens being tokens; for families whose
-            pictures have such text.
-        placed: id in the place of a picture, where it is not ``image_token``.
+            images have such text.
+        placed: id in the place of an image, where it is not ``image_token``.
 
     Returns:
         The expanded ids, and one span per item (``encoder_items(media)``), by ascending offset.
@@ -42,48 +42,48 @@ def expand_placeholders(
     Raises:
         ValueError: media and places differ in number, or a place holds no media token or is out of order.
     """
-    if len(media) != len(places):
-        raise ValueError(f"{len(media)} media for {len(places)} places")
+    if len(media) != len(positions):
+        raise ValueError(f"{len(media)} media for {len(positions)} places")
     out: list[int] = []
     spans: list[MediaSpan] = []
     done = 0
-    for one, place in zip(media, places, strict=True):
+    for one, position in zip(media, positions, strict=True):
         wanted = video_token if isinstance(one, PreparedVideo) else image_token
-        stands = placed if placed >= 0 and wanted == image_token else wanted
-        if not done <= place < len(tokens) or tokens[place] != stands:
-            raise ValueError(f"place {place} holds no media token, or is out of order")
-        out += tokens[done:place]
+        expected = placed if placed >= 0 and wanted == image_token else wanted
+        if not done <= position < len(tokens) or tokens[position] != expected:
+            raise ValueError(f"place {position} holds no media token, or is out of order")
+        out += tokens[done:position]
         layout = () if isinstance(one, PreparedVideo) else one.layout
         if layout:
-            spans += _laid_out(layout, encoder_items([one]), out, image_token, encode)
+            spans += _expand_layout(layout, encoder_items([one]), out, image_token, encode)
         for item in () if layout else encoder_items([one]):
             spans.append(MediaSpan(len(out), item.tokens, item.digest, item.grid, item.slots))
             out += [wanted] * item.tokens
-        done = place + 1
+        done = position + 1
     out += tokens[done:]
     return out, spans
 
 
-def _laid_out(
-    layout: Layout, items: Sequence[Prepared], out: list[int], token: int, encode: Encode | None
+def _expand_layout(
+    layout: Layout, items: Sequence[PreparedImage], out: list[int], token: int, encode: Encode | None
 ) -> list[MediaSpan]:
-    """Adds what stands for a picture to ``out``; returns the spans of its items."""
+    """Appends a layout's text and placeholder tokens to ``out``; returns the span of each item."""
     runs: list[list[TokenRun]] = [[] for _ in items]
-    shown = [0] * len(items)
+    visible_rows = [0] * len(items)
     for piece in layout:
         if isinstance(piece, str):
             assert encode is not None, "text beside placeholders needs the tokenizer"
             out += encode(piece)
         else:
             runs[piece.item].append(TokenRun(len(out), piece.tokens, piece.first, piece.constant))
-            shown[piece.item] = piece.shown
+            visible_rows[piece.item] = piece.visible_rows
             out += [token] * piece.tokens
-    return [_span(item, tuple(some), rows) for item, some, rows in zip(items, runs, shown, strict=True)]
+    return [_make_span(item, tuple(some), rows) for item, some, rows in zip(items, runs, visible_rows, strict=True)]
 
 
-def _span(item: Prepared, runs: tuple[TokenRun, ...], shown: int = 0) -> MediaSpan:
-    if shown:
-        return MediaSpan(0, ENDLESS, item.digest, item.grid, item.slots, item.tokens, runs, shown)
+def _make_span(item: PreparedImage, runs: tuple[TokenRun, ...], visible_rows: int = 0) -> MediaSpan:
+    if visible_rows:
+        return MediaSpan(0, ENDLESS, item.digest, item.grid, item.slots, item.tokens, runs, visible_rows)
     first, last = runs[0], runs[-1]
     length = last.offset + last.length - first.offset
     plain = runs == (TokenRun(first.offset, item.tokens),)
@@ -92,8 +92,8 @@ def _span(item: Prepared, runs: tuple[TokenRun, ...], shown: int = 0) -> MediaSp
     return MediaSpan(first.offset, length, item.digest, item.grid, item.slots, item.tokens, runs)
 
 
-class Numbered:
-    """Marks of pictures that are numbered texts in a raw prompt, such as ``<|image_1|>``, and no tokens.
+class NumberedPlaceholders:
+    """Image placeholders that are numbered text in a raw prompt, such as ``<|image_1|>``.
 
     ``before`` and ``behind``: what stands around a number.
     """
@@ -101,8 +101,8 @@ class Numbered:
     def __init__(self, before: str, behind: str) -> None:
         self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(behind)}")
 
-    def placed(self, text: str, parts: Sequence[MediaPart], token: str) -> tuple[str, Sequence[MediaPart]]:
-        """``text`` with ``token`` in the place of each mark, and ``parts`` in the order of the marks.
+    def replace_marks(self, text: str, parts: Sequence[MediaPart], token: str) -> tuple[str, Sequence[MediaPart]]:
+        """Replaces each numbered mark of ``text`` by ``token`` and returns ``parts`` in the order of the marks.
 
         A number may stand there more than once; a text without marks is left to whoever counts its tokens.
 

@@ -1,4 +1,4 @@
-"""The seam between pictures and families: what a family's image processor is asked, and what it makes. Torch-free."""
+"""Interface between the server and a family's image processor. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.multimodal.grids import Grid
-from trencadis.multimodal.options import MediaOptions
+from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.patch_grids import Grid
 
 if TYPE_CHECKING:
     from PIL import Image
 
-FILES = ("processor_config.json", "preprocessor_config.json")
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of a checkpoint that state its image processor, the one that counts first."""
 
 
-class TakenRows(NamedTuple):
-    """Placeholder tokens of a picture: ``tokens`` that take rows from ``first`` on of its item ``item``.
+class PlaceholderRun(NamedTuple):
+    """A run of placeholder tokens of an image: ``tokens`` tokens that take arena rows from ``first`` on of item
+    ``item``.
 
-    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span. ``shown``:
-    or they take none, and tokens from here on attend to the item's first ``shown`` rows (``MediaSpan``).
+    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span.
+    ``visible_rows``: or they take none, and tokens from here on attend to the item's first ``visible_rows`` rows
+    (``MediaSpan``).
     """
 
     item: int
     first: int
     tokens: int
     constant: int = -1
-    shown: int = 0
+    visible_rows: int = 0
 
 
-Layout = tuple[str | TakenRows, ...]
+Layout = tuple[str | PlaceholderRun, ...]
 """Placeholder tokens and text between them; special tokens in the text are tokens."""
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedImage:
     """One image, ready for the vision tower.
 
     Args:
         digest: hex digest of its bytes and of the processing options.
         pixels: uint8 [real slots, values of a slot], C order.
         grid: patches (items, h, w).
-        tokens: placeholder tokens; of an item of a picture: its arena rows.
+        tokens: placeholder tokens; of an item of an image: its arena rows.
         slots: VISION slots, a multiple of 64.
         resized: (height, width) in pixels as the model sees it; boxes in answers refer to it.
         original: (height, width) in pixels of the upright image before resizing.
-        items: the tiles that the engine encodes one by one; empty: the picture is one item.
+        items: the tiles that the engine encodes one by one; empty: the image is one item.
         layout: what stands for it in a prompt; empty: its tokens, which take its rows in order.
     """
 
@@ -62,7 +64,7 @@ class Prepared:
     slots: int
     resized: tuple[int, int]
     original: tuple[int, int] = (0, 0)
-    items: tuple[Prepared, ...] = ()
+    items: tuple[PreparedImage, ...] = ()
     layout: Layout = ()
 
     @property
@@ -71,8 +73,9 @@ class Prepared:
         return self.pixels.nbytes + 512 * (1 + len(self.items))
 
 
-class ImageOutline(NamedTuple):
-    """What an image becomes, by its height and width alone.
+class ImageGeometry(NamedTuple):
+    """What an image of a given size becomes: resized sides, patch grid, tokens and VISION slots; computed without
+    touching pixels.
 
     Args:
         resized: (height, width) in pixels as the model sees it.
@@ -81,7 +84,7 @@ class ImageOutline(NamedTuple):
         slots: VISION slots of all items, a multiple of 64 each.
         area: most pixels that an image has on the way to ``resized``.
         rows: arena rows of an item, where there are several or ``layout`` says which tokens take them.
-        layout: as in ``Prepared``.
+        layout: as in ``PreparedImage``.
     """
 
     resized: tuple[int, int]
@@ -98,30 +101,30 @@ class ImageOutline(NamedTuple):
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
-    def item(self) -> ImageOutline:
+    def item(self) -> ImageGeometry:
         """One of its items."""
         count = self.grid[0]
         held = self.rows or self.tokens
-        return ImageOutline(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
+        return ImageGeometry(self.resized, (1, *self.grid[1:]), held, self.slots // count, self.area)
 
-    def prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> Prepared:
-        """A picture of this outline of its pixels, uint8 [patches of all items, values of a slot]."""
-        whole = Prepared(digest, pixels, self.grid, self.tokens, self.slots, self.resized, original)
-        return self._laid_out(whole, pixels) if self.layout else whole
+    def make_prepared(self, pixels: npt.NDArray[np.uint8], digest: str, original: tuple[int, int]) -> PreparedImage:
+        """Combines this geometry with pixels, uint8 [patches of all items, values of a slot], into a prepared image."""
+        whole = PreparedImage(digest, pixels, self.grid, self.tokens, self.slots, self.resized, original)
+        return self._split_items(whole, pixels) if self.layout else whole
 
-    def _laid_out(self, whole: Prepared, pixels: npt.NDArray[np.uint8]) -> Prepared:
-        """A picture that has tiles, or text between its placeholders."""
+    def _split_items(self, whole: PreparedImage, pixels: npt.NDArray[np.uint8]) -> PreparedImage:
+        """An image that has tiles, or text between its placeholders."""
         one, count = self.item, self.grid[0]
         if count == 1:
-            items: tuple[Prepared, ...] = (replace(whole, tokens=one.tokens),)
+            items: tuple[PreparedImage, ...] = (replace(whole, tokens=one.tokens),)
         else:
             cut = np.split(pixels, count)
-            items = tuple(Prepared(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)
+            items = tuple(PreparedImage(tile_digest(p), p, one.grid, one.tokens, one.slots, one.resized) for p in cut)
         return replace(whole, items=items, layout=self.layout)
 
 
 def tile_digest(pixels: npt.NDArray[np.uint8]) -> str:
-    """256-bit hex digest of a tile: equal tiles share arena rows, whatever pictures they come from."""
+    """256-bit hex digest of a tile: equal tiles share arena rows, whatever images they come from."""
     digest = hashlib.blake2b(b"tile\0", digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
     return digest.hexdigest()
@@ -149,11 +152,11 @@ class Processor(Protocol):
         """This processor with a request's options, within what the server planned for; raises BadRequest."""
         ...
 
-    def sizes(self, height: int, width: int) -> ImageOutline:
+    def compute_geometry(self, height: int, width: int) -> ImageGeometry:
         """What an image of ``height`` x ``width`` pixels becomes; touches no pixel, raises BadRequest."""
         ...
 
-    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
+    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> PreparedImage:
         """Makes it of an upright image, whose file has ``original`` (height, width); raises BadRequest."""
         ...
 
@@ -161,18 +164,18 @@ class Processor(Protocol):
 class VideoProcessor(Processor, Protocol):
     """A processor whose model takes videos: each pair of frames is an item."""
 
-    def frames(self) -> dict[str, Any]:
+    def frame_limits(self) -> dict[str, Any]:
         """The fields of ``videos.sampling.FrameLimits``."""
         ...
 
 
-def processor_of(fields: Mapping[str, Any]) -> Processor:
-    """A processor of its fields, as JSON delivers them."""
+def build_processor(fields: Mapping[str, Any]) -> Processor:
+    """Builds an image processor from its fields, as JSON delivers them."""
     module, _, name = fields["kind"].partition(":")
-    made: Processor = getattr(import_module(module), name)(**{key: _frozen(value) for key, value in fields.items()})
+    made: Processor = getattr(import_module(module), name)(**{key: _freeze(value) for key, value in fields.items()})
     return made
 
 
-def _frozen(value: Any) -> Any:
-    """A field's value, whose tuples JSON has made lists of."""
-    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+def _freeze(value: Any) -> Any:
+    """Turns the lists that JSON makes of tuples back into tuples."""
+    return tuple(_freeze(one) for one in value) if isinstance(value, list) else value

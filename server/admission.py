@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trencadis.core.errors import BadRequest, QueueFull
-from trencadis.server.tenants.account import CURRENT, Account
+from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
-WINDOW = 60.0
+RATE_WINDOW = 60.0
 """Seconds over which departures count."""
-LONGEST = 120
+MAX_RETRY_AFTER = 120
 """Largest Retry-After, in seconds."""
 
 
@@ -41,7 +41,7 @@ class Bounds:
     pixels: int = 1 << 30
     body_bytes: int = 1 << 30
 
-    def all(self) -> Amounts:
+    def get_amounts(self) -> Amounts:
         """The bounds of what tickets charge."""
         return Amounts(self.requests, self.tokens, self.pixels)
 
@@ -78,13 +78,13 @@ class Admission:
         """
         early = _EARLY.get()
         if early is not None:
-            return _entered(early, requests)
+            return claim_early_ticket(early, requests)
         ticket = Ticket(self, account=CURRENT.get())
         ticket.charge(requests=requests)
         return ticket
 
     @contextmanager
-    def early(self) -> Iterator[None]:
+    def hold_early_ticket(self) -> Iterator[None]:
         """Holds the place of one choice for a request that waits before its route knows what it needs.
 
         The ticket that the route asks for is this one; if none asks, nothing stays charged.
@@ -106,42 +106,42 @@ class Admission:
 
     def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
         """Raises as ``enter`` does where ``wanted`` does not fit, for a caller that holds ``held`` already."""
-        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.all(), strict=True)):
+        for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.get_amounts(), strict=True)):
             if held[i] + more > bound:
                 # The request alone exceeds the bound, so waiting would not help.
                 raise BadRequest(f"The request needs {held[i] + more} of at most {bound} ({NAMES[i]}).")
             if more and inside + more > bound:
-                raise self._full(i, inside + more - bound)
+                raise self._make_queue_full(i, inside + more - bound)
 
-    def _full(self, which: int, excess: int) -> QueueFull:
+    def _make_queue_full(self, which: int, excess: int) -> QueueFull:
         """Counts a refusal because of ``excess`` of ``NAMES[which]``."""
         self.rejected[NAMES[which]] += 1
-        wait = self.wait(which, excess)
+        wait = self.estimate_retry_after(which, excess)
         return QueueFull(f"The queue is full ({NAMES[which]}); try again later.", retry_after=wait)
 
     def take(self, wanted: Amounts) -> None:
         """Counts what ``check`` has let in."""
         self._inside = [a + b for a, b in zip(self._inside, wanted, strict=True)]
 
-    def give(self, held: Amounts) -> None:
+    def release(self, held: Amounts) -> None:
         """Releases what a ticket held."""
         self.take(Amounts(*(-n for n in held)))
         self._left.append((self._clock(), held))
 
-    def wait(self, which: int, excess: int) -> int:
+    def estimate_retry_after(self, which: int, excess: int) -> int:
         """Seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` leaves at the last minute's rate.
 
         Before anything has left, a guess that grows with the requests inside.
         """
-        self._trim()
+        self._drop_old_releases()
         gone = sum(held[which] for _, held in self._left)
         if not gone:
             return max(1, min(30, self.inside[0] // 64))
         seconds = max(self._clock() - self._left[0][0], 1.0)
-        return max(1, min(LONGEST, round(excess * seconds / gone + 0.5)))
+        return max(1, min(MAX_RETRY_AFTER, round(excess * seconds / gone + 0.5)))
 
-    def _trim(self) -> None:
-        start = self._clock() - WINDOW
+    def _drop_old_releases(self) -> None:
+        start = self._clock() - RATE_WINDOW
         while self._left and self._left[0][0] < start:
             self._left.popleft()
 
@@ -153,7 +153,7 @@ class Ticket:
     admission: Admission
     held: Amounts = NOTHING
     left: bool = False
-    account: Account | None = None
+    account: TenantAccount | None = None
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
         """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
@@ -167,7 +167,7 @@ class Ticket:
             self.admission.take(wanted)
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
-    def _spend(self, account: Account, wanted: Amounts) -> None:
+    def _spend(self, account: TenantAccount, wanted: Amounts) -> None:
         """Charges the request's tenant, whose limits are looked at before anything is held."""
         if wanted.tokens:
             account.take("tokens_per_minute", wanted.tokens)
@@ -184,14 +184,14 @@ class Ticket:
         held, self.held = self.held, NOTHING
         if self.account is not None:
             self.account.leave(held.requests)
-        self.admission.give(held)
+        self.admission.release(held)
 
 
 _EARLY: ContextVar[Ticket | None] = ContextVar("trencadis_early_ticket", default=None)
 """What the request of this task holds before its route has asked for a ticket."""
 
 
-def _entered(ticket: Ticket, requests: int) -> Ticket:
+def claim_early_ticket(ticket: Ticket, requests: int) -> Ticket:
     """The early ticket of this task, which is its route's from now on, for ``requests`` choices."""
     _EARLY.set(None)
     try:
@@ -237,7 +237,7 @@ class BodyCharge:
     received: int = 0
     done: bool = False
 
-    def room(self, count: int) -> None:
+    def check_free(self, count: int) -> None:
         """Raises QueueFull where other bodies leave no room for ``count`` bytes more; charges nothing."""
         budget = self.budget
         if budget.inside + count > budget.bound and budget.inside > self.held:
@@ -251,7 +251,7 @@ class BodyCharge:
             QueueFull: other bodies leave no room for them.
         """
         if not self.done and count:
-            self.room(count)
+            self.check_free(count)
             self.held += count
             self.budget.add(count)
 

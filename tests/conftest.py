@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.harness.vision_ops import usable_torchvision  # noqa: E402
-from trencadis.core.process import logsetup  # noqa: E402
+from trencadis.core.process import log_setup  # noqa: E402
 
 pytest_plugins = ["tests.plugins.cpu_budget", "pytester"]
 
@@ -94,7 +94,7 @@ def _same_logging() -> Iterator[None]:
     yield
     root = logging.getLogger()
     root.handlers[:] = [
-        h for h in root.handlers if not isinstance(h.formatter, (logsetup.ShortNames, logsetup.JsonLines))
+        h for h in root.handlers if not isinstance(h.formatter, (log_setup.ShortNames, log_setup.JsonLines))
     ]
     ours.setLevel(level)
 
@@ -144,7 +144,7 @@ def oracle() -> Callable[[Path], object]:
     """transformers' model of a checkpoint folder, in float32, loaded once."""
     from functools import cache
 
-    from trencadis.core.checkpoint.reading import load_config
+    from trencadis.core.checkpoint.config_reader import load_config
 
     @cache
     def load(path: Path) -> object:
@@ -154,7 +154,7 @@ def oracle() -> Callable[[Path], object]:
         config = load_config(path)
         vision = config.vision is not None
         if config.architecture == "Phi3VForCausalLM":
-            from tests.vision.beside.phi3_v import Composed
+            from tests.vision.extra_families.phi3_v import Composed
 
             return Composed.read(path)
         auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM

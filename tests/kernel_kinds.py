@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trencadis.backends.cpu.native import dense, kernel_table, library, packing
+from trencadis.backends.cpu.native import dense, kernel_table, library, weight_packing
 from trencadis.backends.cpu.native.kernel_table import TORCH, KernelTable, table_of
 
-FEATURES = library.found().features
+FEATURES = library.load_library().features
 
 OWN = kernel_table.available_kinds()
 """Own kernels that this CPU runs."""
@@ -40,8 +40,8 @@ def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_table._chosen.cache_clear()
     monkeypatch.setenv(kernel_table.VARIABLE, "avx512" if kind == WIDENED else kind)
     if kind == WIDENED:
-        have = library.found()._replace(features=FEATURES - {"avx512_bf16"})
-        monkeypatch.setattr(library, "found", lambda: have)
+        have = library.load_library()._replace(features=FEATURES - {"avx512_bf16"})
+        monkeypatch.setattr(library, "load_library", lambda: have)
 
 
 def dense_types() -> list[torch.dtype]:
@@ -53,13 +53,13 @@ def dense_types() -> list[torch.dtype]:
 
 def shared_types() -> list[torch.dtype]:
     """Those of ``dense_types`` whose layout is oneDNN's, so that both multiply one weight."""
-    return [dtype for dtype in dense_types() if packing.name_of(dtype, 64, 64) is not None]
+    return [dtype for dtype in dense_types() if weight_packing.name_of(dtype, 64, 64) is not None]
 
 
 @contextmanager
 def served(operation: str, by: KernelTable, own: bool = True) -> Iterator[None]:
     """Asserts that launches of an operation were served by own kernels of this table (``own``), or by none at all."""
-    if library.found().library is None:
+    if library.load_library().library is None:
         yield
         return
     kinds = range(1, len(kernel_table.KINDS) + 1)

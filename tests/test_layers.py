@@ -42,25 +42,40 @@ RULES = {
     "core/layers": Rule(("core",), EVERY),
     "core/families": Rule(("core",)),
     "core/models": Rule(
-        ("core", "core/layers"), torch("bin_file", "collected", "crossing", "decoder", "interface", "loader", "passing")
+        ("core", "core/layers"),
+        torch(
+            "pytorch_bin",
+            "checkpoint_source",
+            "cross_attention_decoder",
+            "decoder",
+            "interface",
+            "weight_loader",
+            "stage_entry",
+        ),
     ),
     "core/shapes": Rule(("core",)),
     "core/memory": Rule(("core", "core/shapes")),
-    "core/graphs": Rule(("core", "core/memory"), torch("capture", "manager", "profile", "warmup", "watch")),
+    "core/graphs": Rule(
+        ("core", "core/memory"),
+        torch("graph_capture", "graph_manager", "activation_profile", "warmup", "graph_reporter"),
+    ),
     "core/launches": Rule(
         ("core", "core/graphs", "core/memory", "core/models", "core/shapes"),
-        torch("encoding", "host_blocks", "persistent", "runner", "tensors"),
+        torch("encoder_data_parallel", "host_block_copies", "persistent_tensors", "model_runner", "launch_tensors"),
     ),
     "core/links": Rule(("core",)),
     "core/masks": Rule(("core",)),
     "core/scheduling": Rule(("core", "core/kv")),
     "core/process": Rule(("core", "core/links")),
-    "core/quant": Rule(("core",), torch("kv_codes", "online", "tensor")),
+    "core/quant": Rule(("core",), torch("kv_cache_codes", "online_quant", "quantised_tensor")),
     "core/quant/formats": Rule(("core", "core/quant"), EVERY),
     "core/quant/writing": Rule(("core",), EVERY),
-    "core/executor": Rule(("core", "core/launches", "core/links", "core/process"), torch("groups", "launchers", "mp")),
+    "core/executor": Rule(
+        ("core", "core/launches", "core/links", "core/process"),
+        torch("process_groups", "launcher_choice", "multiproc_executor"),
+    ),
     "core/executor/on_ray": Rule(("core", "core/executor", "core/links")),
-    "core/startup": Rule(("core",), torch("build", "captured", "host_tier")),
+    "core/startup": Rule(("core",), torch("engine_builder", "graph_startup", "kv_offload_setup")),
     "backends": Rule(()),
     "backends/conformance": Rule(("core", "backends/.", "backends/cpu"), EVERY),
     "backends/conformance/family": Rule(("core", "backends/cpu", "backends/conformance"), EVERY),
@@ -74,18 +89,18 @@ RULES = {
     "backends/cuda/kernels/coded": Rule(("core", "backends/cuda/weights", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/experts": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/kernels/layers": Rule(("core", "backends/cpu", "backends/cuda/kernels"), EVERY),
-    "backends/cuda/kernels/pictures": Rule(("core", "backends/cuda/kernels"), EVERY),
+    "backends/cuda/kernels/cross_attention": Rule(("core", "backends/cuda/kernels"), EVERY),
     "backends/cuda/launches": Rule(("core", "backends/cpu", "backends/cuda/.", "backends/cuda/kernels"), EVERY),
     "backends/cuda/libraries": Rule(
         ("core", "backends/cuda/.", "backends/cuda/kernels", "backends/cuda/launches"),
-        torch("choice", "launch", "flash", "infer", "ops", "asked"),
+        torch("selector", "library_launch", "flash_attn", "flashinfer", "ops", "attention_backend"),
     ),
     "backends/cuda/twin": Rule(
         ("core", "backends/.", "backends/cpu", "backends/cuda/.", "backends/cuda/weights"), EVERY
     ),
     "backends/cuda/timing": Rule(
         ("core", "backends/cuda/.", "backends/cuda/launches"),
-        torch("tape"),
+        torch("kernel_recorder"),
     ),
     "backends/cuda/weights": Rule(("core",), EVERY),
     "backends/hpu": Rule(("core", "backends/.", "backends/cpu"), EVERY),
@@ -96,9 +111,9 @@ RULES = {
     "backends/hpu/launches": Rule(("core", "backends/cpu", "backends/hpu/.", "backends/hpu/attention"), EVERY),
     "backends/hpu/start": Rule(("core", "backends/hpu/.", "backends/hpu/emulator"), EVERY),
     "multimodal": Rule(("core",), torch("vit_block")),
-    "multimodal/workers": Rule(("core", "multimodal")),
+    "multimodal/decode_workers": Rule(("core", "multimodal")),
     "multimodal/sources": Rule(("core", "multimodal")),
-    "multimodal/images": Rule(("core", "multimodal", "multimodal/sources", "multimodal/workers")),
+    "multimodal/images": Rule(("core", "multimodal", "multimodal/sources", "multimodal/decode_workers")),
     "multimodal/videos": Rule(("core", "multimodal")),
     "multimodal/idefics3": Rule(("core", "multimodal"), torch("model")),
     "multimodal/smolvlm": Rule(("core", "multimodal")),
@@ -108,13 +123,13 @@ RULES = {
     "multimodal/llava": Rule(("core", "multimodal"), torch("model")),
     "multimodal/llava_next": Rule(("core", "multimodal"), torch("model")),
     "multimodal/mllama": Rule(("core", "multimodal"), torch("model")),
-    "multimodal/stacks": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/mllama_tower": Rule(("core", "multimodal"), torch("model")),
     "multimodal/phi3_v": Rule(("core", "core/families", "multimodal"), torch("model")),
-    "multimodal/deep": Rule(("core", "multimodal"), torch("tower")),
-    "multimodal/lines": Rule(("core", "multimodal"), torch("model")),
-    "multimodal/tiles": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/deepstack": Rule(("core", "multimodal"), torch("deepstack_tower")),
+    "multimodal/pixtral_tower": Rule(("core", "multimodal"), torch("model")),
+    "multimodal/vit": Rule(("core", "multimodal"), torch("model")),
     "multimodal/gemma3": Rule(("core", "core/families", "multimodal"), torch("model")),
-    "multimodal/qwen2_vl": Rule(("core", "multimodal"), torch("model", "tower")),
+    "multimodal/qwen2_vl": Rule(("core", "multimodal"), torch("model", "vision_tower")),
     "multimodal/qwen2_5_vl": Rule(("core", "multimodal"), torch("model")),
     "multimodal/qwen3_vl": Rule(("core", "core/families", "multimodal"), torch("model")),
     "server": Rule(("core", "server/cli", "server/tenants")),
@@ -122,15 +137,15 @@ RULES = {
     "server/text": Rule(("core",)),
     "server/protocol": Rule(("core",)),
     "server/protocol/pooling": Rule(("core", "server/pooling", "server/protocol")),
-    "server/config": Rule(("core", "server/config/foreign")),
-    "server/config/foreign": Rule(("core", "server/config")),
+    "server/config": Rule(("core", "server/config/vllm_flags")),
+    "server/config/vllm_flags": Rule(("core", "server/config")),
     "server/engine": Rule(("core",)),
     "server/engine/on_ray": Rule(("core", "core/executor/on_ray", "server/engine")),
     "server/fleet": Rule(("core", "server/engine", "server/engine/on_ray", "server/routing")),
     "server/routing": Rule(()),
     "server/front": Rule(("core", "multimodal", "server")),
     "server/reasoning": Rule(("core", "server/text")),
-    "server/grammars": Rule(("core", "multimodal/workers", "server/text")),
+    "server/grammars": Rule(("core", "multimodal/decode_workers", "server/text")),
     "server/tools": Rule(("core", "server/grammars", "server/protocol", "server/text")),
     "server/prompts": Rule(
         (
@@ -177,7 +192,7 @@ FILES = {name_of(p): p for package in PACKAGES for p in sorted((ROOT / package).
 
 
 def package_of(path: Path) -> str:
-    """``core/kv`` of ``core/kv/pool.py``."""
+    """``core/kv`` of ``core/kv/block_pool.py``."""
     return str(path.relative_to(ROOT).parent)
 
 
@@ -210,8 +225,8 @@ def imported(path: Path) -> tuple[tuple[frozenset[str], bool, bool], ...]:
 @cache
 def imports(path: Path, lazy: bool = False, typing: bool = False) -> frozenset[str]:
     """Modules that ``path`` imports at import time (and, if asked, inside functions or for type checkers only)."""
-    asked = (names for names, inside, checked in imported(path) if lazy >= inside and typing >= checked)
-    return frozenset().union(*asked)
+    requested = (names for names, inside, checked in imported(path) if lazy >= inside and typing >= checked)
+    return frozenset().union(*requested)
 
 
 def test_every_package_has_a_rule() -> None:
@@ -248,10 +263,10 @@ def test_backends_do_not_see_each_other() -> None:
 
 
 NAMES_DEVICES = {
-    "core/devices.py", "core/envs.py", "core/config.py", "server/plan/command.py", "server/cli/main.py",
+    "core/devices.py", "core/envs.py", "core/config.py", "server/plan/plan_command.py", "server/cli/main.py",
     "server/cli/collect_env.py",
-    "server/config/foreign/engine_rows.py", "server/config/foreign/scale_rows.py",
-    "server/config/foreign/variables.py",
+    "server/config/vllm_flags/engine_flags.py", "server/config/vllm_flags/parallel_flags.py",
+    "server/config/vllm_flags/env_variables.py",
 }  # fmt: skip
 """The backends' string table, tables of variables, flags and packages, and two usage texts."""
 
@@ -316,7 +331,10 @@ def test_no_import_cycle(lazy: bool, typing: bool) -> None:
 
 def test_transformers_is_imported_only_where_a_checkpoint_needs_it() -> None:
     users = {n for n, p in FILES.items() if any(i.split(".")[0] == "transformers" for i in imports(p, lazy=True))}
-    assert users <= {"trencadis.server.text.tokenizer", "trencadis.backends.conformance.family.oracle"}
+    assert users <= {
+        "trencadis.server.text.checkpoint_tokenizer",
+        "trencadis.backends.conformance.family.transformers_oracle",
+    }
 
 
 def test_every_package_is_listed() -> None:

@@ -146,7 +146,7 @@ OLD_NAMES = (
 )
 """Names that nobody who knows this field would search for; the words in their place are in the docs."""
 OLD_SENTENCES = (
-    "Told what goes on", "choices that wait for blocks on their way back", "no more pictures come in meanwhile",
+    "Told what goes on", "choices that wait for blocks on their way back", "no more images come in meanwhile",
     "nobody gives up rows either", "are used by others", "whose needs cost least more elsewhere",
     "costs no place in the batch", "Biases of sums are rank 0's", "captured while their stage held none",
     "of what nobody has needed yet", "who asks again at once", "float32 where nobody says", "is no lane any more",

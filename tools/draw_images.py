@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Plan, Policy, Stage  # noqa: E402
-from trencadis.core.scheduling.packer import Packer  # noqa: E402
-from trencadis.multimodal.grids import grid_of, slots_of  # noqa: E402
-from trencadis.multimodal.qwen2_5_vl.packing import window_layout  # noqa: E402
-from trencadis.multimodal.qwen2_vl.sizes import smart_resize  # noqa: E402
+from trencadis.core.scheduling.image_packer import ImagePacker  # noqa: E402
+from trencadis.multimodal.patch_grids import count_slots, patch_grid  # noqa: E402
+from trencadis.multimodal.qwen2_5_vl.window_packing import window_layout  # noqa: E402
+from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize  # noqa: E402
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 EMPTY, INK = "#e8e8e8", "#222"
@@ -67,7 +67,7 @@ def slots(h: int = 18, w: int = 22) -> str:
     layout, side = window_layout(h, w), 7
 
     def shapes() -> Iterator[Shape]:
-        need = slots_of((1, h, w))
+        need = count_slots((1, h, w))
         yield text(10, 20, f"{h * w} patches in {len(layout.count)} windows of 64 slots = {need} slots; grey: padding")
         for window, count in enumerate(layout.count.tolist()):
             y = 32 + window * 16
@@ -84,12 +84,12 @@ WAITING = ((1280, 720), (224, 224), (640, 480), (1024, 768), (448, 448), (224, 2
 
 def buckets() -> str:
     """How the packer puts images of several requests into launches."""
-    needs = [(f"{w}x{h}", slots_of(grid_of(*smart_resize(h, w)))) for w, h in WAITING]
+    needs = [(f"{w}x{h}", count_slots(patch_grid(*smart_resize(h, w)))) for w, h in WAITING]
     scale = 640 / max(DEFAULT_VISION_SLOTS)
     launches: list[tuple[int, list[int]]] = []
     left = list(range(len(needs)))
     while left:
-        chosen = [left[i] for i in Packer(PLAN).choose([needs[i][1] for i in left])]
+        chosen = [left[i] for i in ImagePacker(PLAN).choose([needs[i][1] for i in left])]
         launches.append((PLAN.fit(Stage.VISION, (sum(needs[i][1] for i in chosen),)).dims[0], chosen))
         left = [i for i in left if i not in chosen]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trencadis.server.config.reference import environment_page  # noqa: E402
+from trencadis.server.config.flag_docs import make_environment_page  # noqa: E402
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "environment.md").write_text(environment_page())
+    (ROOT / "docs" / "environment.md").write_text(make_environment_page())

@@ -6,11 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trencadis.server.cli import models  # noqa: E402
-from trencadis.server.config.reference import flags_page, foreign_page  # noqa: E402
+from trencadis.server.cli import list_models  # noqa: E402
+from trencadis.server.config.flag_docs import make_flags_page, vllm_flags_page  # noqa: E402
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "flags.md").write_text(flags_page())
-    (ROOT / "docs" / "vllm-flags.md").write_text(foreign_page())
+    (ROOT / "docs" / "flags.md").write_text(make_flags_page())
+    (ROOT / "docs" / "vllm-flags.md").write_text(vllm_flags_page())
     page = ROOT / "docs" / "models.md"
-    page.write_text(models.page(page.read_text(encoding="utf-8")), encoding="utf-8")
+    page.write_text(list_models.make_docs_page(page.read_text(encoding="utf-8")), encoding="utf-8")

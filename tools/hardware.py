@@ -56,7 +56,7 @@ KERNELS = (
     Kernel("joins of cut keys", "attend_text", ("join_kernel",), ATTENTION, "attend_decode"),
     Kernel("vision windows", "attend_vision", ("windows_kernel",), ATTENTION, "attend_windows"),
     Kernel("vision images", "attend_vision", ("images_kernel",), ATTENTION, "attend_images"),
-    Kernel("pictures in the arena", "pictures/attend", ("pictures_kernel", "pictures_join_kernel"),
+    Kernel("images in the arena", "pictures/attend", ("pictures_kernel", "pictures_join_kernel"),
            ("test_attend_pictures",), ""),
     Kernel("rotary and store", "rope", ("rotary_kernel", "rope_kernel"), ATTENTION, "rope"),
     Kernel("RMS norm with residual", "norm", ("_rms_norm",), ("test_small_ops",), "norm"),

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from tools import row_kernel_cases
 from tools.compiled import layer_cases
-from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope, tiles
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SeenItems, SingleAttn, SingleSeen
-from trencadis.backends.cuda.kernels.blocks import DRAWN, FEW, READ
-from trencadis.backends.cuda.kernels.coded import kv_codes
-from trencadis.backends.cuda.kernels.pictures import attend
+from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, tiles, vision_attention
+from trencadis.backends.cuda.kernels.attention_tensors import (
+    CrossAttentionItems,
+    CudaSegments,
+    ItemAttn,
+    SingleAttn,
+    SingleCrossAttention,
+)
+from trencadis.backends.cuda.kernels.coded import quantised_kv_attention
+from trencadis.backends.cuda.kernels.cross_attention import cross_attend
+from trencadis.backends.cuda.kernels.query_blocks import DRAWN, FEW, READ
 from trencadis.core.backend import LayerKV
 
 Case = tuple[str, Callable[[], None]]
@@ -83,8 +89,8 @@ def items(single: bool, tokens: int, upto: bool = False) -> ItemAttn:
 
 
 def attended(q: Tensor, kv: LayerKV, attn: ItemAttn, window: int = 0, alike: bool = False) -> None:
-    room = attend_text.partial(attn, q, kv, alike)
-    attend_text.attend_text(q, kv, attn, 0.1, torch.empty_like(q), room, alike, window)
+    room = paged_attention.partial(attn, q, kv, alike)
+    paged_attention.attend_text(q, kv, attn, 0.1, torch.empty_like(q), room, alike, window)
 
 
 def text(kernel: str) -> Callable[[int], Iterator[Case]]:
@@ -131,19 +137,19 @@ def over_codes(kernel: str) -> Callable[[int], Iterator[Case]]:
 
 
 def looked(single: bool, d: int, dtype: torch.dtype) -> None:
-    """Attention to pictures of a launch of 16 tokens, over rows of an arena that hold two layers."""
+    """Attention to images of a launch of 16 tokens, over rows of an arena that hold two layers."""
     tokens, parts = 16, 64
     items = -(-tokens // max((DRAWN if single else READ) // GROUP, 1)) + parts
-    seen = (SingleSeen if single else SeenItems)(
+    seen = (SingleCrossAttention if single else CrossAttentionItems)(
         ints(4), ints(tokens, 4), ints(tokens, 4), ints(tokens), ints(4), *(ints(items) for _ in range(5)),
         ints(parts // 2), ints(parts // 2 + 1),
     )  # fmt: skip
     q, arena = torch.zeros(tokens, GROUP * GROUPS, d, dtype=dtype), torch.zeros(64, 4 * GROUPS * d, dtype=dtype)
     k, v = torch.split(arena[:, : 2 * GROUPS * d], GROUPS * d, dim=1)
-    attend.attend_pictures(q, k, v, seen, 0.1, torch.empty_like(q), attend.span_results(seen, q, GROUPS))
+    cross_attend.cross_attend(q, k, v, seen, 0.1, torch.empty_like(q), cross_attend.span_results(seen, q, GROUPS))
 
 
-def pictures(arch: int) -> Iterator[Case]:
+def cross_attention(arch: int) -> Iterator[Case]:
     """Every tile, in launches of one token a row and of several."""
     for e, d, dtype in entries("attend_pictures", arch):
         yield name(dtype, d, e.length), partial(looked, e.length == "one", d, dtype)
@@ -156,7 +162,7 @@ def stored_codes(arch: int) -> Iterator[Case]:
 
                 def run(d: int = d, dtype: torch.dtype = dtype, codes: torch.dtype = codes) -> None:
                     _, k, v = qkv(16, GROUP * GROUPS, GROUPS, d, dtype)
-                    kv_codes.store(k, v, coded(d, dtype, BLOCK, codes), ints(16, dtype=torch.int64))
+                    quantised_kv_attention.store(k, v, coded(d, dtype, BLOCK, codes), ints(16, dtype=torch.int64))
 
                 yield name(dtype, d, "int8" if codes == torch.int8 else "fp8"), run
 
@@ -180,16 +186,16 @@ def rotary(arch: int) -> Iterator[Case]:
     for d in (80, 128):
         factors = [torch.zeros(16, d) for _ in range(2)]
         half = (torch.zeros(d // 2), ints(d // 2, dtype=torch.int64))
-        yield f"head {d}", lambda d=d, f=factors, h=half: rope.rotary(ints(3, 16), *h, *f)
+        yield f"head {d}", lambda d=d, f=factors, h=half: rotary_kernels.rotary(ints(3, 16), *h, *f)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
 
             def store(d: int = d, dtype: torch.dtype = dtype, factors: list[Tensor] = factors) -> None:
                 q, k, v = qkv(16, GROUP * GROUPS, GROUPS, d, dtype)
-                rope.rope_store(q, k, v, *factors, *cache(d, dtype, BLOCK), ints(16, dtype=torch.int64), q)
+                rotary_kernels.rope_store(q, k, v, *factors, *cache(d, dtype, BLOCK), ints(16, dtype=torch.int64), q)
 
             def plain(d: int = d, dtype: torch.dtype = dtype, factors: list[Tensor] = factors) -> None:
                 q, k, _ = qkv(16, 16, 16, d, dtype)
-                rope.rope_vision(q, k, *factors, q, k)
+                rotary_kernels.rope_vision(q, k, *factors, q, k)
 
             yield name(dtype, d, "store"), store
             yield name(dtype, d, "vision"), plain
@@ -200,12 +206,12 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "attend_decode": text("attend_decode"),
     "attend_prefill_codes": over_codes("attend_prefill_codes"),
     "attend_decode_codes": over_codes("attend_decode_codes"),
-    "attend_pictures": pictures,
+    "attend_pictures": cross_attention,
     "kv_codes": stored_codes,
     "layers": layer_cases.layers,
     "peers": layer_cases.sums_of_ranks,
-    "attend_windows": vision("attend_windows", attend_vision.attend_windows),
-    "attend_images": vision("attend_images", attend_vision.attend_images),
+    "attend_windows": vision("attend_windows", vision_attention.attend_windows),
+    "attend_images": vision("attend_images", vision_attention.attend_images),
     "rope": rotary,
     "small": row_kernel_cases.small,
     "head": row_kernel_cases.sampling,

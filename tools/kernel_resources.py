@@ -203,10 +203,10 @@ def _launches(part: Slice) -> list[tuple[str, Launch, int]]:
 
 def _report(case: str, launch: Launch, arch: int, key: str, figures: dict[str, Any]) -> Report:
     options = launch.options
-    told = {name: figures[name] for name in FIGURES}
+    reported = {name: figures[name] for name in FIGURES}
     warps, stages = options.get("num_warps", 4), options.get("num_stages", 0)
     return Report(case, launch.kernel.__name__, arch, warps=warps, stages=stages, constants=launch.constants, key=key,
-                  **told)  # fmt: skip
+                  **reported)  # fmt: skip
 
 
 def reports(

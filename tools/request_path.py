@@ -9,7 +9,7 @@ image that are new, 16 greedy tokens each, and what ran between a request and it
 * **lines**: those of the functions that ran, a function whole whatever part of it ran, without docstrings, comments and
   empty lines. A function inside another one counts for itself. Code of libraries does not count, nor code that
   dataclasses make, nor what a timer starts (``TIMED``) and by chance falls into that time.
-* **stays**: the rooms in which a function ran between the beginning and the end of ``Runner.execute``. A room is a
+* **stays**: the rooms in which a function ran between the beginning and the end of ``ModelRunner.execute``. A room is a
   package; a file beside a top folder's packages is a room of its own. A step comes to a room as often as it likes: it
   stays there once.
 
@@ -42,12 +42,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("core", "backends", "multimodal", "server", "trencadis")
 BARS = {"text": 2600, "image": 3900, "stays": 12}
 TIMED = {
-    "server/engine/client.py": ("EngineLink.watch", "EngineLink.check_step"),
-    "core/process/main.py": ("EngineProcess.pong",),
-    "core/process/heap.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
+    "server/engine/engine_link.py": ("EngineLink.watch", "EngineLink.check_step"),
+    "core/process/engine_process.py": ("EngineProcess.pong",),
+    "core/process/heap_trimmer.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
     "server/http/app.py": ("_log_stats",),
-    "server/http/web.py": ("WebServer.serve",),
-    "server/cli/api/serving.py": ("Serving.run", "WebServing.serve"),
+    "server/http/uvicorn_server.py": ("WebServer.serve",),
+    "server/cli/api/server_lifecycle.py": ("Serving.run", "WebServing.serve"),
 }
 """Functions that timers start, by file: pings and their answers, garbage, the line of counters, uvicorn's ticks."""
 
@@ -106,7 +106,7 @@ class Called(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Functions of ours that ran for one answer, and those that ran inside ``Runner.execute``."""
+    """Functions of ours that ran for one answer, and those that ran inside ``ModelRunner.execute``."""
 
     all: frozenset[Called]
     step: frozenset[Called]

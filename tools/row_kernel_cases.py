@@ -8,14 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import act, embed, head, layer_norm, norm, patches, reset, rows, silu
-from trencadis.backends.cuda.kernels.coded import quantised
-from trencadis.backends.cuda.kernels.experts import products as expert_products
-from trencadis.backends.cuda.weights.coded import coded_weight
+from trencadis.backends.cuda.kernels import (
+    activation,
+    embed,
+    gather_scatter,
+    layer_norm,
+    patches,
+    reset_sampler_state,
+    rms_norm,
+    sample,
+    silu_mul,
+)
+from trencadis.backends.cuda.kernels.coded import quantised_linear
+from trencadis.backends.cuda.kernels.experts import grouped_gemm as expert_products
+from trencadis.backends.cuda.weights.quantised_weight import pack_quantised_weight
 from trencadis.core.backend import HeadTensors, ResetTensors, SamplerState
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.tensor import QTensor
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 Case = tuple[str, Callable[[], None]]
 HIDDEN, INTERMEDIATE, FEATURES, VOCAB, PAIRS = 3584, 18944, PATCH_VALUES, 151_936, 300
@@ -33,20 +43,20 @@ def small(arch: int) -> Iterator[Case]:
         x, gate_up = torch.empty(4, HIDDEN, dtype=dtype), torch.empty(4, 2 * INTERMEDIATE, dtype=dtype)
         pixels, factor = ints(64, FEATURES, dtype=torch.uint8), torch.empty(FEATURES)
         wide, one, many = torch.empty(64, FEATURES, dtype=dtype), ints(4), ints(4, dtype=torch.int64)
-        yield f"{label} norm", lambda x=x: norm.launch(x, None, x[0], 1e-6, x, x)
-        yield f"{label} norm with residual", lambda x=x: norm.launch(x, x, x[0], 1e-6, x, x)
+        yield f"{label} norm", lambda x=x: rms_norm.launch(x, None, x[0], 1e-6, x, x)
+        yield f"{label} norm with residual", lambda x=x: rms_norm.launch(x, x, x[0], 1e-6, x, x)
         yield f"{label} layer norm", lambda x=x: layer_norm.launch(x, None, x[0], x[0], 1e-5, x, x)
         yield f"{label} layer norm with residual", lambda x=x: layer_norm.launch(x, x, x[0], x[0], 1e-5, x, x)
-        for kind in act.KINDS:
-            yield f"{label} act {kind}", lambda x=x, kind=kind: act.launch(x, kind, False, torch.empty_like(x))
+        for kind in activation.KINDS:
+            yield f"{label} act {kind}", lambda x=x, kind=kind: activation.launch(x, kind, False, torch.empty_like(x))
             yield (
                 f"{label} act {kind} and product",
-                lambda g=gate_up, kind=kind: act.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
+                lambda g=gate_up, kind=kind: activation.launch(g, kind, True, g[:, :INTERMEDIATE].contiguous()),
             )
-        yield f"{label} silu", lambda g=gate_up: silu.launch(g, g[:, :INTERMEDIATE])
+        yield f"{label} silu", lambda g=gate_up: silu_mul.launch(g, g[:, :INTERMEDIATE])
         yield f"{label} embed", lambda x=x, i=one: embed.launch(i, i, i, i, x, x, x)
-        yield f"{label} gather", lambda x=x, i=many: rows.gather(x, i, x)
-        yield f"{label} scatter", lambda x=x, i=many: rows.scatter(x, i, x)
+        yield f"{label} gather", lambda x=x, i=many: gather_scatter.gather(x, i, x)
+        yield f"{label} scatter", lambda x=x, i=many: gather_scatter.scatter(x, i, x)
         yield f"{label} patches", lambda p=pixels, f=factor, w=wide: patches.launch(p, f, f, w)
 
 
@@ -65,18 +75,20 @@ def sampling(arch: int) -> Iterator[Case]:
         label = str(dtype).removeprefix("torch.")
 
         def full(logits: Tensor = logits) -> None:
-            head.full(logits, x, state, head.scratch(*sizes), head.outputs(*sizes, True))
+            sample.draw_with_logprobs(logits, x, state, sample.scratch(*sizes), sample.outputs(*sizes, True))
 
         def drawn(logits: Tensor = logits) -> None:
-            head.drawn(logits, x, state, head.scratch(*sizes, told=False), head.outputs(*sizes, False))
+            sample.draw_tokens(
+                logits, x, state, sample.scratch(*sizes, with_logprobs=False), sample.outputs(*sizes, False)
+            )
 
         def greedy(logits: Tensor = logits) -> None:
-            head.greedy(logits, x, state, head.greedy_scratch(*sizes), head.outputs(*sizes, False))
+            sample.pick_greedy(logits, x, state, sample.greedy_scratch(*sizes), sample.outputs(*sizes, False))
 
         yield f"{label} head, {VOCAB} ids", full
         yield f"{label} head that draws, {VOCAB} ids", drawn
         yield f"{label} greedy head, {VOCAB} ids", greedy
-    yield f"reset, {VOCAB} ids", lambda: reset.launch(ResetTensors(many, *state[1:]), state)
+    yield f"reset, {VOCAB} ids", lambda: reset_sampler_state.launch(ResetTensors(many, *state[1:]), state)
 
 
 SCHEMES = {
@@ -96,11 +108,11 @@ def products(arch: int) -> Iterator[Case]:
         scheme = SCHEMES[label]
         codes = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
         scale = torch.ones(256, 1024 // (scheme.group or 1024))
-        w = coded_weight(QTensor(scheme, codes, scale, None, scheme.group or 1024, None, dtype), None, arch)
-        for count in (quantised.FEW, quantised.SOME, 2 * quantised.SOME):
+        w = pack_quantised_weight(QTensor(scheme, codes, scale, None, scheme.group or 1024, None, dtype), None, arch)
+        for count in (quantised_linear.FEW, quantised_linear.SOME, 2 * quantised_linear.SOME):
             x = torch.empty(count, 1024, dtype=dtype)
             name = f"{str(dtype).removeprefix('torch.')} {label}, {count} rows"
-            yield name, lambda x=x, w=w: quantised.linear(x, w)
+            yield name, lambda x=x, w=w: quantised_linear.linear(x, w)
 
 
 EXPERTS, TOP, COLUMNS, WIDTH = 128, 8, 768, 2048

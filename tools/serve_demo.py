@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = "assets/demo_picture.png"
+DEMO_IMAGE = "assets/demo_picture.png"
 QUESTION = "What is in the picture?"
 
 
@@ -28,9 +28,9 @@ def request(url: str, model: str) -> str:
         '{"type":"image_url","image_url":{"url":"data:image/png;base64,'
     )
     after = f'"}}}},{{"type":"text","text":"{QUESTION}"}}]}}]}}'
-    picture = shlex.quote(str(ROOT / PICTURE))
+    image = shlex.quote(str(ROOT / DEMO_IMAGE))
     return (
-        f"{{ printf %s '{before}'; base64 -w0 {picture}; printf %s '{after}'; }} |\n"
+        f"{{ printf %s '{before}'; base64 -w0 {image}; printf %s '{after}'; }} |\n"
         f"  curl -sS {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-"
     )
 

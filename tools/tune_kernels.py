@@ -30,10 +30,10 @@ import torch  # noqa: E402
 from benchmarks.kernels import attention_cases as cases  # noqa: E402
 from benchmarks.kernels import quantised_cases  # noqa: E402
 from tools import kernel_resources  # noqa: E402
-from trencadis.backends.cuda.kernels import attend_vision, tiles  # noqa: E402
-from trencadis.backends.cuda.kernels.blocks import FEW  # noqa: E402
+from trencadis.backends.cuda.kernels import tiles, vision_attention  # noqa: E402
+from trencadis.backends.cuda.kernels.query_blocks import FEW  # noqa: E402
 from trencadis.backends.cuda.kernels.tiles import Tile, TileEntry  # noqa: E402
-from trencadis.backends.cuda.launches.items import STEP  # noqa: E402
+from trencadis.backends.cuda.launches.work_items import STEP  # noqa: E402
 from trencadis.core.quant.scheme import Scheme  # noqa: E402
 
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
@@ -71,7 +71,7 @@ def launches(kernel: str, entry: TileEntry, device: torch.device) -> list[cases.
     if kernel == "attend_prefill":
         sizes = (64, FEW - 1) if short else (1024, 4096)
         return [cases.prefill(m, tokens, device) for m in models for tokens in sizes]
-    slots = (attend_vision.SHORT - 64,) if short else (4096, 12544)
+    slots = (vision_attention.SHORT - 64,) if short else (4096, 12544)
     return [cases.vision(kernel == "attend_images", s, 2, device, d=d) for s in slots]
 
 

@@ -63,9 +63,9 @@ _LAZY = {
     "AsyncEngineArgs": ("trencadis.engine_args", "AsyncEngineArgs"),
     "AsyncLLM": ("trencadis.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("trencadis.async_llm", "AsyncLLM"),
-    "BeamSearchOutput": ("trencadis.beams", "BeamSearchOutput"),
-    "BeamSearchParams": ("trencadis.beams", "BeamSearchParams"),
-    "BeamSearchSequence": ("trencadis.beams", "BeamSearchSequence"),
+    "BeamSearchOutput": ("trencadis.offline_beam_search", "BeamSearchOutput"),
+    "BeamSearchParams": ("trencadis.offline_beam_search", "BeamSearchParams"),
+    "BeamSearchSequence": ("trencadis.offline_beam_search", "BeamSearchSequence"),
     "ClassificationOutput": ("trencadis.pooling_outputs", "ClassificationOutput"),
     "ClassificationRequestOutput": ("trencadis.pooling_outputs", "ClassificationRequestOutput"),
     "CompletionOutput": ("trencadis.outputs", "CompletionOutput"),
@@ -75,45 +75,45 @@ _LAZY = {
     "EngineConfig": ("trencadis.core.config", "EngineConfig"),
     "FlatLogprobs": ("trencadis.logprobs", "FlatLogprobs"),
     "FlexibleArgumentParser": ("trencadis.engine_args", "FlexibleArgumentParser"),
-    "GuidedDecodingParams": ("trencadis.core.masks.params", "GuidedDecodingParams"),
+    "GuidedDecodingParams": ("trencadis.core.masks.structured_outputs", "GuidedDecodingParams"),
     "LLMEngine": ("trencadis.llm_engine", "LLMEngine"),
     "LLM": ("trencadis.llm", "LLM"),
     "Logprob": ("trencadis.logprobs", "Logprob"),
     "PoolingOutput": ("trencadis.pooling_outputs", "PoolingOutput"),
-    "PoolingParams": ("trencadis.server.pooling.params", "PoolingParams"),
+    "PoolingParams": ("trencadis.server.pooling.pooling_params", "PoolingParams"),
     "PoolingRequestOutput": ("trencadis.pooling_outputs", "PoolingRequestOutput"),
-    "PromptType": ("trencadis.prompts", "PromptType"),
-    "RepetitionDetectionParams": ("trencadis.core.masks.params", "RepetitionDetectionParams"),
+    "PromptType": ("trencadis.prompt_inputs", "PromptType"),
+    "RepetitionDetectionParams": ("trencadis.core.masks.structured_outputs", "RepetitionDetectionParams"),
     "RequestOutput": ("trencadis.outputs", "RequestOutput"),
     "RequestOutputKind": ("trencadis.core.request", "RequestOutputKind"),
     "SamplingParams": ("trencadis.core.request", "SamplingParams"),
     "ScoringOutput": ("trencadis.pooling_outputs", "ScoringOutput"),
     "ScoringRequestOutput": ("trencadis.pooling_outputs", "ScoringRequestOutput"),
     "StartupError": ("trencadis.core.errors", "StartupError"),
-    "StructuredOutputsParams": ("trencadis.core.masks.params", "StructuredOutputsParams"),
-    "TextPrompt": ("trencadis.prompts", "TextPrompt"),
-    "TokensPrompt": ("trencadis.prompts", "TokensPrompt"),
+    "StructuredOutputsParams": ("trencadis.core.masks.structured_outputs", "StructuredOutputsParams"),
+    "TextPrompt": ("trencadis.prompt_inputs", "TextPrompt"),
+    "TokensPrompt": ("trencadis.prompt_inputs", "TokensPrompt"),
     "TrencadisError": ("trencadis.core.errors", "TrencadisError"),
-    "load_chat_template": ("trencadis.keywords", "load_chat_template"),
+    "load_chat_template": ("trencadis.llm_kwargs", "load_chat_template"),
 }
 
 if TYPE_CHECKING:
     from trencadis.async_llm import AsyncLLM
     from trencadis.async_llm import AsyncLLM as AsyncLLMEngine
-    from trencadis.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError, TrencadisError
-    from trencadis.core.masks.params import (
+    from trencadis.core.masks.structured_outputs import (
         GuidedDecodingParams,
         RepetitionDetectionParams,
         StructuredOutputsParams,
     )
     from trencadis.core.request import RequestOutputKind, SamplingParams
     from trencadis.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
-    from trencadis.keywords import load_chat_template
     from trencadis.llm import LLM
     from trencadis.llm_engine import LLMEngine
+    from trencadis.llm_kwargs import load_chat_template
     from trencadis.logprobs import FlatLogprobs, Logprob
+    from trencadis.offline_beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from trencadis.outputs import CompletionOutput, RequestOutput
     from trencadis.pooling_outputs import (
         ClassificationOutput,
@@ -125,8 +125,8 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from trencadis.prompts import PromptType, TextPrompt, TokensPrompt
-    from trencadis.server.pooling.params import PoolingParams
+    from trencadis.prompt_inputs import PromptType, TextPrompt, TokensPrompt
+    from trencadis.server.pooling.pooling_params import PoolingParams
 
 
 def __getattr__(name: str) -> Any:
@@ -136,10 +136,10 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LAZY[name]
         return getattr(import_module(module), attribute)
     if name[:1].isupper() or name == "initialize_ray_cluster":
-        from trencadis.not_built import CLASSES, stand_in
+        from trencadis.unsupported import UNSUPPORTED_CLASSES, make_unsupported_class
 
-        if name in CLASSES:
-            return stand_in(name)
+        if name in UNSUPPORTED_CLASSES:
+            return make_unsupported_class(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,32 +11,32 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
-from trencadis.beams import GenerationParams, engine_params
 from trencadis.core.errors import BadRequest, StartupError, Unavailable
-from trencadis.core.process import wire
+from trencadis.core.process import engine_messages
 from trencadis.engine_args import AsyncEngineArgs
-from trencadis.keywords import setup
-from trencadis.metric_values import MetricValue, metrics_of, read_metrics
-from trencadis.not_built import NotBuiltMethods, no_lora, no_tokenization, refuse
-from trencadis.outputs import AnswerBuilder, RequestOutput
+from trencadis.llm_kwargs import build_offline_setup
+from trencadis.metrics_reader import MetricValue, make_metrics, read_metrics
+from trencadis.offline_beam_search import GenerationParams, engine_params
+from trencadis.offline_tokenizer import OfflineTokenizer
+from trencadis.outputs import OutputBuilder, RequestOutput
 from trencadis.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
-from trencadis.server.engine.spawn import spawn
+from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.grammars.book import GrammarBook
-from trencadis.server.pooling.params import PoolingParams
-from trencadis.server.pooling.request import pooling_request
-from trencadis.server.pooling.running import pooled
-from trencadis.server.pooling.vectors import finished
-from trencadis.server.prompts import frontends
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.pooling.pooler_output import finish_pooled
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.pooling.pooling_request import make_pooling_request
+from trencadis.server.pooling.run_pooling import run_pooling
+from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.generation import Generation
-from trencadis.tokenizer import OfflineTokenizer
+from trencadis.unsupported import UnsupportedMethods, raise_unsupported, refuse_lora, refuse_tokenization_kwargs
 
 log = logging.getLogger("trencadis.llm")
-LOOK_EVERY = 1.0
+POLL_SECONDS = 1.0
 
 
-class AsyncLLM(NotBuiltMethods):
+class AsyncLLM(UnsupportedMethods):
     """Answers many requests at a time; one event loop uses it. The engine loads while the caller goes on.
 
     Args:
@@ -50,24 +50,26 @@ class AsyncLLM(NotBuiltMethods):
 
     def __init__(self, model: str | Path = "", **options: Any) -> None:
         self._log_requests = bool(options.pop("enable_log_requests", None))
-        made = setup(model, options)
+        made = build_offline_setup(model, options)
         self.config = made.config
-        handle = spawn(self.config)
+        handle = spawn_engine(self.config)
         try:
             self.service = made.service()
         except BaseException:
             handle.kill()
             raise
-        self._grammars = GrammarBook(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
-        self._supervisor = Supervisor(self.config, handle, on_fatal=self._fatal, vocabulary=self._grammars.vocabulary)
-        self._supervisor.on_info.append(self._came_up)
-        self._metrics = metrics_of(Path(self.config.model).name, self.service, self._supervisor)
+        self._grammars = GrammarCache(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
+        self._supervisor = Supervisor(
+            self.config, handle, on_fatal=self._on_fatal, vocabulary=self._grammars.pack_vocabulary
+        )
+        self._supervisor.on_info.append(self._on_engine_info)
+        self._metrics = make_metrics(Path(self.config.model).name, self.service, self._supervisor)
         self._tokenizer = OfflineTokenizer(self.service)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._known = asyncio.Event()
+        self._startup_done = asyncio.Event()
         """Set once the engine accepts, or cannot."""
         self._failure = ""
-        self._open: set[str] = set()
+        self._open_ids: set[str] = set()
         self._closed = False
 
     @classmethod
@@ -97,26 +99,26 @@ class AsyncLLM(NotBuiltMethods):
             StartupError: the engine could not start.
             Unavailable: the engine stopped; it is started again.
         """
-        no_lora(lora_request)
-        no_tokenization(tokenization_kwargs)
+        refuse_lora(lora_request)
+        refuse_tokenization_kwargs(tokenization_kwargs)
         if data_parallel_rank:
-            refuse("data_parallel_rank", "data parallelism")
+            raise_unsupported("data_parallel_rank", "data parallelism")
         check_priority(priority, self.config.scheduling_policy)
-        async with self._entered(request_id):
+        async with self._register_request(request_id):
             params, beams = engine_params(sampling_params, self.service)
             made = await read_prompt(self.service, prompt, params)
-            params = await formed(self._grammars, self.service, made, params)
-            rule_of(self.service, made, params)
-            request = made.request(request_id, params, arrival=time.time(), priority=priority)
+            params = await apply_structured_outputs(self._grammars, self.service, made, params)
+            add_sampling_rule(self.service, made, params)
+            request = made.make_request(request_id, params, arrival=time.time(), priority=priority)
             request.beams = beams
             if self._log_requests:
                 log.info("request %s: %d prompt tokens, %s", request_id, len(made.tokens), params)
-            generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
-            answer = AnswerBuilder(request, made, generation.streams, self.service.tokenizer)
-            async with aclosing(generation.pieces()) as pieces:
+            generation = Generation(self._supervisor, self.service, request, made, self._metrics.record_finished)
+            answer = OutputBuilder(request, made, generation.streams, self.service.tokenizer)
+            async with aclosing(generation.stream_pieces()) as pieces:
                 async for choice, piece in pieces:
-                    answer.take(choice, piece)
-                    output = answer.output()
+                    answer.add_piece(choice, piece)
+                    output = answer.take_output()
                     if output is not None:
                         yield output
 
@@ -136,32 +138,34 @@ class AsyncLLM(NotBuiltMethods):
         Raises:
             BadRequest: the engine generates, the prompt or a parameter is at fault, or the id is in use.
         """
-        no_lora(lora_request)
-        no_tokenization(tokenization_kwargs)
+        refuse_lora(lora_request)
+        refuse_tokenization_kwargs(tokenization_kwargs)
         pooling = self.service.config.pooling
         if pooling is None:
             raise BadRequest('AsyncLLM.encode needs an engine made with runner="pooling".')
         pooling_params.check(pooling, self.service.config.text.hidden)
         check_priority(priority, self.config.scheduling_policy)
-        async with self._entered(request_id):
+        async with self._register_request(request_id):
             made = await read_prompt(self.service, prompt, pooling_params)
-            request = pooling_request(request_id, made, pooling, pooling_params, arrival=time.time(), priority=priority)
-            generation = Generation(self._supervisor, self.service, request, made, self._metrics.finished)
-            (raw,) = await pooled([generation], pooling, pooling_params)
-            output = PoolingOutput(finished(raw, pooling, pooling_params))
+            request = make_pooling_request(
+                request_id, made, pooling, pooling_params, arrival=time.time(), priority=priority
+            )
+            generation = Generation(self._supervisor, self.service, request, made, self._metrics.record_finished)
+            (raw,) = await run_pooling([generation], pooling, pooling_params)
+            output = PoolingOutput(finish_pooled(raw, pooling, pooling_params))
             yield PoolingRequestOutput(request_id, output, made.tokens, generation.timing.cached)
 
     @contextlib.asynccontextmanager
-    async def _entered(self, request_id: str) -> AsyncGenerator[None]:
-        """Holds the id of a request while it runs, once the engine is up."""
-        if request_id in self._open:
+    async def _register_request(self, request_id: str) -> AsyncGenerator[None]:
+        """Reserves a request id while the request runs, once the engine is up."""
+        if request_id in self._open_ids:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
-        self._open.add(request_id)
+        self._open_ids.add(request_id)
         try:
-            await self._up()
+            await self._wait_until_up()
             yield
         finally:
-            self._open.discard(request_id)
+            self._open_ids.discard(request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests as no longer wanted: their outputs end with ``finish_reason`` ``abort``."""
@@ -177,13 +181,13 @@ class AsyncLLM(NotBuiltMethods):
             StartupError: it could not start.
             Unavailable: it stopped.
         """
-        await self._up()
+        await self._wait_until_up()
         if not self._supervisor.healthy:
             raise Unavailable(f"The engine is not accepting requests ({self._supervisor.phase}).", retry_after=5)
 
     async def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Nothing that was computed so far is found again; True."""
-        await self._up()
+        """Empties the prefix cache; always True."""
+        await self._wait_until_up()
         self._supervisor.reset_prefix_cache()
         return True
 
@@ -229,11 +233,11 @@ class AsyncLLM(NotBuiltMethods):
             supervisor.link.handle.kill()
         elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(supervisor.task.cancel)
-        frontends.close(self.service)
+        text_service_builder.close_frontends(self.service)
         self._grammars.close()
 
     async def __aenter__(self) -> Self:
-        await self._up()
+        await self._wait_until_up()
         return self
 
     async def __aexit__(self, *why: object) -> None:
@@ -242,7 +246,7 @@ class AsyncLLM(NotBuiltMethods):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor.task
 
-    async def _up(self) -> None:
+    async def _wait_until_up(self) -> None:
         loop = asyncio.get_running_loop()
         if self._closed:
             raise Unavailable("This AsyncLLM was shut down.")
@@ -251,18 +255,18 @@ class AsyncLLM(NotBuiltMethods):
             self._supervisor.start()
         elif self._loop is not loop:
             raise BadRequest("An AsyncLLM belongs to the event loop of its first request; make one in each loop.")
-        while not self._known.is_set():
+        while not self._startup_done.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._known.wait(), LOOK_EVERY)
+                await asyncio.wait_for(self._startup_done.wait(), POLL_SECONDS)
             if self._supervisor.failing:
-                self._fatal("the engine ended again and again while it loaded", 1)
+                self._on_fatal("the engine ended again and again while it loaded", 1)
         if self._failure:
             raise StartupError(self._failure)
 
-    def _fatal(self, message: str, code: int) -> None:
+    def _on_fatal(self, message: str, code: int) -> None:
         self._failure = message
-        self._known.set()
+        self._startup_done.set()
 
-    def _came_up(self, info: wire.EngineInfo) -> None:
+    def _on_engine_info(self, info: engine_messages.EngineInfo) -> None:
         self.service.max_model_len = info.max_model_len
-        self._known.set()
+        self._startup_done.set()

@@ -8,12 +8,12 @@ from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trencadis.core.config import EngineConfig
-from trencadis.keywords import FRONT, ONE_ENGINE, setup
-from trencadis.server.config.flags import LISTS, table
-from trencadis.server.config.foreign.table import ROWS
+from trencadis.llm_kwargs import PROMPT_FLAGS, SINGLE_ENGINE_VALUES, build_offline_setup
+from trencadis.server.config.flags import LISTS, get_flag_table
+from trencadis.server.config.vllm_flags.flag_table import ROWS
 
 
-class _Args:
+class _BaseArgs:
     """Options by name; None is an option's default, texts are read as on the command line."""
 
     def options(self) -> dict[str, Any]:
@@ -27,21 +27,21 @@ class _Args:
         Raises:
             StartupError: one line that says what does not fit or is not supported.
         """
-        return setup(self.model, self.options()).config  # type: ignore[attr-defined]
+        return build_offline_setup(self.model, self.options()).config  # type: ignore[attr-defined]
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Adds ``--name`` (and ``--its_name``) for every option."""
         group = parser.add_argument_group(cls.__name__)
         for one in fields(cls):  # type: ignore[arg-type]
-            flag = table().get(one.name) or ROWS.get(one.name)
+            flag = get_flag_table().get(one.name) or ROWS.get(one.name)
             written = dict.fromkeys(("--" + one.name.replace("_", "-"), "--" + one.name))
             more: dict[str, Any] = {"type": str}
             if flag is not None and flag.kind == "bool":
                 more = {"action": argparse.BooleanOptionalAction}
             elif flag is not None and flag.kind in LISTS:
                 more = {"nargs": "+"}
-            group.add_argument(*written, dest=one.name, default=None, help=_help(one.name), **more)
+            group.add_argument(*written, dest=one.name, default=None, help=_help_text(one.name), **more)
         return parser
 
     @classmethod
@@ -50,29 +50,31 @@ class _Args:
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
 
 
-def _help(name: str) -> str:
-    flag = table().get(name)
+def _help_text(name: str) -> str:
+    flag = get_flag_table().get(name)
     if flag is not None:
         return flag.help.replace("%", "%%")
     row = ROWS.get(name)
     return "" if row is None else f"{row.verdict}: {row.why}".replace("%", "%%")
 
 
-def _names() -> list[str]:
+def _option_names() -> list[str]:
     """Names of all options: ``model``, the engine's, those about prompts, and vLLM's that are accepted or refused."""
-    own = [f.name for f in table().values() if f.owner == "engine" and not f.hidden]
-    served = [name for name in FRONT if name.startswith("allowed")]
-    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *ONE_ENGINE, *ROWS)))
+    own = [f.name for f in get_flag_table().values() if f.owner == "engine" and not f.hidden]
+    served = [name for name in PROMPT_FLAGS if name.startswith("allowed")]
+    return list(dict.fromkeys(("model", *own, *served, "disable_log_stats", *SINGLE_ENGINE_VALUES, *ROWS)))
 
 
-def _made(name: str, doc: str, *more: str) -> type:
-    made = [(one, Any, field(default="" if one == "model" else None)) for one in (*_names(), *more)]
-    return make_dataclass(name, made, bases=(_Args,), namespace={"__doc__": doc, "__module__": __name__}, repr=False)
+def _make_args_class(name: str, doc: str, *more: str) -> type:
+    made = [(one, Any, field(default="" if one == "model" else None)) for one in (*_option_names(), *more)]
+    return make_dataclass(
+        name, made, bases=(_BaseArgs,), namespace={"__doc__": doc, "__module__": __name__}, repr=False
+    )
 
 
 if TYPE_CHECKING:
 
-    class EngineArgs(_Args):
+    class EngineArgs(_BaseArgs):
         """Options of an engine."""
 
         model: str
@@ -84,8 +86,8 @@ if TYPE_CHECKING:
         """Options of an engine that answers many at a time."""
 
 else:
-    EngineArgs = _made("EngineArgs", "Options of an engine, as ``LLM`` takes them.")
-    AsyncEngineArgs = _made("AsyncEngineArgs", "Options of ``AsyncLLM``.", "enable_log_requests")
+    EngineArgs = _make_args_class("EngineArgs", "Options of an engine, as ``LLM`` takes them.")
+    AsyncEngineArgs = _make_args_class("AsyncEngineArgs", "Options of ``AsyncLLM``.", "enable_log_requests")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -98,10 +100,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         import sys
 
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_dashed(word) for word in words], namespace)
+        return super().parse_known_args([_to_dashes(word) for word in words], namespace)
 
 
-def _dashed(word: str) -> str:
+def _to_dashes(word: str) -> str:
     if not word.startswith("--"):
         return word
     name, sign, value = word.partition("=")

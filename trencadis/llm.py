@@ -13,45 +13,45 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trencadis.beams import (
-    BeamSearchOutput,
-    BeamSearchParams,
-    EngineParams,
-    GenerationParams,
-    beam_output,
-    engine_params,
-    final_only,
-)
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import BadRequest
 from trencadis.core.progress import Progress
 from trencadis.core.request import SamplingParams
 from trencadis.engine_args import EngineArgs
-from trencadis.keywords import setup, template_text
 from trencadis.llm_engine import LLMEngine
-from trencadis.multimodal.gather import gather_or_cancel
-from trencadis.multimodal.options import media_scope
-from trencadis.not_built import NotBuiltMethods, no_lora
+from trencadis.llm_kwargs import build_offline_setup, read_template
+from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.multimodal.media_options import media_scope
+from trencadis.offline_beam_search import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    EngineParams,
+    GenerationParams,
+    engine_params,
+    final_output_only,
+    make_beam_output,
+)
+from trencadis.offline_tokenizer import OfflineTokenizer
 from trencadis.outputs import CompletionOutput as CompletionOutput
 from trencadis.outputs import RequestOutput as RequestOutput
-from trencadis.pooling_calls import PoolingCalls
-from trencadis.progress_bar import PromptBar, UseTqdm
-from trencadis.prompts import PromptType, as_list, read_prompt
+from trencadis.pooling_methods import PoolingMethods
+from trencadis.progress_bar import PromptProgressBar, UseTqdm
+from trencadis.prompt_inputs import PromptType, as_list, read_prompt
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.service import TextService
-from trencadis.tokenizer import OfflineTokenizer
+from trencadis.server.prompts.text_service import TextService
+from trencadis.unsupported import UnsupportedMethods, refuse_lora
 
 if TYPE_CHECKING:
     import torch
 
-    from trencadis.metric_values import MetricValue
+    from trencadis.metrics_reader import MetricValue
 
 Params = GenerationParams | Sequence[GenerationParams] | None
 Message = Mapping[str, Any]
 
 
-class LLM(PoolingCalls, NotBuiltMethods):
+class LLM(PoolingMethods, UnsupportedMethods):
     """The engine, its tokenizer and its image processor in one process; ``with LLM(...) as llm`` closes it.
 
     Args:
@@ -61,7 +61,7 @@ class LLM(PoolingCalls, NotBuiltMethods):
         allowed_media_domains: hosts that media may be fetched from; none: every public one.
         chat_template: a Jinja file, or the template itself; none: the model's.
         chat_template_content_format: ``auto``, ``string`` or ``openai``.
-        progress: told of each phase of the start-up.
+        progress: called with each phase of the start-up.
         options: every other flag of ``serve`` that concerns the engine. Texts are read as on the command line
             (``kv_cache_memory_bytes="256MiB"``), None is the default, and what the command line takes without effect
             (``task="generate"``) is taken here.
@@ -108,8 +108,8 @@ class LLM(PoolingCalls, NotBuiltMethods):
             kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, device=device,
             chat_template_content_format=chat_template_content_format,
         )  # fmt: skip
-        self.llm_engine = LLMEngine(setup(model, named | options), progress)
-        self._numbers = itertools.count()
+        self.llm_engine = LLMEngine(build_offline_setup(model, named | options), progress)
+        self._request_numbers = itertools.count()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -155,12 +155,12 @@ class LLM(PoolingCalls, NotBuiltMethods):
         Raises:
             BadRequest: a prompt or a parameter is at fault.
         """
-        no_lora(lora_request)
+        refuse_lora(lora_request)
         items = as_list(prompts)
-        params = self._params(sampling_params, len(items))
+        params = self._engine_params(sampling_params, len(items))
         if priority is not None and len(priority) != len(items):
             raise BadRequest(f"{len(items)} prompts came with {len(priority)} priorities.", param="priority")
-        return self._run(self._read(items, params), params, use_tqdm, priority)
+        return self._run(self._read_prompts(items, params), params, use_tqdm, priority)
 
     def beam_search(
         self,
@@ -178,16 +178,16 @@ class LLM(PoolingCalls, NotBuiltMethods):
         Raises:
             BadRequest: a prompt or a parameter is at fault.
         """
-        no_lora(lora_request)
+        refuse_lora(lora_request)
         items = as_list(prompts)
         given = [engine_params(params, self.service)] * len(items)
         size = concurrency_limit or max(len(items), 1)
         found: list[BeamSearchOutput] = []
         for at in range(0, len(items), size):
             part = items[at : at + size]
-            outputs = self._run(self._read(part, given[at : at + size]), given[at : at + size], use_tqdm)
+            outputs = self._run(self._read_prompts(part, given[at : at + size]), given[at : at + size], use_tqdm)
             found += [
-                beam_output(output, prompt, self.service, params.include_stop_str_in_output)
+                make_beam_output(output, prompt, self.service, params.include_stop_str_in_output)
                 for output, prompt in zip(outputs, part, strict=True)
             ]
         return found
@@ -221,16 +221,16 @@ class LLM(PoolingCalls, NotBuiltMethods):
         Raises:
             BadRequest: a message or a parameter is at fault.
         """
-        no_lora(lora_request)
+        refuse_lora(lora_request)
         self._check_format(chat_template_content_format)
         scope = media_scope(cache_salt, mm_processor_kwargs)
-        template = template_text(chat_template)
-        talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        given = None if sampling_params is None else self._params(sampling_params, len(talks))
+        template = read_template(chat_template)
+        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        given = None if sampling_params is None else self._engine_params(sampling_params, len(conversations))
         made = self._wait(
             gather_or_cancel(
-                self.service.chat_prompt(
-                    talk,
+                self.service.make_chat_prompt(
+                    conversation,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
@@ -239,7 +239,7 @@ class LLM(PoolingCalls, NotBuiltMethods):
                     truncate=None if given is None else given[i].sampling.truncate_prompt_tokens,
                     scope=scope,
                 )
-                for i, talk in enumerate(talks)
+                for i, conversation in enumerate(conversations)
             )
         )
         return self._run(made, given or [EngineParams(self._chat_defaults(len(p.tokens))) for p in made], use_tqdm)
@@ -257,7 +257,7 @@ class LLM(PoolingCalls, NotBuiltMethods):
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
-        """Nothing that was computed so far is found again; True."""
+        """Empties the prefix cache; always True."""
         return self.llm_engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -283,9 +283,9 @@ class LLM(PoolingCalls, NotBuiltMethods):
     def _chat_defaults(self, prompt: int) -> SamplingParams:
         defaults = self.service.defaults
         made = self.llm_engine.default_params()
-        return replace(made, max_tokens=defaults.limit(prompt), min_tokens=defaults.min_tokens)
+        return replace(made, max_tokens=defaults.get_max_tokens(prompt), min_tokens=defaults.min_tokens)
 
-    def _params(self, given: Params, count: int) -> Sequence[EngineParams]:
+    def _engine_params(self, given: Params, count: int) -> Sequence[EngineParams]:
         if given is None:
             given = self.llm_engine.default_params()
         if isinstance(given, GenerationParams):
@@ -294,7 +294,7 @@ class LLM(PoolingCalls, NotBuiltMethods):
             raise BadRequest(f"{count} prompts came with {len(given)} sampling parameters.", param="sampling_params")
         return [engine_params(one, self.service) for one in given]
 
-    def _read(self, items: Sequence[PromptType], params: Sequence[EngineParams]) -> list[Prompt]:
+    def _read_prompts(self, items: Sequence[PromptType], params: Sequence[EngineParams]) -> list[Prompt]:
         reading = (read_prompt(self.service, i, p.sampling) for i, p in zip(items, params, strict=True))
         made: list[Prompt] = self._wait(gather_or_cancel(reading))
         return made
@@ -308,12 +308,12 @@ class LLM(PoolingCalls, NotBuiltMethods):
         use_tqdm: UseTqdm,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        bar = PromptBar(len(prompts), use_tqdm)
+        bar = PromptProgressBar(len(prompts), use_tqdm)
         done: dict[str, RequestOutput | None] = {}
         try:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                request_id = f"llm-{next(self._numbers)}"
-                self.llm_engine.submit(request_id, prompt, final_only(p), priority[i] if priority else 0)
+                request_id = f"llm-{next(self._request_numbers)}"
+                self.llm_engine.submit(request_id, prompt, final_output_only(p), priority[i] if priority else 0)
                 done[request_id] = None
             left = len(done)
             while left:
@@ -324,7 +324,7 @@ class LLM(PoolingCalls, NotBuiltMethods):
         finally:
             bar.close()
             self.llm_engine.abort_request([i for i, output in done.items() if output is None])
-            self.llm_engine.settle()
+            self.llm_engine.drain()
         return [output for output in done.values() if output is not None]
 
     def _wait(self, work: Any) -> Any:

@@ -12,29 +12,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from trencadis.beams import EngineParams, GenerationParams, engine_params
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, TrencadisError, Unavailable, from_status
-from trencadis.core.links import elsewhere
+from trencadis.core.links import placement
 from trencadis.core.links.topology import topology
-from trencadis.core.process import settling, torch_build
+from trencadis.core.process import device_env, torch_build
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.engine_args import EngineArgs
-from trencadis.keywords import OfflineSetup, setup
-from trencadis.not_built import NotBuilt, NotBuiltMethods, no_lora, no_tokenization
-from trencadis.outputs import AnswerBuilder, RequestOutput
-from trencadis.prompts import PromptType, check_priority, formed, read_prompt, rule_of
-from trencadis.server.grammars.book import GrammarBook
-from trencadis.server.prompts import frontends
-from trencadis.server.prompts.generation import Timing, begun
-from trencadis.server.prompts.output import ChoiceStream
+from trencadis.llm_kwargs import OfflineSetup, build_offline_setup
+from trencadis.offline_beam_search import EngineParams, GenerationParams, engine_params
+from trencadis.offline_tokenizer import OfflineTokenizer
+from trencadis.outputs import OutputBuilder, RequestOutput
+from trencadis.prompt_inputs import PromptType, add_sampling_rule, apply_structured_outputs, check_priority, read_prompt
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.prompts import text_service_builder
+from trencadis.server.prompts.generation import RequestTiming, start_timing
+from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.tokenizer import OfflineTokenizer
+from trencadis.unsupported import UnsupportedFeature, UnsupportedMethods, refuse_lora, refuse_tokenization_kwargs
 
 if TYPE_CHECKING:
     from trencadis.core.engine import Engine
-    from trencadis.metric_values import LocalMetrics, MetricValue
+    from trencadis.metrics_reader import LocalMetrics, MetricValue
 
 log = logging.getLogger("trencadis.engine")
 
@@ -43,23 +43,23 @@ OBSERVE_EVERY = 1024
 """Steps after which the metrics take what the engine's statistics have collected."""
 
 
-def _start(config: EngineConfig, progress: Progress | None) -> Engine:
+def _start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     """The engine; torch is imported here, once the device's environment is settled.
 
     A process that torchrun started for another rank stays here until that engine ends, and exits with it.
     """
-    config, line = elsewhere.settled(config, os.environ)
+    config, line = placement.choose_executor_backend(config, os.environ)
     if line:
         log.warning("%s", line)
-    lie = topology(config, os.environ)
-    if not lie.leads:
-        from trencadis.core.executor.following import follow
+    rank_topology = topology(config, os.environ)
+    if not rank_topology.leads:
+        from trencadis.core.executor.headless import run_headless
 
-        raise SystemExit(follow(config, lie, os.environ, again=False))
-    for line in settling.settle(config.device, world=lie.here).lines:
+        raise SystemExit(run_headless(config, rank_topology, os.environ, again=False))
+    for line in device_env.prepare_device_env(config.device, world=rank_topology.here).lines:
         log.info("%s", line)
-    torch_build.load()
-    from trencadis.core.startup.build import create_engine
+    torch_build.import_torch()
+    from trencadis.core.startup.engine_builder import create_engine
 
     return create_engine(config, progress)
 
@@ -69,17 +69,17 @@ class OfflineRequest:
     """A request that has not ended; its timing is for the metrics, if there are any."""
 
     streams: list[ChoiceStream]
-    answer: AnswerBuilder
+    answer: OutputBuilder
     pixels: Sequence[Any]
-    timing: Timing | None = None
+    timing: RequestTiming | None = None
 
 
-class LLMEngine(NotBuiltMethods):
+class LLMEngine(UnsupportedMethods):
     """Requests go in by ``add_request``; each ``step`` runs the model once and returns what is new.
 
     Args:
         made: configuration, media rules and template (``keywords.setup``); ``from_engine_args`` makes them.
-        progress: told of each phase of the start-up.
+        progress: called with each phase of the start-up.
 
     Raises:
         StartupError: one line that says what does not fit or is not supported.
@@ -89,27 +89,27 @@ class LLMEngine(NotBuiltMethods):
         self.config = made.config
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="llm-io").start()
-        self.engine = _start(self.config, progress)
+        self.engine = _start_engine(self.config, progress)
         self.service = made.service()
         self.service.max_model_len = self.engine.info().max_model_len
         self.tokenizer = OfflineTokenizer(self.service)
-        self._grammars = GrammarBook(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
-        self._words_sent = False
+        self._grammars = GrammarCache(self.service.tokenizer, self.service.config.text.vocab, self.service.eos)
+        self._vocabulary_sent = False
         self._metrics = self._make_metrics()
-        self._open: dict[str, OfflineRequest] = {}
-        self._kept: list[RequestOutput] = []
+        self._requests: dict[str, OfflineRequest] = {}
+        self._pending_outputs: list[RequestOutput] = []
         self._steps = 0
         self._closed = False
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *unused: object, **more: object) -> Self:
         """An engine with these options; vLLM's other arguments are ignored."""
-        return cls(setup(engine_args.model, engine_args.options()))
+        return cls(build_offline_setup(engine_args.model, engine_args.options()))
 
     def _make_metrics(self) -> LocalMetrics | None:
         """The metrics; None if the server's packages are not installed."""
         try:
-            from trencadis.metric_values import LocalMetrics
+            from trencadis.metrics_reader import LocalMetrics
         except ModuleNotFoundError:
             return None
         return LocalMetrics(Path(self.config.model).name, self.service, self.engine.info(), self.engine.stats)
@@ -133,8 +133,8 @@ class LLMEngine(NotBuiltMethods):
         Raises:
             BadRequest: the prompt or a parameter is at fault, or the id is in use.
         """
-        no_lora(lora_request)
-        no_tokenization(tokenization_kwargs)
+        refuse_lora(lora_request)
+        refuse_tokenization_kwargs(tokenization_kwargs)
         given = engine_params(params or self.default_params(), self.service)
         made = self.wait(read_prompt(self.service, prompt, given.sampling))
         self.submit(request_id, made, given, priority, arrival_time)
@@ -143,14 +143,14 @@ class LLMEngine(NotBuiltMethods):
         self, request_id: str, prompt: Prompt, given: EngineParams, priority: int = 0, arrival: float | None = None
     ) -> None:
         """Queues a prompt that is tokenized and whose media are prepared."""
-        if request_id in self._open:
+        if request_id in self._requests:
             raise BadRequest(f"request id {request_id!r} is in use.", param="request_id")
         check_priority(priority, self.config.scheduling_policy)
         if self.service.config.pooling is not None:
             raise BadRequest('This engine pools; make one with runner="generate" for answers.')
-        params = self._formed(prompt, given.sampling)
-        rule_of(self.service, prompt, params)
-        request = prompt.request(request_id, params, arrival=arrival or time.time(), priority=priority)
+        params = self._constrain(prompt, given.sampling)
+        add_sampling_rule(self.service, prompt, params)
+        request = prompt.make_request(request_id, params, arrival=arrival or time.time(), priority=priority)
         request.beams = given.beams
         self.submit_request(request, prompt)
 
@@ -158,37 +158,37 @@ class LLMEngine(NotBuiltMethods):
         """Queues a request, which may pool."""
         request_id, params = request.id, request.params
         request.arrival = request.arrival or time.time()
-        streams = [self.service.stream(params, prompt) for _ in range(params.n)]
-        answer = AnswerBuilder(request, prompt, streams, self.service.tokenizer)
-        timing = None if self._metrics is None else begun(request, prompt, streams)
-        self._open[request_id] = OfflineRequest(streams, answer, prompt.pixels, timing)
+        streams = [self.service.make_stream(params, prompt) for _ in range(params.n)]
+        answer = OutputBuilder(request, prompt, streams, self.service.tokenizer)
+        timing = None if self._metrics is None else start_timing(request, prompt, streams)
+        self._requests[request_id] = OfflineRequest(streams, answer, prompt.pixels, timing)
         self.engine.add(request)
 
-    def _formed(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        """Gives a prompt the grammar of its answers, and the engine the vocabulary before the first one."""
+    def _constrain(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Attaches the grammar of the answer to a prompt; sends the engine the vocabulary before the first one."""
         if params.structured_outputs is None and params.guided_decoding is None:
             return params
-        plain: SamplingParams = self.wait(formed(self._grammars, self.service, prompt, params))
-        if not self._words_sent:
-            self.engine.vocabulary(self.wait(self._grammars.vocabulary()))
-            self._words_sent = True
+        plain: SamplingParams = self.wait(apply_structured_outputs(self._grammars, self.service, prompt, params))
+        if not self._vocabulary_sent:
+            self.engine.set_vocabulary(self.wait(self._grammars.pack_vocabulary()))
+            self._vocabulary_sent = True
         return plain
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests as no longer wanted; unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            entry = self._open.pop(request_id, None)
+            entry = self._requests.pop(request_id, None)
             if entry is not None:
                 self.engine.abort(request_id)
-                self._ended(entry, "abort")
+                self._record_end(entry, "abort")
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` may return more."""
-        return bool(self._open or self._kept)
+        return bool(self._requests or self._pending_outputs)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._requests)
 
     # Steps
 
@@ -198,71 +198,71 @@ class LLMEngine(NotBuiltMethods):
         Raises:
             TrencadisError: a request failed; it is gone, and the others go on with the next step.
         """
-        self._kept += self._turn()
-        made, self._kept = self._kept, []
+        self._pending_outputs += self._step_engine()
+        made, self._pending_outputs = self._pending_outputs, []
         return made
 
     def step_for(self, ids: Collection[str]) -> list[RequestOutput]:
         """``step`` for the requests ``ids``; outputs of other requests are kept for the next call."""
         made = self.step()
-        self._kept = [o for o in made if o.request_id not in ids]
+        self._pending_outputs = [o for o in made if o.request_id not in ids]
         return [o for o in made if o.request_id in ids]
 
-    def _turn(self) -> list[RequestOutput]:
+    def _step_engine(self) -> list[RequestOutput]:
         touched: dict[str, OfflineRequest] = {}
         failed: TrencadisError | None = None
         for delta in self.engine.step():
-            entry = self._open.get(delta.id)
+            entry = self._requests.get(delta.id)
             if entry is None:
                 continue
             if delta.finish == "error":
                 failed = failed or from_status(delta.status or 500, delta.message)
-                self._drop(delta.id)
+                self._drop_failed(delta.id)
                 touched.pop(delta.id, None)
                 continue
-            self._take(entry, delta)
+            self._apply_delta(entry, delta)
             touched[delta.id] = entry
         for request_id, index in self.engine.needs():
-            if request_id in self._open:
-                self.engine.media(request_id, index, self._open[request_id].pixels[index])
-        made = [output for entry in touched.values() if (output := entry.answer.output()) is not None]
+            if request_id in self._requests:
+                self.engine.add_media(request_id, index, self._requests[request_id].pixels[index])
+        made = [output for entry in touched.values() if (output := entry.answer.take_output()) is not None]
         for output in made:
             if output.finished:
-                self._ended(self._open.pop(output.request_id))
-        self._count()
+                self._record_end(self._requests.pop(output.request_id))
+        self._count_step()
         if failed is not None:
-            self._kept += made
+            self._pending_outputs += made
             raise failed
         return made
 
-    def _take(self, entry: OfflineRequest, delta: Delta) -> None:
+    def _apply_delta(self, entry: OfflineRequest, delta: Delta) -> None:
         stream, timing = entry.streams[delta.choice], entry.timing
         if stream.finish_reason is not None:
             return  # what was in flight when a stop string ended it
         piece = stream.feed(delta)
-        entry.answer.take(delta.choice, piece)
+        entry.answer.add_piece(delta.choice, piece)
         if timing is not None:
-            timing.tokens(delta.choice, len(delta.tokens))
+            timing.add_tokens(delta.choice, len(delta.tokens))
             timing.finish += [piece.finish_reason] if piece.finish_reason is not None else []
         if stream.stopped_early and delta.finish is None:
             self.engine.abort(delta.id, delta.choice)
 
-    def _drop(self, request_id: str) -> None:
+    def _drop_failed(self, request_id: str) -> None:
         self.engine.abort(request_id)
-        self._ended(self._open.pop(request_id), "error")
+        self._record_end(self._requests.pop(request_id), "error")
 
-    def _ended(self, entry: OfflineRequest, why: str = "") -> None:
+    def _record_end(self, entry: OfflineRequest, reason: str = "") -> None:
         if self._metrics is not None and entry.timing is not None:
-            self._metrics.ended(entry.timing, why)
+            self._metrics.record_end(entry.timing, reason)
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         self._steps += 1
         if self._metrics is not None and self._steps % OBSERVE_EVERY == 0:
             self._metrics.refresh()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Steps until nothing of ended requests is in flight; does nothing while a request is open."""
-        if self._open:
+        if self._requests:
             return
         while not self.engine.idle():
             self.engine.step()
@@ -306,10 +306,10 @@ class LLMEngine(NotBuiltMethods):
         """The server's ``vllm:`` metrics of this engine.
 
         Raises:
-            NotBuilt: the packages of the server are not installed.
+            UnsupportedFeature: the packages of the server are not installed.
         """
         if self._metrics is None:
-            raise NotBuilt("get_metrics needs the packages prometheus-client and msgspec.")
+            raise UnsupportedFeature("get_metrics needs the packages prometheus-client and msgspec.")
         return self._metrics.values()
 
     def reset_prefix_cache(self, *unused: object, **more: object) -> bool:
@@ -323,7 +323,7 @@ class LLMEngine(NotBuiltMethods):
             return
         self._closed = True
         self.engine.close()
-        frontends.close(self.service)
+        text_service_builder.close_frontends(self.service)
         self._grammars.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 

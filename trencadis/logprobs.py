@@ -31,19 +31,19 @@ class FlatLogprobs(Sequence[Any]):
     ranks: list[int | None] = field(default_factory=list)
     decoded_tokens: list[str | None] = field(default_factory=list)
 
-    def append(self, place: Mapping[int, Logprob] | None) -> None:
+    def append(self, position: Mapping[int, Logprob] | None) -> None:
         """Adds a place; None is an empty one."""
         self.start_indices.append(len(self.token_ids))
-        for token, one in (place or {}).items():
+        for token, one in (position or {}).items():
             self.token_ids.append(token)
             self.logprobs.append(one.logprob)
             self.ranks.append(one.rank)
             self.decoded_tokens.append(one.decoded_token)
         self.end_indices.append(len(self.token_ids))
 
-    def extend(self, places: Iterable[Mapping[int, Logprob] | None]) -> None:
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
         """Adds places in order."""
-        for place in places:
+        for place in positions:
             self.append(place)
 
     def copy(self) -> FlatLogprobs:

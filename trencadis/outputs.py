@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from trencadis.core.request import Request, RequestOutputKind, RequestStats, TokenLogprob
 from trencadis.logprobs import FlatLogprobs, Logprob
-from trencadis.server.prompts.output import ChoiceStream, TextPiece
+from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import ImageSize, Prompt
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 
 class PositionLogprobs(dict[int, Logprob]):
@@ -24,19 +24,19 @@ class PositionLogprobs(dict[int, Logprob]):
     def __init__(self, tokenizer: Tokenizer, item: TokenLogprob) -> None:
         self.token, self.logprob, self.rank = item.token, item.logprob, item.rank
         self.top_ids, self.top_logprobs = item.top_ids, item.top_logprobs
-        super().__init__({item.token: Logprob(item.logprob, item.rank, _text(tokenizer, item.token))})
+        super().__init__({item.token: Logprob(item.logprob, item.rank, _token_text(tokenizer, item.token))})
         ranks = item.top_ranks or range(1, len(item.top_ids) + 1)
         for token, value, rank in zip(item.top_ids, item.top_logprobs, ranks, strict=True):
             if token != item.token:
-                self[token] = Logprob(value, rank, _text(tokenizer, token))
+                self[token] = Logprob(value, rank, _token_text(tokenizer, token))
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.token_bytes(token).decode("utf-8", "replace")
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.get_token_bytes(token).decode("utf-8", "replace")
 
 
-TokenPlaces = list[PositionLogprobs] | FlatLogprobs
-PromptPlaces = list[PositionLogprobs | None] | FlatLogprobs
+SampleLogprobs = list[PositionLogprobs] | FlatLogprobs
+PromptLogprobs = list[PositionLogprobs | None] | FlatLogprobs
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: TokenPlaces | None = None
+    logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
@@ -105,7 +105,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: PromptPlaces | None
+    prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
@@ -117,7 +117,7 @@ class RequestOutput:
     pooled: bytes = field(default=b"", repr=False)
 
 
-class AnswerBuilder:
+class OutputBuilder:
     """Collects the pieces of one request and makes outputs of them, as ``output_kind`` says.
 
     Args:
@@ -131,16 +131,18 @@ class AnswerBuilder:
         scored = request.params.reports
         self._flat = bool(request.params.flat_logprobs)
         self._choices = [
-            CompletionOutput(i, cumulative_logprob=0.0 if scored else None, logprobs=self._places() if scored else None)
+            CompletionOutput(
+                i, cumulative_logprob=0.0 if scored else None, logprobs=self._empty_logprobs() if scored else None
+            )
             for i in range(request.params.n)
         ]
-        self._whole = RequestOutput(
+        self._output = RequestOutput(
             request.id, prompt.text, prompt.tokens, None, [], False, RequestMetrics(request.arrival or time.time()),
-            num_image_tokens=prompt.media_tokens(videos=False), images=prompt.image_sizes,
+            num_image_tokens=prompt.count_media_tokens(videos=False), images=prompt.image_sizes,
         )  # fmt: skip
-        self._new: set[int] = set()
+        self._changed: set[int] = set()
 
-    def _places(self) -> TokenPlaces:
+    def _empty_logprobs(self) -> SampleLogprobs:
         return FlatLogprobs() if self._flat else []
 
     @property
@@ -148,9 +150,9 @@ class AnswerBuilder:
         """Whether every choice has ended."""
         return all(c.finished() for c in self._choices)
 
-    def take(self, choice: int, piece: TextPiece) -> None:
+    def add_piece(self, choice: int, piece: TextPiece) -> None:
         """One piece of one choice."""
-        made, metrics, now = self._choices[choice], self._whole.metrics, time.time()
+        made, metrics, now = self._choices[choice], self._output.metrics, time.time()
         assert metrics is not None
         made.text += piece.text
         made.token_ids += piece.tokens
@@ -162,25 +164,25 @@ class AnswerBuilder:
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
             metrics.num_generation_tokens += len(piece.tokens)
-        self._new.add(choice)
-        self._look(choice, now)
+        self._changed.add(choice)
+        self._update_stats(choice, now)
 
-    def output(self) -> RequestOutput | None:
+    def take_output(self) -> RequestOutput | None:
         """The output that is due now; None if nothing is new, or if only the final one is wanted and more may come."""
         ended = self.finished
-        if not self._new or (self._kind is RequestOutputKind.FINAL_ONLY and not ended):
+        if not self._changed or (self._kind is RequestOutputKind.FINAL_ONLY and not ended):
             return None
         chosen: Sequence[CompletionOutput] = self._choices
         if self._kind is RequestOutputKind.DELTA:
-            chosen = [self._choices[i] for i in sorted(self._new)]
-        self._new.clear()
+            chosen = [self._choices[i] for i in sorted(self._changed)]
+        self._changed.clear()
         if ended and self._kind is not RequestOutputKind.DELTA:
             outputs = list(chosen)
         else:
             outputs = [self._copy(c) for c in chosen]
-        metrics = self._whole.metrics
+        metrics = self._output.metrics
         return replace(
-            self._whole, outputs=outputs, finished=ended, metrics=None if metrics is None else replace(metrics)
+            self._output, outputs=outputs, finished=ended, metrics=None if metrics is None else replace(metrics)
         )
 
     def _copy(self, choice: CompletionOutput) -> CompletionOutput:
@@ -188,19 +190,21 @@ class AnswerBuilder:
         scores = choice.logprobs
         out = replace(choice, token_ids=[*choice.token_ids], logprobs=None if scores is None else scores.copy())
         if self._kind is RequestOutputKind.DELTA:
-            choice.text, choice.token_ids, choice.logprobs = "", [], None if scores is None else self._places()
+            choice.text, choice.token_ids, choice.logprobs = "", [], None if scores is None else self._empty_logprobs()
         return out
 
-    def _look(self, choice: int, now: float) -> None:
-        """Copies what the choice's stream knows of the prompt and, once the choice has ended, of the whole request."""
-        stream, whole, metrics = self._streams[choice], self._whole, self._whole.metrics
+    def _update_stats(self, choice: int, now: float) -> None:
+        """Copies statistics of the prompt and, once the choice has ended, of the whole request from the choice's
+        stream.
+        """
+        stream, whole, metrics = self._streams[choice], self._output, self._output.metrics
         assert metrics is not None
         whole.num_cached_tokens = max(whole.num_cached_tokens, stream.cached_tokens)
         if whole.prompt_logprobs is None and stream.prompt_logprobs is not None:
-            places: PromptPlaces = FlatLogprobs() if self._flat else []
+            logprobs: PromptLogprobs = FlatLogprobs() if self._flat else []
             for item in stream.prompt_logprobs:
-                places.append(None if item is None else PositionLogprobs(self._tokenizer, item))
-            whole.prompt_logprobs = places
+                logprobs.append(None if item is None else PositionLogprobs(self._tokenizer, item))
+            whole.prompt_logprobs = logprobs
         if self._choices[choice].finished():
             whole.stats, whole.pooled = stream.stats or whole.stats, stream.pooled
             if stream.stats is not None:

@@ -12,7 +12,7 @@ UseTqdm = bool | Callable[..., Any]
 """Whether to show a bar, or what makes one in place of tqdm."""
 
 
-class PromptBar:
+class PromptProgressBar:
     """Shows the prompts that are done and tokens per second.
 
     Args:

@@ -11,94 +11,94 @@ from typing import TypeVar
 import torch
 
 from trencadis.backends.conformance import (
-    graphs,
-    ops,
-    ops_parts,
-    ops_pooling,
-    ops_quantised,
-    ops_sampling,
-    ops_vision,
-    programs,
-    speed,
-    tokens,
+    answer_checks,
+    graph_checks,
+    launch_times,
+    op_checks,
+    op_checks_layers,
+    op_checks_pooling,
+    op_checks_quantised,
+    op_checks_sampling,
+    op_checks_vision,
+    program_checks,
 )
-from trencadis.backends.conformance.result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
-from trencadis.backends.conformance.subject import Subject
+from trencadis.backends.conformance.check_result import FAIL, PASS, SKIP, CheckFailed, Report, Result, Skipped
+from trencadis.backends.conformance.target import CheckTarget
 
-Check = Callable[[Subject], str]
-Checked = TypeVar("Checked")
+Check = Callable[[CheckTarget], str]
+Target = TypeVar("Target")
 
 CHECKS: dict[str, Check] = {
-    "op.linear": ops.linear,
-    "op.quantised": ops_quantised.quantised,
-    "op.rms_norm": ops.rms_norm,
-    "op.layer_norm": ops_parts.layer_norm,
-    "op.silu_mul": ops.silu_mul,
-    "op.act": ops_parts.act,
-    "op.act_mul": ops_parts.act_mul,
-    "op.experts": ops_parts.experts,
-    "op.rotary": ops.rotary,
-    "op.rope_store": ops.rope_store,
-    "op.attend": ops.attend,
-    "op.attend.window": ops_parts.attend_window,
-    "op.attend.upto": ops_parts.attend_upto,
-    "op.attend_pictures": ops_parts.attend_pictures,
-    "op.patches": ops_vision.patches,
-    "op.rope_vision": ops_vision.rope_vision,
-    "op.attend_windows": ops_vision.attend_windows,
-    "op.attend_images": ops_vision.attend_images,
-    "op.interpolate": ops_vision.interpolate,
-    "op.embed": ops.embed,
-    "op.gather_rows": ops.gather_rows,
-    "op.scatter_rows": ops.scatter_rows,
-    "op.sample": ops_sampling.sample,
-    "op.reset": ops_sampling.reset,
-    "op.pool": ops_pooling.pool,
-    "padding": programs.padding,
-    "replay": programs.replay,
-    "refill": programs.refill,
-    "determinism": programs.determinism,
-    "shapes": programs.shapes,
-    "waiting": programs.waiting,
-    "memory": graphs.memory,
-    "release": graphs.release,
-    "ledger": graphs.ledger,
-    "rollback": graphs.rollback,
-    "out-of-memory.capture": graphs.out_of_memory_in_capture,
-    "out-of-memory.step": graphs.out_of_memory_in_step,
-    "tokens": tokens.greedy,
-    "tokens.sampled": tokens.sampled,
-    "speed": speed.speed_sheet,
+    "op.linear": op_checks.linear,
+    "op.quantised": op_checks_quantised.quantised_linear,
+    "op.rms_norm": op_checks.rms_norm,
+    "op.layer_norm": op_checks_layers.layer_norm,
+    "op.silu_mul": op_checks.silu_mul,
+    "op.act": op_checks_layers.act,
+    "op.act_mul": op_checks_layers.act_mul,
+    "op.experts": op_checks_layers.experts,
+    "op.rotary": op_checks.rotary,
+    "op.rope_store": op_checks.rope_store,
+    "op.attend": op_checks.attend,
+    "op.attend.window": op_checks_layers.attend_window,
+    "op.attend.upto": op_checks_layers.attend_upto,
+    "op.attend_pictures": op_checks_layers.cross_attend,
+    "op.patches": op_checks_vision.patches,
+    "op.rope_vision": op_checks_vision.rope_vision,
+    "op.attend_windows": op_checks_vision.attend_windows,
+    "op.attend_images": op_checks_vision.attend_images,
+    "op.interpolate": op_checks_vision.interpolate,
+    "op.embed": op_checks.embed,
+    "op.gather_rows": op_checks.gather_rows,
+    "op.scatter_rows": op_checks.scatter_rows,
+    "op.sample": op_checks_sampling.sample,
+    "op.reset": op_checks_sampling.reset,
+    "op.pool": op_checks_pooling.pool,
+    "padding": program_checks.padding,
+    "replay": program_checks.replay,
+    "refill": program_checks.refill,
+    "determinism": program_checks.determinism,
+    "shapes": program_checks.shapes,
+    "waiting": program_checks.waiting,
+    "memory": graph_checks.memory,
+    "release": graph_checks.release,
+    "ledger": graph_checks.ledger,
+    "rollback": graph_checks.rollback,
+    "out-of-memory.capture": graph_checks.out_of_memory_in_capture,
+    "out-of-memory.step": graph_checks.out_of_memory_in_step,
+    "tokens": answer_checks.greedy,
+    "tokens.sampled": answer_checks.random_sampling,
+    "speed": launch_times.speed_sheet,
 }
 """By name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
 
 
-def run(subject: Subject, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
+def run(target: CheckTarget, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
     """Runs every check, or those whose names begin with one of ``only``, and calls ``tell`` with each result."""
     prefixes = tuple(only)
-    report = Report(subject.name, "", str(subject.dtype).removeprefix("torch."))
+    report = Report(target.name, "", str(target.dtype).removeprefix("torch."))
     threads = torch.get_num_threads()
     try:
-        backend = subject.backend()
+        backend = target.backend()
         report.label, report.notes = backend.label, backend.notes
-        report.inherited = ops.inherited(backend.ops)
+        report.inherited = op_checks.list_inherited_ops(backend.ops)
         del backend
         for name, check in CHECKS.items():
             if not prefixes or name.startswith(prefixes):
-                report.results.append(run_check(name, check, subject))
+                report.results.append(run_check(name, check, target))
                 tell(report.results[-1])
     finally:
         torch.set_num_threads(threads)
     return report
 
 
-def run_check(name: str, check: Callable[[Checked], str], subject: Checked) -> Result:
+def run_check(name: str, check: Callable[[Target], str], target: Target) -> Result:
     """Runs one check. Whatever it raises, except Skipped, is a failure of what is checked."""
     asks = (check.__doc__ or "").strip().splitlines()[0]
     begun = time.perf_counter()
     status, figure, reason = PASS, "", ""
     try:
-        figure = check(subject)
+        figure = check(target)
     except Skipped as skipped:
         status, reason = SKIP, str(skipped)
     except CheckFailed as failed:

@@ -1,7 +1,7 @@
 """The CPU backend, which is also the reference of the others."""
 
 from trencadis.backends.cpu.backend import CpuBackend
-from trencadis.backends.cpu.dtypes import pick_dtype
+from trencadis.backends.cpu.cpu_dtypes import pick_dtype
 from trencadis.backends.cpu.policy import policy as pick_policy
 from trencadis.core.backend import Backend, BackendConfig
 

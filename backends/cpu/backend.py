@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.comm import comm_of, pipe_of
-from trencadis.backends.cpu.invariant import InvariantOps
-from trencadis.backends.cpu.memory import CpuMemory
+from trencadis.backends.cpu.batch_invariant import InvariantOps
+from trencadis.backends.cpu.cpu_program import CpuPending, CpuProgram
+from trencadis.backends.cpu.gloo_comm import make_comm, make_pipe
 from trencadis.backends.cpu.native import dense, threads
-from trencadis.backends.cpu.native.kept import FilePages
 from trencadis.backends.cpu.native.thread_use import thread_use
+from trencadis.backends.cpu.native.weight_cache import CachedPages
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.programs import CpuPending, CpuProgram
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.process_memory import CpuMemory
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core import envs
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.cpus import BIND, RESERVED, computing_cpus, own_cpus
+from trencadis.core.cpu_affinity import BIND, RESERVED, computing_cpus, own_cpus
 
 log = logging.getLogger("trencadis.engine")
 
 
-def asked_cpus() -> tuple[str, int]:
+def requested_cpus() -> tuple[str, int]:
     """Where threads are to run, and how many CPUs of a rank stay free, by the environment."""
     return envs.get(BIND) or "auto", envs.get_int(RESERVED) or 0
 
@@ -39,7 +39,7 @@ def _ops(cfg: BackendConfig) -> Ops:
         return ReferenceOps()
     ops = InvariantOps() if cfg.batch_invariant else CpuOps()
     if cfg.packed is not None:
-        ops.pages = FilePages(cfg.packed)
+        ops.pages = CachedPages(cfg.packed)
     return ops
 
 
@@ -54,10 +54,10 @@ class CpuBackend:
         options = cfg.options or {}
         count = int(options.get("threads") or computing_cpus())
         local = (cfg.number, cfg.ranks) if cfg.local_world is None else (cfg.local_rank or 0, cfg.local_world)
-        cpus = own_cpus(*local, count, *asked_cpus())
+        cpus = own_cpus(*local, count, *requested_cpus())
         torch.set_num_threads(len(cpus) or count)
         if cpus:
-            threads.keep_to(cpus)
+            threads.pin_threads(cpus)
             count = len(cpus)
         self._count = count
         self.cfg = cfg
@@ -71,8 +71,8 @@ class CpuBackend:
         own_rows = dense.most_rows(self.ops.table, cfg.dtype) if isinstance(self.ops, CpuOps) else 0
         self.thread_use = thread_use(count, own_rows)
         self.memory: Memory = CpuMemory()
-        self.comm: Comm = comm_of(cfg)
-        self.pipe = pipe_of(cfg)
+        self.comm: Comm = make_comm(cfg)
+        self.pipe = make_pipe(cfg)
         self.notes: tuple[str, ...] = ()
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trencadis.backends.cpu.experts import SeparateExperts, by_expert
-from trencadis.backends.cpu.images import seeing
-from trencadis.backends.cpu.native import attend as native_attend
-from trencadis.backends.cpu.native import dense, flash, packing, panels
+from trencadis.backends.cpu.attention_plan import AttendPlan, ChunkSpan, Group, Where, get_plan
+from trencadis.backends.cpu.expert_mlp import SeparateExperts, run_chosen_experts
+from trencadis.backends.cpu.image_spans import find_image_spans
+from trencadis.backends.cpu.int8_linear import IntegerWeight, integer_weight, product
+from trencadis.backends.cpu.native import decode_attention as native_attend
+from trencadis.backends.cpu.native import dense, flash, panels, weight_packing
 from trencadis.backends.cpu.native.kernel_table import ANY, KernelTable, chosen_table
-from trencadis.backends.cpu.native.onednn import by_sizes, pieces
+from trencadis.backends.cpu.native.onednn_sizes import by_sizes, pieces
 from trencadis.backends.cpu.native.panels import PanelWeight, panel_weight
-from trencadis.backends.cpu.native.rows import best, rms_norm, silu_mul
-from trencadis.backends.cpu.native.turn import StoredKeys, stores, torch_turn, turn
-from trencadis.backends.cpu.plan import AttendPlan, ChunkSpan, Group, Where, plan_of
-from trencadis.backends.cpu.quantised import IntegerWeight, integer_weight, product
-from trencadis.backends.cpu.reference import ReferenceOps, activated
-from trencadis.backends.cpu.sampling import thresholds
+from trencadis.backends.cpu.native.rotary import StoredKeys, can_store, rotate, torch_rotate
+from trencadis.backends.cpu.native.row_ops import best, rms_norm, silu_mul
+from trencadis.backends.cpu.reference_ops import ReferenceOps, apply_activation
+from trencadis.backends.cpu.sampler import thresholds
 from trencadis.core.backend import Attn, ExpertWeights, HeadTensors, LayerKV, Rotary, Segments, Weight, slots_at
-from trencadis.core.layers.source import StoredRows
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.quant import kv_codes
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.layers.weight_source import StoredRows
+from trencadis.core.quant import kv_cache_codes
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 QUERY_TILE = 512
 """Queries of a chunk that share one mask, if stored tokens precede the chunk."""
@@ -60,7 +60,7 @@ class CpuOps(ReferenceOps):
     every_row = False
     """Own products take every number of rows that they can, so that a row has the same bits beside any others."""
 
-    pages: packing.Pages = packing.pages
+    pages: weight_packing.Pages = weight_packing.pages
     """Where packed weights lie."""
 
     @cached_property
@@ -74,7 +74,7 @@ class CpuOps(ReferenceOps):
         made = self.pack_stored(rows, bias)
         if made is not None:
             return made
-        if not packable(weight.dtype):
+        if not is_packable(weight.dtype):
             return super().pack_weight(weight.clone(), bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         bias = bias if bias is None else bias.contiguous()
@@ -83,9 +83,9 @@ class CpuOps(ReferenceOps):
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
         """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
-        if not packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
+        if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
             return None
-        made = packing.packed(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
+        made = weight_packing.pack_rows(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
         if made is None:
             return None
         bias, (outputs, inputs) = bias if bias is None else bias.contiguous(), (sum(rows.widths), rows.inputs)
@@ -97,10 +97,10 @@ class CpuOps(ReferenceOps):
 
     def keeps(self) -> bool:
         """``core.layers.source.KeepingOps``."""
-        return self.pages.keeps
+        return self.pages.has_cache
 
     def loaded(self) -> int:
-        return self.pages.loaded()
+        return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
         """``core.layers.source.SharingOps``: the panels of a weight that own kernels multiply."""
@@ -112,7 +112,7 @@ class CpuOps(ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight):
-            if w.panels is not None and dense.serves(x, w.panels):
+            if w.panels is not None and dense.is_supported(x, w.panels):
                 return dense.product(x, w.panels)
             if w.packed is None:
                 assert w.panels is not None
@@ -153,8 +153,8 @@ class CpuOps(ReferenceOps):
         return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """As the reference; ``relu`` writes to ``x``."""
-        return x.relu_() if kind == "relu" else activated(x, kind)
+        """As the reference; ``relu`` works in place."""
+        return x.relu_() if kind == "relu" else apply_activation(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return self.silu_mul(gate_up) if kind == "silu" else self._act_mul(gate_up, kind)
@@ -205,7 +205,7 @@ class CpuOps(ReferenceOps):
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         """Tokens grouped by expert."""
         assert isinstance(w, SeparateExperts)
-        return by_expert(self, x, scores, w, top, normalise, kind)
+        return run_chosen_experts(self, x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         angle = positions.float().index_select(0, axis).t() * inv_freq
@@ -216,16 +216,16 @@ class CpuOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.shape[1]
-        into = StoredKeys(v, kv, attn.slot_map) if stores(v, kv) else None
-        turned = turn(q, k, rotary.cos, rotary.sin, self.table, into)
-        if turned is None or into is None:
-            turned = torch_turn(q, k, rotary.cos, rotary.sin) if turned is None else turned
-            self._store(kv, turned[:, heads:], v, attn.slot_map)
-        return turned[:, :heads], turned[:, heads:], v
+        into = StoredKeys(v, kv, attn.slot_map) if can_store(v, kv) else None
+        rotated = rotate(q, k, rotary.cos, rotary.sin, self.table, into)
+        if rotated is None or into is None:
+            rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if rotated is None else rotated
+            self._store(kv, rotated[:, heads:], v, attn.slot_map)
+        return rotated[:, :heads], rotated[:, heads:], v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        plan = plan_of(attn, kv.k.shape[1], window=window, native=native_attend.serves(q, kv, self.table))
-        if flash.serves(q, self.table):
+        plan = get_plan(attn, kv.k.shape[1], window=window, native=native_attend.is_supported(q, kv, self.table))
+        if flash.is_supported(q, self.table):
             return self._attend_parts(q, kv, plan, scale, window)
         if not plan.surplus and plan.singles is None and len(plan.spans) + len(plan.groups) == 1:
             return _span(q, kv, plan.spans[0], scale, window) if plan.spans else _group(q, kv, plan.groups[0], scale)
@@ -234,7 +234,7 @@ class CpuOps(ReferenceOps):
     def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
         """``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
-        if flash.serves(q, self.table):
+        if flash.is_supported(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out)
         else:
             for span in plan.spans:
@@ -252,22 +252,22 @@ class CpuOps(ReferenceOps):
         if kv.k_scale is not None:
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
-                held = [span.seen(slice(0, len(keys)))]
+                held = [span.to_flash_span(slice(0, len(keys)))]
                 flash.attend(q, keys, values, held, scale, out, self.table, window)
         elif spans:
             keys, values = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
-            held = [span.seen(span.where) for span in spans]
+            held = [span.to_flash_span(span.where) for span in spans]
             flash.attend(q, keys, values, held, scale, out, self.table, window)
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        heads, made = q.shape[1], turn(q, k, rotary.cos, rotary.sin, self.table)
-        turned = torch_turn(q, k, rotary.cos, rotary.sin) if made is None else made
-        return turned[:, :heads], turned[:, heads:]
+        heads, made = q.shape[1], rotate(q, k, rotary.cos, rotary.sin, self.table)
+        rotated = torch_rotate(q, k, rotary.cos, rotary.sin) if made is None else made
+        return rotated[:, :heads], rotated[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots give zeros, and what they hold is not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
-        if not flash.serves(q, self.table):
+        if not flash.is_supported(q, self.table):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
         out = torch.zeros(q.shape, dtype=q.dtype) if padded else torch.empty(q.shape, dtype=q.dtype)
         flash.attend(q, k, v, flash.windows(seg.real, WINDOW_SLOTS), scale, out, self.table)
@@ -291,14 +291,14 @@ class CpuOps(ReferenceOps):
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        if flash.serves(q, self.table):
-            spans = [flash.Span(seers, where, whole=True) for seers, where in seeing(seg)]
+        if flash.is_supported(q, self.table):
+            spans = [flash.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)]
             flash.attend(q, k, v, spans, scale, out, self.table)
             return out
-        for seers, where in seeing(seg):
-            queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, seers), (k, where), (v, where)))
+        for queries_at, where in find_image_spans(seg):
+            queries, keys, values = (t[at].transpose(0, 1)[None] for t, at in ((q, queries_at), (k, where), (v, where)))
             part = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
-            out[seers] = part[0].transpose(0, 1)
+            out[queries_at] = part[0].transpose(0, 1)
         return out
 
     def embed(
@@ -338,7 +338,7 @@ class CpuOps(ReferenceOps):
         return least
 
 
-def packable(dtype: torch.dtype) -> bool:
+def is_packable(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies ``dtype`` on this CPU without emulating it."""
     if not torch._C._has_mkldnn:
         return False
@@ -353,7 +353,7 @@ def _by_window(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: PackedWeight) -> Tensor:
-    if w.panels is not None and dense.serves(x, w.panels):
+    if w.panels is not None and dense.is_supported(x, w.panels):
         return dense.product(x, w.panels)
     assert w.packed is not None
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.packed, w.bias, "none", [], "")
@@ -391,18 +391,18 @@ def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale
 
 
 def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:
-    """(first, end, mask): which of the keys at the places [first, end) the tokens [start, stop) of a row see.
+    """(first, end, mask): which of the keys at positions [first, end) the tokens [start, stop) of a row see.
 
-    The mask is bool [stop - start, end - first]; all keys outside these places are hidden from all of them.
+    The mask is bool [stop - start, end - first]; all keys outside these positions are hidden from all of them.
     """
-    place = torch.arange(span.context + start, span.context + stop)[:, None]
-    last = place if span.upto is None else span.upto[start:stop, None]
+    position = torch.arange(span.context + start, span.context + stop)[:, None]
+    last = position if span.upto is None else span.upto[start:stop, None]
     first = max(span.context + start - window + 1, 0) if window else 0
     end = span.context + stop if span.upto is None else int(last.max()) + 1
     key = torch.arange(first, end)
     mask = key <= last
     if window and first + window < end:
-        mask &= key > place - window
+        mask &= key > position - window
     return first, end, mask
 
 
@@ -421,5 +421,5 @@ def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
 def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [L, g, d] of these slots, of ``dtype``; views of the cache where that holds them so."""
     if kv.k_scale is not None:
-        return kv_codes.opened(kv, where, dtype)
+        return kv_cache_codes.read_slots(kv, where, dtype)
     return slots_at(kv.k, where), slots_at(kv.v, where)

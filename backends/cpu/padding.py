@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from trencadis.core.backend import HeadTensors, Inputs, PoolTensors, ResetTensors
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.launches.inputs import no_pictures, own_places
-from trencadis.core.launches.tensors import SeenTensors
-from trencadis.core.layout import SINK_BLOCK, WINDOW_SLOTS
+from trencadis.core.launches.host_inputs import own_positions, padding_vision_inputs
+from trencadis.core.launches.launch_tensors import CrossAttentionTensors
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.seen import no_sight
+from trencadis.core.shapes.cross_attention_inputs import padding_inputs
+from trencadis.core.shared_constants import SINK_BLOCK, WINDOW_SLOTS
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]
@@ -57,11 +57,11 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
         slots[:real] = last_slots(x.last, x.context, block_size)
         return slots
     if real == len(x.context):  # one token a row
-        row, place = np.arange(real), x.context
+        row, position = np.arange(real), x.context
     else:
         row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
-        place = x.context[row] + np.arange(real) - x.row_start[row]
-    slots[:real] = x.blocks[row, place // block_size].astype(np.int64) * block_size + place % block_size
+        position = x.context[row] + np.arange(real) - x.row_start[row]
+    slots[:real] = x.blocks[row, position // block_size].astype(np.int64) * block_size + position % block_size
     return slots
 
 
@@ -71,9 +71,9 @@ def last_slots(last: Array, context: Array, block_size: int) -> Array:
     return slots
 
 
-def upto_of(x: StepInputs) -> Array:
-    """int32 [n]: ``StepInputs.upto``, or each token's own place where no token of the launch sees further."""
-    return own_places(x.row_start, x.context) if x.upto is None else x.upto
+def visible_ends(x: StepInputs) -> Array:
+    """int32 [n]: ``StepInputs.upto``, or each token's own position where no token of the launch sees further."""
+    return own_positions(x.row_start, x.context) if x.upto is None else x.upto
 
 
 def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
@@ -83,20 +83,28 @@ def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
     return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
 
 
-def ghosts(x: VisionInputs, slots: int, wanted: bool = False) -> Array | None:
-    """int32 [slots / 64]: ``Segments.ghost``; surplus windows are none. ``wanted``: also where the inputs have none."""
-    if x.ghost is None and not wanted:
+def flag_padding_windows(x: VisionInputs, slots: int, always: bool = False) -> Array | None:
+    """int32 [slots / 64]: ``Segments.padding_window``; surplus windows are not marked. ``always``: also where the
+    inputs have none.
+    """
+    if x.padding_window is None and not always:
         return None
-    made: Array = pad(x.ghost if x.ghost is not None else np.zeros(0, np.int32), (slots // WINDOW_SLOTS,), np.int32)
+    made: Array = pad(
+        x.padding_window if x.padding_window is not None else np.zeros(0, np.int32), (slots // WINDOW_SLOTS,), np.int32
+    )
     return made
 
 
-def sight(x: StepInputs, count: int, units: int, place: Array | None = None) -> Any:
-    """``SeenTensors`` of a launch that sees ``units`` units, None where it sees none; ``place``: of each token."""
+def pad_cross_attention(x: StepInputs, count: int, units: int, position: Array | None = None) -> Any:
+    """``CrossAttentionTensors`` of a launch that attends to ``units`` images, None where it sees none; ``position``:
+    of each token.
+    """
     if not units:
         return None
-    made = no_sight(count, units) if x.seen is None else x.seen.padded(count, units, place)
-    return SeenTensors(made.units, made.reach, made.times, made.gate)  # type: ignore[arg-type]
+    made = (
+        padding_inputs(count, units) if x.cross_attention is None else x.cross_attention.padded(count, units, position)
+    )
+    return CrossAttentionTensors(made.units, made.reach, made.times, made.gate)  # type: ignore[arg-type]
 
 
 def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
@@ -104,12 +112,12 @@ def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
     return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
 
 
-def mixed(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:
+def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:
     """Rows of the table of positions int32 [slots, near], and their shares float32; padding has shares of 0."""
-    if x.near is None or x.share is None:
+    if x.position_rows is None or x.position_weights is None:
         return None, None
-    shape = (slots, x.near.shape[1])
-    return pad(x.near, shape, np.int32), pad(x.share, shape)
+    shape = (slots, x.position_rows.shape[1])
+    return pad(x.position_rows, shape, np.int32), pad(x.position_weights, shape)
 
 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
@@ -123,7 +131,7 @@ def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
     return ResetTensors(
         slot=pad(x.slot, (rows,), np.int64),
         counts=counts,  # type: ignore[arg-type]
-        seen=pad(x.seen, (rows, x.seen.shape[1]), np.uint8),
+        prompt_mask=pad(x.prompt_mask, (rows, x.prompt_mask.shape[1]), np.uint8),
         bias_id=pad(x.bias_id, (rows, MAX_BIAS), np.int64),
         bias_value=pad(x.bias_value, (rows, MAX_BIAS)),
     )
@@ -134,7 +142,7 @@ def pool(x: PoolInputs, rows: int) -> Any:
     return PoolTensors(hidden_row=pad(x.hidden_row, (rows,), np.int64), group=pad(x.group, (rows,), np.int32))
 
 
-def nothing(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
+def empty_inputs(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
     """Inputs without rows, for a launch of padding alone; ``slot``: the form of a VISION launch's."""
     bits = -(-vocab // 8)
 
@@ -142,7 +150,7 @@ def nothing(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
         return np.zeros((0, *tail), dtype)
 
     if stage is Stage.VISION:
-        return no_pictures(slot)
+        return padding_vision_inputs(slot)
     if stage is Stage.SAMPLE:
         real, ids = none(dtype=np.float32), none()
         masks = np.full((1, bits), 255, np.uint8)

@@ -8,9 +8,9 @@ from platform import machine
 from trencadis.backends.cpu.native import kernel_table
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, MIXED_AXES, Policy, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.quant.kv import FP8, INT8
+from trencadis.core.quant.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import PANELS, ROWS8
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
@@ -43,8 +43,8 @@ SERVING = Policy(
     split_head=True,
     windows=True,
     upto=True,
-    own_towers=True,
-    seen=True,
+    encoder_data_parallel=True,
+    cross_attention=True,
     stages=True,
 )
 
@@ -68,8 +68,8 @@ PADDED = Policy(
     split_head=True,
     windows=True,
     upto=True,
-    own_towers=True,
-    seen=True,
+    encoder_data_parallel=True,
+    cross_attention=True,
     stages=True,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trencadis.backends.cuda.nodes import card_nodes, count_cards
+from trencadis.backends.cuda.device_nodes import card_nodes, count_cards
 from trencadis.backends.cuda.policy import policy as pick_policy
 from trencadis.core import envs
 from trencadis.core.errors import StartupError
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from trencadis.backends.cuda.backend import CudaBackend
-    from trencadis.backends.cuda.protocol import Runtime
+    from trencadis.backends.cuda.runtime_protocol import Runtime
     from trencadis.core.backend import Backend, BackendConfig, Comm
 
-__all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "present", "runtime_of", "usable"]
+__all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has_card", "runtime_of", "usable"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
@@ -29,51 +29,51 @@ def make_backend(cfg: BackendConfig) -> Backend:
     Raises:
         StartupError: no card, no Triton, or a card or model that the kernels do not take; the line says what works.
     """
-    if _imitated((cfg.options or {}).get("policy", "")):
+    if _is_twin((cfg.options or {}).get("policy", "")):
         return _twin(cfg)
-    from trencadis.backends.cuda import capability
+    from trencadis.backends.cuda import support_checks
 
-    capability.check_model(cfg)
+    support_checks.check_model(cfg)
     if cfg.batch_invariant and cfg.world > 1:
         raise StartupError(
             "--batch-invariant: NCCL's order of summation depends on the size of a launch; on cuda it takes "
             f"--tensor-parallel-size 1, not {cfg.world}"
         )
-    device = capability.pick_device(cfg.card, cfg.cards, cfg.dtype)
-    from trencadis.backends.cuda import dtypes
+    device = support_checks.pick_device(cfg.card, cfg.cards, cfg.dtype)
+    from trencadis.backends.cuda import cuda_dtypes
     from trencadis.backends.cuda.backend import CudaBackend  # imports triton, which may be missing
-    from trencadis.backends.cuda.invariant import InvariantCudaOps
+    from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
     from trencadis.backends.cuda.kernels import tiles
-    from trencadis.backends.cuda.libraries.asked import AskedAttention
+    from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.ops import CudaOps
 
-    dtypes.exact(cfg.dtype)
-    asked = AskedAttention.of(cfg, tiles.arch_of(device))
+    cuda_dtypes.exact(cfg.dtype)
+    asked = RequestedAttention.of(cfg, tiles.arch_of(device))
     ops = InvariantCudaOps() if cfg.batch_invariant else asked.ops(CudaOps)()
-    return asked.joined(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
+    return asked.attach(_with_pipe(CudaBackend(cfg, runtime_of(device), ops, _comm(cfg, device))))
 
 
-def _imitated(policy: str, environ: Mapping[str, str] | None = None) -> bool:
+def _is_twin(policy: str, environ: Mapping[str, str] | None = None) -> bool:
     return policy == "twin" or envs.get_bool("TRENCADIS_CUDA_TWIN", environ)
 
 
 def _twin(cfg: BackendConfig) -> Backend:
     from trencadis.backends.cuda.backend import CudaBackend
-    from trencadis.backends.cuda.libraries.asked import AskedAttention
-    from trencadis.backends.cuda.twin.device import TwinRuntime
+    from trencadis.backends.cuda.libraries.attention_backend import RequestedAttention
     from trencadis.backends.cuda.twin.ops import TwinOps
-    from trencadis.backends.cuda.weights.coded import NEWEST
+    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
+    from trencadis.backends.cuda.weights.quantised_weight import NEWEST
 
     if cfg.batch_invariant:
         raise StartupError("--batch-invariant: the twin of a card does not promise it; --device cpu does")
-    runtime, asked = TwinRuntime(), AskedAttention.of(cfg, NEWEST)
-    ops = asked.ops(TwinOps)(runtime.books)
-    return asked.joined(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
+    runtime, asked = TwinRuntime(), RequestedAttention.of(cfg, NEWEST)
+    ops = asked.ops(TwinOps)(runtime.accounted)
+    return asked.attach(_with_pipe(CudaBackend(cfg, runtime, ops, _comm(cfg, runtime.device))))
 
 
 def _with_pipe(backend: CudaBackend) -> CudaBackend:
     """With links to other pipeline stages, if there are any."""
-    from trencadis.backends.cuda.comm import CudaPipe
+    from trencadis.backends.cuda.nccl_comm import CudaPipe
 
     if backend.cfg.stages > 1:
         backend.pipe = CudaPipe(backend.cfg, backend.device, backend.in_order)
@@ -83,10 +83,10 @@ def _with_pipe(backend: CudaBackend) -> CudaBackend:
 def runtime_of(device: torch.device) -> Runtime:
     """A card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
     if device.type == "cuda":
-        from trencadis.backends.cuda.runtime import CudaRuntime
+        from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
         return CudaRuntime(device)
-    from trencadis.backends.cuda.twin.device import TwinRuntime
+    from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 
     return TwinRuntime(graphs=False, interprets=True, label="cuda (interpreted)")
 
@@ -95,15 +95,15 @@ def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
     """The communicator of several ranks."""
     if cfg.ranks == 1:
         return None
-    from trencadis.backends.cuda.comm import CudaComm
-    from trencadis.core.executor.groups import join
+    from trencadis.backends.cuda.nccl_comm import CudaComm
+    from trencadis.core.executor.process_groups import join_group
 
-    join(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    join_group(cfg, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return CudaComm(cfg, device)
 
 
-def present() -> bool:
-    """Whether this machine has a card at all; asks no library."""
+def has_card() -> bool:
+    """True if this machine has an NVIDIA card; loads no library."""
     return card_nodes()
 
 
@@ -113,10 +113,10 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``CUDA_VISIBLE_DEVICES`` cannot be read.
     """
-    from trencadis.backends.cuda.visible import VISIBLE, visible
+    from trencadis.backends.cuda.visible_devices import VISIBLE, visible
 
     count, entries = count_cards(), visible(environ)
-    if count is None or _imitated(policy, environ):
+    if count is None or _is_twin(policy, environ):
         return None
     if entries is not None and len(entries) < count:
         return len(entries), f"{VISIBLE}={environ[VISIBLE]} shows {len(entries)}"
@@ -125,20 +125,20 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 def listing() -> list[str]:
     """One line per card."""
-    from trencadis.backends.cuda import capability
+    from trencadis.backends.cuda import support_checks
 
-    return capability.cards()
+    return support_checks.cards()
 
 
 def usable() -> str:
-    """Empty where this machine has a card that serves; else why not, in a few words."""
-    from trencadis.backends.cuda import capability
+    """Returns why no card of this machine can serve; an empty string if one can."""
+    from trencadis.backends.cuda import support_checks
 
-    return capability.unusable()
+    return support_checks.unusable_reason()
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
     """The dtype that a card computes in."""
-    from trencadis.backends.cuda import dtypes
+    from trencadis.backends.cuda import cuda_dtypes
 
-    return dtypes.pick_dtype(asked, stored)
+    return cuda_dtypes.pick_dtype(asked, stored)

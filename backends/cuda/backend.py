@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.cpu.comm import SingleRank
+from trencadis.backends.cpu.gloo_comm import SingleRank
+from trencadis.backends.cuda.cuda_program import AttentionLibrary, CudaPending, CudaProgram
 from trencadis.backends.cuda.host_layers import HostLayerOps, HostLayers
-from trencadis.backends.cuda.launches.buffers import Rooms
-from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.launches.sizes import input_bytes, sight_bytes
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.input_buffers import StageBuffers
+from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
 from trencadis.backends.cuda.policy import policy
-from trencadis.backends.cuda.programs import AttentionLibrary, CudaPending, CudaProgram
-from trencadis.backends.cuda.protocol import Runtime
+from trencadis.backends.cuda.runtime_protocol import Runtime
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket
 from trencadis.core.checkpoint.vision_config import SlotForm
@@ -57,12 +57,14 @@ class CudaBackend:
             group=max((cfg.heads or 8 * kv_heads * cfg.world) // cfg.world // kv_heads, 1),
         )  # fmt: skip
         measured = partial(input_bytes, processors=runtime.processors, invariant=self.sizes.invariant)
-        work = partial(sight_bytes, processors=runtime.processors)
-        self.policy = dataclasses.replace(policy(options.get("policy", "")), inputs=measured, seen_work=work)
+        work = partial(cross_attention_bytes, processors=runtime.processors)
+        self.policy = dataclasses.replace(
+            policy(options.get("policy", "")), inputs=measured, cross_attention_bytes=work
+        )
         self.host_layers = HostLayers(runtime, cfg.host_layers, cfg.host_buffer)
         if cfg.host_layers:
             cast(HostLayerOps, ops).host_layers = self.host_layers
-        self._rooms, self._fetched = Rooms(runtime), runtime.event()
+        self._rooms, self._fetched = StageBuffers(runtime), runtime.event()
         self._no_inputs = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @property
@@ -90,7 +92,7 @@ class CudaBackend:
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked, so that copies need neither the host nor another copy."""
-        return self.runtime.pinned(shape, dtype)
+        return self.runtime.allocate_pinned(shape, dtype)
 
     def in_order(self, copies: Callable[[], None]) -> None:
         """On the stream of programs, which alone writes and reads the KV cache."""

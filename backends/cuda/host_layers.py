@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trencadis.backends.cuda.protocol import Runtime, Stream
+from trencadis.backends.cuda.runtime_protocol import Runtime, Stream
 from trencadis.core.errors import StartupError
 
 T = TypeVar("T")
@@ -25,20 +25,20 @@ class HostLayers:
     """``core.models.interface.LayersInHostMemory``: the last ``held`` layers of a decoder.
 
     Each has an image of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
-    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers take
-    turns, on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for its
-    copy. Copies begin with the launch, beside the layers whose weights lie on the card.
+    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers
+    alternate, on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for
+    its copy. Copies begin with the launch, beside the layers whose weights lie on the card.
 
     Args:
         buffer: bytes of each of the two buffers.
     """
 
-    def __init__(self, runtime: Runtime, held: int, buffer: int) -> None:
-        self._runtime, self._held, self._size = runtime, held, buffer
+    def __init__(self, runtime: Runtime, count: int, buffer: int) -> None:
+        self._runtime, self._count, self._size = runtime, count, buffer
         self._buffers: list[Tensor] = []
         self._images: list[Tensor] = []
-        self._rooms: list[Tensor] = []
-        self._places: dict[int, int] = {}
+        self._targets: list[Tensor] = []
+        self._layer_indices: dict[int, int] = {}
         self._layers: list[Any] = []
         self._first = 0
         self._begun = runtime.event()
@@ -47,7 +47,7 @@ class HostLayers:
 
     def make(self) -> None:
         """Makes the buffers."""
-        self._buffers = [self._runtime.buffer(self._size) for _ in range(2)] if self._held else []
+        self._buffers = [self._runtime.buffer(self._size) for _ in range(2)] if self._count else []
 
     @contextmanager
     def loading(self, layer: Any, place: int, count: int) -> Iterator[None]:
@@ -58,57 +58,59 @@ class HostLayers:
         """
         before = self._runtime.memory.free()
         yield
-        if not self._held:
+        if not self._count:
             return
-        self._places[id(layer)] = place
+        self._layer_indices[id(layer)] = place
         self._layers.append(layer)  # keeps its id
-        self._first = count - self._held
+        self._first = count - self._count
         if place >= self._first:
             self._move(layer, place)
-            self._runtime.give(before - self._runtime.memory.free())
+            self._runtime.release_bytes(before - self._runtime.memory.free())
 
-    def _move(self, layer: Any, place: int) -> None:
+    def _move(self, layer: Any, index: int) -> None:
         """Puts the layer's tensors into an image, and makes them views of a buffer."""
-        buffer = self._buffers[(place - self._first) % 2]
+        buffer = self._buffers[(index - self._first) % 2]
         tensors, starts, end = tensors_of(layer), list[int](), 0
         for t in tensors:
             starts.append(end)
             end += -(-bytes_of(t) // UNIT) * UNIT
         if end > self._size:
             raise StartupError(
-                f"layer {place} takes {end} bytes and config.json says at most {self._size}: its weights are not as "
+                f"layer {index} takes {end} bytes and config.json says at most {self._size}: its weights are not as "
                 "config.json quantises them; leave out --cpu-offload-gb"
             )
-        image = self._runtime.pinned((end,), torch.uint8)
+        image = self._runtime.allocate_pinned((end,), torch.uint8)
         for t, at in zip(tensors, starts, strict=True):
-            placed(image, at, t).copy_(t)
-            t.data = placed(buffer, at, t)
+            view_at(image, at, t).copy_(t)
+            t.data = view_at(buffer, at, t)
         self._images.append(image)
-        self._rooms.append(buffer[:end])
+        self._targets.append(buffer[:end])
 
     def run(self, layer: Callable[..., T], *args: Any) -> T:
-        """``layer(*args)``, behind the copy of its weights and before that of the layer which takes its buffer."""
-        place, runtime = self._places.get(id(layer)), self._runtime
-        if place is None:
+        """Runs ``layer(*args)`` after its weights have arrived, then starts the copy of the layer that reuses its
+        buffer.
+        """
+        index, runtime = self._layer_indices.get(id(layer)), self._runtime
+        if index is None:
             return layer(*args)
-        if place == 0:
+        if index == 0:
             runtime.record(self._begun, Stream.PROGRAMS)
             runtime.wait(Stream.WEIGHTS, self._begun)
             for number in range(2):
                 self._copy(number)
-        number = place - self._first
+        number = index - self._first
         if number < 0:
             return layer(*args)
         runtime.wait(Stream.PROGRAMS, self._arrived[number % 2])
         out = layer(*args)
-        if number + 2 < self._held:
+        if number + 2 < self._count:
             runtime.record(self._used[number % 2], Stream.PROGRAMS)
             runtime.wait(Stream.WEIGHTS, self._used[number % 2])
             self._copy(number + 2)
         return out
 
     def _copy(self, number: int) -> None:
-        self._runtime.bring(self._rooms[number], self._images[number])
+        self._runtime.upload_weights(self._targets[number], self._images[number])
         self._runtime.record(self._arrived[number % 2], Stream.WEIGHTS)
 
 
@@ -128,7 +130,7 @@ def bytes_of(t: Tensor) -> int:
     return (far + 1) * t.element_size()
 
 
-def placed(area: Tensor, at: int, like: Tensor) -> Tensor:
+def view_at(area: Tensor, at: int, like: Tensor) -> Tensor:
     """A tensor as ``like`` at byte ``at`` of uint8 ``area``, which begins its memory."""
     values = area[at : at + bytes_of(like)].view(like.dtype)
     return values.as_strided(like.shape, like.stride(), values.storage_offset())

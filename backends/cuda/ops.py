@@ -8,30 +8,30 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
 from trencadis.backends.cuda.kernels import (
-    act,
-    attend_text,
-    attend_vision,
+    activation,
     embed,
-    head,
+    gather_scatter,
     layer_norm,
-    norm,
+    paged_attention,
     patches,
-    reset,
-    rope,
-    rows,
-    silu,
+    reset_sampler_state,
+    rms_norm,
+    rotary_kernels,
+    sample,
+    silu_mul,
     tiles,
+    vision_attention,
 )
-from trencadis.backends.cuda.kernels.attn import CudaSegments, ItemAttn, SeenItems
-from trencadis.backends.cuda.kernels.coded import kv_codes, quantised
-from trencadis.backends.cuda.kernels.experts import products
-from trencadis.backends.cuda.kernels.experts.products import StackedExperts
-from trencadis.backends.cuda.kernels.layers import skinny, whole
-from trencadis.backends.cuda.kernels.pictures import attend as pictures
-from trencadis.backends.cuda.weights.coded import CodedWeight, coded_weight
+from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
+from trencadis.backends.cuda.kernels.coded import quantised_kv_attention, quantised_linear
+from trencadis.backends.cuda.kernels.cross_attention import cross_attend as pictures
+from trencadis.backends.cuda.kernels.experts import grouped_gemm
+from trencadis.backends.cuda.kernels.experts.grouped_gemm import StackedExperts
+from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
+from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight, pack_quantised_weight
 from trencadis.core import envs
 from trencadis.core.backend import (
     Attn,
@@ -45,10 +45,10 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.launches.tensors import SeenTensors
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.models.decoder import Layer
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.models.decoder import DecoderLayer
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
     gathers = False
     alike: ClassVar[bool] = False
-    """Whether a query's sums over a picture run in one order in all launches."""
+    """Whether a query's sums over an image run in one order in all launches."""
 
     _arrived: Tensor | None = None
 
@@ -73,27 +73,27 @@ class CudaOps(HostLayerOps, ReferenceOps):
         """As ``core.backend.Ops``. The first one makes what whole layers count by: a capture would take it from the
         pool of its graph."""
         if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
-            self._arrived = skinny.counters(weight.device)
+            self._arrived = skinny_gemm.counters(weight.device)
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
         """As ``core.backend.Ops``; a decoder layer of few rows in six launches where it fits."""
-        if self._arrived is not None and self.host_layers is None and whole.takes(run, args[0], args[-1]):
-            made: Any = whole.WholeLayer(cast(Layer, run), self._arrived)
+        if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
+            made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]
         return super().layer(run, *args)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """The codes as they are, with their scales."""
-        return coded_weight(q, bias, tiles.arch_of(q.data.device))
+        return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        return quantised.linear(x, w) if isinstance(w, CodedWeight) else super().linear(x, w)
+        return quantised_linear.linear(x, w) if isinstance(w, QuantisedWeight) else super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        norm.launch(x, residual, weight, eps, total, out)
+        rms_norm.launch(x, residual, weight, eps, total, out)
         return out, total
 
     def layer_norm(
@@ -106,19 +106,19 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        silu.launch(gate_up, out)
+        silu_mul.launch(gate_up, out)
         return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         out = torch.empty_like(x)
-        act.launch(x, kind, False, out)
+        activation.launch(x, kind, False, out)
         return out
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         if kind == "silu":
             return self.silu_mul(gate_up)
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        act.launch(gate_up, kind, True, out)
+        activation.launch(gate_up, kind, True, out)
         return out
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
@@ -126,12 +126,12 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
         assert isinstance(w, StackedExperts)
-        return products.run(x, scores, w, top, normalise, kind)
+        return grouped_gemm.run(x, scores, w, top, normalise, kind)
 
     def rotary(self, positions: Tensor, inv_freq: Tensor, axis: Tensor) -> Rotary:
         shape = positions.shape[1], 2 * inv_freq.shape[0]
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
-        rope.rotary(positions, inv_freq, axis, cos, sin)
+        rotary_kernels.rotary(positions, inv_freq, axis, cos, sin)
         return Rotary(cos, sin)
 
     def rope_store(
@@ -139,24 +139,26 @@ class CudaOps(HostLayerOps, ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         out = q.new_empty(q.shape)
         if kv.k_scale is not None:
-            turned = k.new_empty(k.shape)
-            rope.rope_vision(q, k, rotary.cos, rotary.sin, out, turned)
-            kv_codes.store(turned, v, kv, attn.slot_map)
+            rotated = k.new_empty(k.shape)
+            rotary_kernels.rope_vision(q, k, rotary.cos, rotary.sin, out, rotated)
+            quantised_kv_attention.store(rotated, v, kv, attn.slot_map)
             return out, k, v
-        rope.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
+        rotary_kernels.rope_store(q, k, v, rotary.cos, rotary.sin, kv.k, kv.v, attn.slot_map, out)
         return out, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         assert isinstance(attn, ItemAttn)
-        out, room = q.new_empty(q.shape), attend_text.partial(attn, q, kv)
-        attend_text.attend_text(q, kv, attn, scale, out, room, window=window)
+        out, partial = q.new_empty(q.shape), paged_attention.partial(attn, q, kv)
+        paged_attention.attend_text(q, kv, attn, scale, out, partial, window=window)
         return out
 
-    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
-        """As ``core.models.interface.SeeingOps``; the kernel reads rows where they lie."""
-        assert isinstance(seen, SeenItems)
+    def cross_attend(
+        self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
+    ) -> Tensor:
+        """As ``core.models.interface.CrossAttentionOps``; the kernel reads rows where they lie."""
+        assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
-        pictures.attend_pictures(q, k, v, seen, scale, out, pictures.span_results(seen, q, k.shape[1] // q.shape[2]))
+        pictures.cross_attend(q, k, v, images, scale, out, pictures.span_results(images, q, k.shape[1] // q.shape[2]))
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,29 +168,31 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-        rope.rope_vision(q, k, rotary.cos, rotary.sin, q_out, k_out)
+        rotary_kernels.rope_vision(q, k, rotary.cos, rotary.sin, q_out, k_out)
         return q_out, k_out
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         assert isinstance(seg, CudaSegments)
         out = q.new_empty(q.shape)
-        attend_vision.attend_windows(q, k, v, seg, scale, out)
+        vision_attention.attend_windows(q, k, v, seg, scale, out)
         return out
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         assert isinstance(seg, CudaSegments)
         out = q.new_empty(q.shape)
-        attend_vision.attend_images(q, k, v, seg, scale, out, alike=self.alike)
-        return out if seg.ghost is None else self._blind(q, k, v, seg, scale, out)
+        vision_attention.attend_images(q, k, v, seg, scale, out, alike=self.alike)
+        return out if seg.padding_window is None else self._mask_padding_windows(q, k, v, seg, scale, out)
 
-    def _blind(self, q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, seen: Tensor) -> Tensor:
-        """``seen``, in which ghosts have what they see without each other."""
-        assert seg.ghost is not None and seg.solid is not None
+    def _mask_padding_windows(
+        self, q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, attended: Tensor
+    ) -> Tensor:
+        """``attended``, in which padding windows have what they see without each other."""
+        assert seg.padding_window is not None and seg.solid is not None
         assert seg.solid_whole is not None and seg.solid_order is not None
         solid, out = seg._replace(real=seg.solid, whole=seg.solid_whole, order=seg.solid_order), q.new_empty(q.shape)
-        attend_vision.attend_images(q, k, v, solid, scale, out, alike=self.alike)
-        ghost = (seg.ghost > 0).repeat_interleave(WINDOW_SLOTS, output_size=len(q))
-        return torch.where(ghost[:, None, None], out, seen)
+        vision_attention.attend_images(q, k, v, solid, scale, out, alike=self.alike)
+        padding_window = (seg.padding_window > 0).repeat_interleave(WINDOW_SLOTS, output_size=len(q))
+        return torch.where(padding_window[:, None, None], out, attended)
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
@@ -199,31 +203,31 @@ class CudaOps(HostLayerOps, ReferenceOps):
 
     def gather_rows(self, source: Tensor, index: Tensor) -> Tensor:
         out = source.new_empty(index.shape[0], source.shape[1])
-        rows.gather(source, index, out)
+        gather_scatter.gather(source, index, out)
         return out
 
-    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
-        out = table.new_empty(near.shape[0], table.shape[1])
-        rows.mix(table, near, share, out)
+    def interpolate(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        out = table.new_empty(rows.shape[0], table.shape[1])
+        gather_scatter.mix(table, rows, weights, out)
         return out
 
     def scatter_rows(self, target: Tensor, index: Tensor, values: Tensor) -> None:
-        rows.scatter(target, index, values)
+        gather_scatter.scatter(target, index, values)
 
     def sample(self, logits: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         size = logits.shape[0], logits.shape[1], logits.device
-        out = head.outputs(*size, full)
+        out = sample.outputs(*size, full)
         if full:
-            head.full(logits, inputs, state, head.scratch(*size), out)
+            sample.draw_with_logprobs(logits, inputs, state, sample.scratch(*size), out)
         else:
-            head.greedy(logits, inputs, state, head.greedy_scratch(*size), out)
+            sample.pick_greedy(logits, inputs, state, sample.greedy_scratch(*size), out)
         return out
 
     def draw(self, logits: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         size = logits.shape[0], logits.shape[1], logits.device
-        out = head.outputs(*size, False)
-        head.drawn(logits, inputs, state, head.scratch(*size, told=False), out)
+        out = sample.outputs(*size, False)
+        sample.draw_tokens(logits, inputs, state, sample.scratch(*size, with_logprobs=False), out)
         return out
 
     def reset(self, inputs: ResetTensors, state: SamplerState) -> None:
-        reset.launch(inputs, state)
+        reset_sampler_state.launch(inputs, state)

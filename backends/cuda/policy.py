@@ -5,13 +5,13 @@ Torch-free; ``core.buckets.Policy`` explains each number.
 
 from __future__ import annotations
 
-from trencadis.backends.cuda.launches.sizes import input_bytes, sight_bytes
-from trencadis.backends.cuda.libraries.sizes import FLASH_ATTN, FLASHINFER, flash_bytes, infer_bytes
+from trencadis.backends.cuda.launches.input_sizes import cross_attention_bytes, input_bytes
+from trencadis.backends.cuda.libraries.workspace_sizes import FLASH_ATTN, FLASHINFER, flash_bytes, infer_bytes
 from trencadis.core.buckets import MIXED_AXES, AxisRule, Density, GraphMemory, Policy, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.quant.kv import FP8, INT8
+from trencadis.core.quant.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import CODES
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 _FINE = 1 << 30
 
@@ -63,10 +63,10 @@ SERVING = Policy(
     kv_codes={INT8: "int8", FP8: "uint8"},
     windows=True,
     upto=True,
-    seen=True,
-    seen_work=sight_bytes,
+    cross_attention=True,
+    cross_attention_bytes=cross_attention_bytes,
     stages=True,
-    own_towers=True,
+    encoder_data_parallel=True,
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}

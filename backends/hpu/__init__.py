@@ -29,9 +29,9 @@ def make_backend(cfg: BackendConfig) -> Backend:
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
     """The dtype that a Gaudi computes in."""
-    from trencadis.backends.hpu import dtypes
+    from trencadis.backends.hpu import hpu_dtypes
 
-    return dtypes.pick_dtype(asked, stored)
+    return hpu_dtypes.pick_dtype(asked, stored)
 
 
 def describe(index: int = 0) -> list[tuple[str, str]]:
@@ -51,10 +51,10 @@ def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
     Raises:
         StartupError: the card cannot be opened.
     """
-    from trencadis.backends.hpu.start import opening
-    from trencadis.backends.hpu.start import probes as module
+    from trencadis.backends.hpu.start import bridge_loader
+    from trencadis.backends.hpu.start import card_probes as module
 
-    bridge = opening.open_bridge(index)
+    bridge = bridge_loader.open_bridge(index)
     free, total = bridge.mem_get_info()
     yield "card", lambda: f"{bridge.device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield from module.probes(bridge)
@@ -66,11 +66,11 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
     """
-    from trencadis.backends.hpu.start import environment, machine, stack
+    from trencadis.backends.hpu.start import environment, machine, software_stack
 
     here = machine.find(environ)
     try:
-        if environment.choose(environ, here, stack.find()) == environment.EMULATED:
+        if environment.choose(environ, here, software_stack.find()) == environment.EMULATED:
             return None
     except StartupError:
         return None if here.cards else (0, "there is none here")
@@ -89,7 +89,7 @@ def listing() -> list[str]:
 
 
 def usable() -> str:
-    """Empty where this machine has a Gaudi that serves; else why not, in a few words."""
+    """Returns why no Gaudi of this machine can serve; an empty string if one can."""
     from trencadis.backends.hpu.start import capability, machine
 
     if not machine.find(os.environ).cards:

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from trencadis.backends.hooks import Hooks
-from trencadis.backends.hpu.attention.limits import check_bucket
+from trencadis.backends.hpu.attention.mask_limits import check_bucket
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.comm import HpuComm, HpuPipe
-from trencadis.backends.hpu.emulation import emulator_hooks
+from trencadis.backends.hpu.card_memory import HpuMemory
+from trencadis.backends.hpu.emulator_hooks import emulator_hooks
+from trencadis.backends.hpu.hccl_comm import HpuComm, HpuPipe
+from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
+from trencadis.backends.hpu.launches.block_copies import HpuBlockCopies
 from trencadis.backends.hpu.launches.compiled_program import CompiledProgram
-from trencadis.backends.hpu.launches.copies import HpuPending, Landing, Staging
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
-from trencadis.backends.hpu.launches.host_blocks import HpuBlockCopies
-from trencadis.backends.hpu.launches.inputs import LaunchForm
-from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
-from trencadis.backends.hpu.memory import HpuMemory
+from trencadis.backends.hpu.launches.host_copies import HostOutputPool, HpuPending, Staging
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.backends.hpu.policy import without_fp8
-from trencadis.backends.hpu.settings import HpuSettings, settings
-from trencadis.backends.hpu.start.opening import open_bridge
-from trencadis.backends.hpu.steplog import StepLog
+from trencadis.backends.hpu.start.bridge_loader import open_bridge
+from trencadis.backends.hpu.step_log import StepLog
 from trencadis.core.backend import BackendConfig, Body, Comm, Inputs, LayerKV, Memory, Ops, Pipe, Program, TensorsOut
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
-from trencadis.core.executor.groups import join
+from trencadis.core.executor.process_groups import join_group
 
 log = logging.getLogger("trencadis.engine")
 
@@ -66,9 +66,9 @@ class HpuBackend:
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
         if self.values:  # a card without values stands for all ranks
-            join(cfg, self.bridge.collective_backend)
+            join_group(cfg, self.bridge.collective_backend)
         self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
-        self._staging, self._landing = Staging(self.bridge), Landing(self.bridge)
+        self._staging, self._landing = Staging(self.bridge), HostOutputPool(self.bridge)
         alone = not self.values
         self.pipe: Pipe | None = HpuPipe(self.bridge, cfg, self._staging, alone) if cfg.stages > 1 else None
         self.notes: tuple[str, ...] = () if emulator is None else (EMULATED,)
@@ -94,7 +94,7 @@ class HpuBackend:
         return wanted if self._emulator is None else self._emulator.hold_blocks(wanted, block_bytes)
 
     def warmed(self) -> None:
-        """Every planned bucket is compiled: with ``VLLM_FULL_WARMUP`` guards are skipped from now on.
+        """Called once every planned bucket is compiled; with ``VLLM_FULL_WARMUP`` guards are skipped from then on.
 
         A compilation is an error then.
         """

@@ -10,7 +10,7 @@ from torch import Tensor
 _stage: Any = None  # of this process: the ranks that share layers; None: the default group, which has all ranks
 
 
-def within(group: Any) -> None:
+def use_group(group: Any) -> None:
     """From now on the collectives are those of ``group``."""
     global _stage
     _stage = group
@@ -24,10 +24,10 @@ def all_reduce(x: Tensor) -> Tensor:
 
 def all_gather(x: Tensor, world: int) -> Tensor:
     """[n, width] of every rank side by side: [n, world * width]."""
-    return beside(gathered(x, world), world)
+    return concat_columns(gather_rows(x, world), world)
 
 
-def gathered(x: Tensor, world: int) -> Tensor:
+def gather_rows(x: Tensor, world: int) -> Tensor:
     """[n, width] of every rank one below the other: [world * n, width].
 
     Into one tensor: a list of tensors would be gathered into one all the same, and copied from there.
@@ -37,7 +37,7 @@ def gathered(x: Tensor, world: int) -> Tensor:
     return found
 
 
-def beside(x: Tensor, world: int) -> Tensor:
+def concat_columns(x: Tensor, world: int) -> Tensor:
     """[world * n, width] -> [n, world * width], contiguous: columns of one value would be a view with other strides."""
     return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1]).contiguous()
 

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.sampling import sample_full
-from trencadis.backends.hpu.attention import coded, context, decode, fresh, vision, windows
-from trencadis.backends.hpu.attention.softmax import AttentionKernels
-from trencadis.backends.hpu.attention.tensors import (
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.sampler import sample_full
+from trencadis.backends.hpu.attention import (
+    block_decode,
+    context_prefill,
+    fresh_prefill,
+    quantised_kv_cache,
+    vision,
+    window_attention,
+)
+from trencadis.backends.hpu.attention.attention_inputs import (
     BlockDecodeAttn,
     ContextAttn,
     FreshAttn,
@@ -23,13 +29,14 @@ from trencadis.backends.hpu.attention.tensors import (
     SharedDecode,
     SlicedContext,
 )
+from trencadis.backends.hpu.attention.softmax import AttentionKernels
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.regions import Regions
-from trencadis.backends.hpu.launches.trees import leaves, rebuilt
-from trencadis.backends.hpu.packed import PackedWeight4, packed4_weight
-from trencadis.backends.hpu.quantised import TAKEN, TINY, Floats8Weight, floats8_weight
-from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.backends.hpu.sharing import pieces
+from trencadis.backends.hpu.fp8_linear import TAKEN, TINY, Floats8Weight, floats8_weight
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.int4_linear import PackedWeight4, packed4_weight
+from trencadis.backends.hpu.launches.compiled_regions import Regions
+from trencadis.backends.hpu.launches.trees import leaves, rebuild
+from trencadis.backends.hpu.shared_shapes import pieces
 from trencadis.core.backend import (
     Attn,
     HeadTensors,
@@ -41,7 +48,7 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.quantised_tensor import QTensor
 
 T = TypeVar("T")
 
@@ -54,7 +61,7 @@ RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int6
 """Types of fields that compile mode gets as they are packed (``launches.packing``)."""
 
 
-class Drawn(NamedTuple):
+class DrawnCounts(NamedTuple):
     """What a compiled SAMPLE leaves where the counts are stored by a graph of their own."""
 
     out: HeadTensorsOut
@@ -117,7 +124,7 @@ class HpuOps(ReferenceOps):
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         if isinstance(w, PackedWeight4):
-            return self._opened(x, w)
+            return self._unpack_linear(x, w)
         if not isinstance(w, Floats8Weight):
             return super().linear(x, w)
         cast, multiply = self.bridge.cast_to_fp8_v2, self.bridge.fp8_gemm_v2
@@ -129,8 +136,8 @@ class HpuOps(ReferenceOps):
             scale = x.abs().amax(-1, keepdim=True).float().clamp_min(TINY) / self.bridge.fp8_top
         return multiply(cast(x, 1.0 / scale), w.codes, x.dtype, scale, w.scale, w.bias)
 
-    def _opened(self, x: Tensor, w: PackedWeight4) -> Tensor:
-        """The weight lies there in bfloat16 for this product alone."""
+    def _unpack_linear(self, x: Tensor, w: PackedWeight4) -> Tensor:
+        """Dequantises the weight to bfloat16 for this product only."""
         opens = self.bridge.convert_from_uint4
         assert opens is not None
         rows = x if w.gather is None else x.index_select(1, w.gather)
@@ -156,7 +163,7 @@ class HpuOps(ReferenceOps):
             out: Any = self.regions(run, *args)
         finally:
             self._inside = False
-        if isinstance(out, Drawn):
+        if isinstance(out, DrawnCounts):
             self.by_rows(self._keep_counts, (out.slot, out.rows), out.counts)
             out = out.out
         found: T = out
@@ -168,7 +175,7 @@ class HpuOps(ReferenceOps):
             run(*rows, *shared)
             return
         for piece in pieces(len(leaves(rows)[0])):
-            cut = [None if item is None else rebuilt(item, itemgetter(slice(*piece))) for item in rows]
+            cut = [None if item is None else rebuild(item, itemgetter(slice(*piece))) for item in rows]
             self.region(run, *cut, *shared)
 
     def _keep_counts(self, slot: Tensor, rows: Tensor, counts: Tensor) -> None:
@@ -193,27 +200,29 @@ class HpuOps(ReferenceOps):
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
         return source.index_select(0, rows.long())
 
-    def interpolate(self, table: Tensor, near: Tensor, share: Tensor) -> Tensor:
-        return super().interpolate(table, near.int(), share)
+    def interpolate(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        return super().interpolate(table, rows.int(), weights)
 
     def scatter_rows(self, target: Tensor, rows: Tensor, values: Tensor) -> None:
         target.index_copy_(0, rows.long(), values)
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
-        super().reset(converted(reset, RESET_TYPES), state)
+        super().reset(convert_fields(reset, RESET_TYPES), state)
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
         """Counts are read before they are stored. In one compiled graph that would write those of every slot anew."""
-        head = converted(head, HEAD_TYPES)
+        head = convert_fields(head, HEAD_TYPES)
         if not (full and self._inside):
             return super().sample(logits, head, state, full)
         kept: list[Tensor] = []
 
         def note(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
             self.update(token, head, state, False)
-            kept.append(counted(token, head, state))
+            kept.append(count_tokens(token, head, state))
 
-        out: Any = Drawn(sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts)
+        out: Any = DrawnCounts(
+            sample_full(logits, head, state, self.thresholds, note), kept[0], head.slot, state.counts
+        )
         found: HeadTensorsOut = out
         return found
 
@@ -221,10 +230,10 @@ class HpuOps(ReferenceOps):
         """Whole rows of counts are stored, since an ``index_put_`` would write the counts of every slot anew."""
         state.last.index_copy_(0, head.slot, token.int())
         if full:
-            state.counts.index_copy_(0, head.slot, counted(token, head, state))
+            state.counts.index_copy_(0, head.slot, count_tokens(token, head, state))
 
     def cut(self, kind: str) -> None:
-        """The one place of ``mark_step``, which does nothing in compile mode."""
+        """Calls ``mark_step``, at the only point that does so; does nothing in compile mode."""
         if not self.lazy:
             return
         if kind == "layer":
@@ -248,26 +257,26 @@ class HpuOps(ReferenceOps):
         if self.regions is not None:
             return attn
         if len(self.windows) == 1:
-            return self._prepared(attn, heads, kv, self.windows[0])
-        each = tuple(self._prepared(attn, heads, kv, window) for window in self.windows)
-        return windows.PerWindow(attn.slot, self.windows, each)  # type: ignore[attr-defined]
+            return self._prepare(attn, heads, kv, self.windows[0])
+        each = tuple(self._prepare(attn, heads, kv, window) for window in self.windows)
+        return window_attention.PerWindow(attn.slot, self.windows, each)  # type: ignore[attr-defined]
 
-    def _prepared(self, attn: Attn, heads: int, kv: LayerKV, window: int) -> Any:
+    def _prepare(self, attn: Attn, heads: int, kv: LayerKV, window: int) -> Any:
         size, fp32 = self.block_size, self.settings.fp32_softmax
         if isinstance(attn, BlockDecodeAttn):  # no match statement: not every Dynamo since torch 2.6 traces its classes
-            return decode.prepare_decode(attn, heads, kv, size, fp32, self.dtype, window)
+            return block_decode.prepare_decode(attn, heads, kv, size, fp32, self.dtype, window)
         if isinstance(attn, ContextAttn):
             if window:
-                return windows.prepare_context(attn, window, size, self.kernels)
-            return context.prepare_context(attn, size, self.settings.context_slice)
+                return window_attention.prepare_context(attn, window, size, self.kernels)
+            return context_prefill.prepare_context(attn, size, self.settings.context_slice)
         if isinstance(attn, FreshAttn):
-            return windows.prepare_fresh(attn, window, self.kernels)
+            return window_attention.prepare_fresh(attn, window, self.kernels)
         return attn
 
     def prepare_segments(self, seg: Segments) -> Any:
         return seg if self.regions is not None else vision.prepare_segments(seg)
 
-    def _masked(self, seg: Segments) -> MaskedSegments:
+    def _mask_segments(self, seg: Segments) -> MaskedSegments:
         made: MaskedSegments = seg if isinstance(seg, MaskedSegments) else vision.prepare_segments(seg)
         return made
 
@@ -280,49 +289,53 @@ class HpuOps(ReferenceOps):
         bridge puts back in place; any other writes the whole cache anew.
         """
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
-        turned = self._turn(k, cos, sin)
-        placed: Any = attn  # every kind that this backend fills says where its tokens are stored
-        slot = placed.slot.long()
+        rotated = self._rotate(k, cos, sin)
+        with_slots: Any = attn  # every kind that this backend fills says where its tokens are stored
+        slot = with_slots.slot.long()
         if kv.k_scale is not None:
-            return self._turn(q, cos, sin), *coded.store(turned, v, kv, slot, self.kernels)
-        kv.k.index_copy_(0, slot, turned)
+            return self._rotate(q, cos, sin), *quantised_kv_cache.store(rotated, v, kv, slot, self.kernels)
+        kv.k.index_copy_(0, slot, rotated)
         kv.v.index_copy_(0, slot, v)
-        return self._turn(q, cos, sin), turned, v
+        return self._rotate(q, cos, sin), rotated, v
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turned in float32: in bfloat16 the factors of far positions would be those of their neighbours."""
-        turn = self.bridge.apply_rotary
-        return (turn(x, cos, sin) if turn is not None else rotate(x, cos, sin)).to(x.dtype)
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates in float32: in bfloat16 the factors of far positions would be those of their neighbours."""
+        rotary_kernel = self.bridge.apply_rotary
+        return (rotary_kernel(x, cos, sin) if rotary_kernel is not None else rotate(x, cos, sin)).to(x.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
         fp32, kernels, size = self.settings.fp32_softmax, self.kernels, self.block_size
-        if isinstance(attn, windows.PerWindow):
+        if isinstance(attn, window_attention.PerWindow):
             attn = attn.each[attn.windows.index(window)]
         elif self.regions is not None:
-            attn = self._prepared(attn, q.shape[1], kv, window)
+            attn = self._prepare(attn, q.shape[1], kv, window)
         if isinstance(attn, FreshAttn):
-            return fresh.attend_fresh(q, k, v, attn, scale, fp32, kernels)
-        if isinstance(attn, windows.MaskedRows):
-            return windows.attend_fresh(q, k, v, attn, scale, fp32, kernels)
-        if isinstance(attn, windows.NearContext):
-            keys, values = context.stored_keys(kv, attn.near, size, q.dtype, kernels)
-            return windows.attend_near(q, k, v, (keys, values), attn, scale, fp32, kernels)
+            return fresh_prefill.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, window_attention.MaskedRows):
+            return window_attention.attend_fresh(q, k, v, attn, scale, fp32, kernels)
+        if isinstance(attn, window_attention.WindowContext):
+            keys, values = context_prefill.stored_keys(kv, attn.near_slots, size, q.dtype, kernels)
+            return window_attention.attend_window(q, k, v, (keys, values), attn, scale, fp32, kernels)
         if isinstance(attn, (JoinedContext, SlicedContext)):
-            return context.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
+            return context_prefill.attend_context(q, k, v, kv, attn, size, scale, fp32, kernels)
         if isinstance(attn, SharedDecode):
-            return decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
+            return block_decode.attend_decode(q, kv, attn, size, scale, fp32, kernels)
         raise TypeError(f"{type(attn).__name__} was not filled by this backend")
 
     def rope_vision(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        return vision.attend_windows(q, k, v, self._masked(seg), scale, self.settings.fp32_softmax_vision, self.kernels)
+        return vision.attend_windows(
+            q, k, v, self._mask_segments(seg), scale, self.settings.fp32_softmax_vision, self.kernels
+        )
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         fp32 = self.settings.fp32_softmax_vision
-        return vision.attend_images(q, k, v, self._masked(seg), scale, fp32, self.kernels, lambda: self.cut("tile"))
+        return vision.attend_images(
+            q, k, v, self._mask_segments(seg), scale, fp32, self.kernels, lambda: self.cut("tile")
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -331,12 +344,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def converted(fields: Any, types: dict[str, torch.dtype]) -> Any:
+def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
     """``fields``, a named tuple of tensors, with those that ``types`` names in these types."""
     return fields._replace(**{name: getattr(fields, name).to(dtype) for name, dtype in types.items()})
 
 
-def counted(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
+def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
     """int32 [r, V]: the counts of each row's slot, with the ids drawn now."""
     counts = state.counts.index_select(0, head.slot)
     vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)

@@ -10,9 +10,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from trencadis.backends.hpu.settings import settings
-from trencadis.backends.hpu.sharing import padded_start
-from trencadis.backends.hpu.start.environment import lazy_ahead
+from trencadis.backends.hpu.hpu_settings import settings
+from trencadis.backends.hpu.shared_shapes import padded_start
+from trencadis.backends.hpu.start.environment import will_be_lazy
 from trencadis.core.buckets import (
     LARGEST,
     SMALLEST,
@@ -25,12 +25,12 @@ from trencadis.core.buckets import (
     Stage,
 )
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.quant.kv import FP8, INT8
+from trencadis.core.quant.kv_cache_format import FP8, INT8
 from trencadis.core.quant.scheme import FLOATS8
 from trencadis.core.request import MAX_BIAS
-from trencadis.core.shapes.costs import Costs
-from trencadis.core.shapes.seen import planned_units
+from trencadis.core.shapes.cross_attention_inputs import planned_units
+from trencadis.core.shapes.launch_costs import Costs
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 AXES = {
     Stage.FRESH: ("rows", "tokens"),
@@ -76,7 +76,9 @@ CORNERS = {
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/packing.py`` packs them."""
+    """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/input_packing.py`` packs
+    them.
+    """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
     upto += 8 * units + 4 if units else 0  # of each unit, what a token sees of it and how often; its gate
@@ -89,8 +91,8 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
             seen = (8 * dims[0] + 4) * units + (4 * dims[0] if units else 0)
             return 32 * dims[0] + (16 if sizes.windows else 12) * dims[1] + seen
         case Stage.VISION:
-            each = sizes.slot.values + 8 + 8 * sizes.slot.near
-            windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.ghosts else 8)
+            each = sizes.slot.values + 8 + 8 * sizes.slot.position_neighbours
+            windows = dims[0] // WINDOW_SLOTS * (12 if sizes.slot.padding_windows else 8)
             return dims[0] * each + 4 * (dims[0] // sizes.slot.cell) + windows
         case Stage.SAMPLE:
             return 48 * dims[0] + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)
@@ -133,7 +135,7 @@ SERVING = Policy(
     utilisation_of="free",
     pool_cost="sum",
     ridge=128.0,
-    most=216,
+    max_buckets=216,
     inputs=input_bytes,
     quantised=FLOATS8,
     host_kv=True,
@@ -141,9 +143,9 @@ SERVING = Policy(
     kv_codes={FP8: "float8_e4m3fn", INT8: "int8"},
     windows=True,
     upto=True,
-    seen=True,
+    cross_attention=True,
     stages=True,
-    own_towers=True,
+    encoder_data_parallel=True,
 )
 
 
@@ -175,7 +177,7 @@ def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | Non
     kept = GraphMemory(
         cached=environ.get(TENSOR_CACHE, "") != "1", cut_layers=switches.cut_layers if switches.cuts else 0
     )
-    graphs = lazy_ahead(environ) if lazy is None else lazy
+    graphs = will_be_lazy(environ) if lazy is None else lazy
     if graphs:
         return dataclasses.replace(found, graph_memory=kept, graphless="")
     return dataclasses.replace(found, graph_memory=kept, graphless=COMPILE_MODE, inputs=shared_input_bytes)

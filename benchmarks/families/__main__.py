@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.harness.checkpoints import DEMO
-from benchmarks.harness.common import Others, machine, median, table
-from trencadis.core.cpus import available_cpus
+from benchmarks.harness.reporting import Others, machine, median, table
+from trencadis.core.cpu_affinity import available_cpus
 
 TEXT: dict[str, Any] = {"vocab_size": 32000, "eos_token_id": 2, "bos_token_id": 1}
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -93,17 +93,17 @@ class Sides:
         found = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
         return time.perf_counter() - begun, [list(one.outputs[0].token_ids) for one in found]
 
-    def theirs_seconds(self, prompts: list[list[int]], out: int) -> tuple[float, list[list[int]]]:
+    def transformers_seconds(self, prompts: list[list[int]], out: int) -> tuple[float, list[list[int]]]:
         """As ``ours_seconds``."""
         import torch
 
-        asked = torch.tensor(prompts)
+        requested = torch.tensor(prompts)
         begun = time.perf_counter()
         with torch.inference_mode():
             found = self.theirs.generate(
-                asked, attention_mask=torch.ones_like(asked), max_new_tokens=out, min_new_tokens=out
+                requested, attention_mask=torch.ones_like(requested), max_new_tokens=out, min_new_tokens=out
             )
-        return time.perf_counter() - begun, found[:, asked.shape[1] :].tolist()
+        return time.perf_counter() - begun, found[:, requested.shape[1] :].tolist()
 
 
 def compare(family: str, clients: int, threads: int, rounds: int, smoke: bool) -> str:
@@ -114,11 +114,11 @@ def compare(family: str, clients: int, threads: int, rounds: int, smoke: bool) -
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(Path(folder), family, threads, smoke)
         torch.set_num_threads(threads)
-        ours, theirs = list[float](), list[float]()
+        ours, reference = list[float](), list[float]()
         try:
             for i in range(rounds + 1):
                 drawn = np.random.default_rng(i).integers(3, 500, (clients, PROMPT)).tolist()
-                turns = [(sides.ours_seconds, ours), (sides.theirs_seconds, theirs)]
+                turns = [(sides.ours_seconds, ours), (sides.transformers_seconds, reference)]
                 answers = []
                 for run, kept in turns if i % 2 else turns[::-1]:
                     seconds, tokens = run(drawn, out)
@@ -128,7 +128,7 @@ def compare(family: str, clients: int, threads: int, rounds: int, smoke: bool) -
                 same += sum(a == b for a, b in zip(*answers, strict=True))
         finally:
             sides.llm.close()
-    rates = [clients * out / median(kept) for kept in (ours, theirs)]
+    rates = [clients * out / median(kept) for kept in (ours, reference)]
     rows = [("ours", f"{rates[0]:.1f}"), ("transformers", f"{rates[1]:.1f}")]
     bar = f" (bar {BARS[clients]}x)" if clients in BARS else ""
     tail = f"{family}: ours is {rates[0] / rates[1]:.2f}x{bar}; {same} of {clients * (rounds + 1)} answers equal"

@@ -13,10 +13,10 @@ import resource
 import sys
 import time
 
-from benchmarks.fleet.machine import Machine
 from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.simulate import simulate, simulate_exactly
-from benchmarks.harness.common import quantile, report, table
+from benchmarks.harness.reporting import quantile, report, table
 from benchmarks.traces.sessions import sessions
 
 MOST_EXACT = 16

@@ -7,10 +7,10 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 
-from benchmarks.fleet.job import Job
-from benchmarks.fleet.machine import Machine
-from trencadis.server.routing.load import Assignment
-from trencadis.server.routing.router import DRAWN, Router
+from benchmarks.fleet.replica_costs import Machine
+from benchmarks.fleet.trace_request import Job
+from trencadis.server.routing.replica_load import Assignment
+from trencadis.server.routing.router import RANDOM_REPLICAS, PrefixAffinityRouter
 
 POINTS = 64
 """Places of a replica on the ring of hashes."""
@@ -32,7 +32,7 @@ class Policy:
     """
 
     def __init__(self, replicas: int, machine: Machine, seed: int) -> None:
-        self.router = Router(
+        self.router = PrefixAffinityRouter(
             replicas, lambda i: machine.costs(), machine.rows, machine.blocks * machine.block, seed=seed
         )
         for i in range(replicas):
@@ -41,25 +41,25 @@ class Policy:
 
     def choose(self, job: Job, now: float) -> Assignment:
         """The replica of a request, charged."""
-        return self.router.send(self._replica(job), job.work, now)
+        return self.router.assign(self._replica(job), job.work, now)
 
     def ended(self, ticket: Assignment, now: float) -> None:
         """A request has ended."""
-        self.router.ended(ticket, now)
+        self.router.on_ended(ticket, now)
 
     def _replica(self, job: Job) -> int:
         raise NotImplementedError
 
     def drawn(self) -> Collection[int]:
-        """``DRAWN`` replicas at random."""
-        return [int(self.router._random() * self.replicas) for _ in range(DRAWN)]
+        """``RANDOM_REPLICAS`` replicas at random."""
+        return [int(self.router._random() * self.replicas) for _ in range(RANDOM_REPLICAS)]
 
 
 class Scored(Policy):
     """The product's router."""
 
     def choose(self, job: Job, now: float) -> Assignment:
-        """What ``Router.choose`` says."""
+        """What ``PrefixAffinityRouter.choose`` says."""
         ticket = self.router.choose(job.work, now)
         assert ticket is not None
         return ticket
@@ -73,14 +73,16 @@ class Random(Policy):
 
 
 class LeastLoaded(Policy):
-    """Of ``DRAWN`` replicas drawn at random, the one with the fewest open requests; the oldest load wins ties."""
+    """Of ``RANDOM_REPLICAS`` replicas drawn at random, the one with the fewest open requests; the oldest load wins
+    ties.
+    """
 
     def _replica(self, job: Job) -> int:
         return min(self.drawn(), key=lambda i: (self.router.loads[i].open, self.router.loads[i].tokens))
 
 
 class Hashed(Policy):
-    """Consistent hashing: of the first picture, else of the session's first message, so that a session stays."""
+    """Consistent hashing: of the first image, else of the session's first message, so that a session stays."""
 
     def __init__(self, replicas: int, machine: Machine, seed: int) -> None:
         super().__init__(replicas, machine, seed)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.fleet.exact import ExactReplica, exact_job
-from benchmarks.fleet.fast import FastReplica
-from benchmarks.fleet.job import Job, job_of
-from benchmarks.fleet.machine import Machine
+from benchmarks.fleet.fast_replica import FastReplica
 from benchmarks.fleet.policies import Policy
-from benchmarks.harness.common import quantile
+from benchmarks.fleet.replica_costs import Machine
+from benchmarks.fleet.scheduler_replica import ExactReplica, exact_job
+from benchmarks.fleet.trace_request import Job, job_of
+from benchmarks.harness.reporting import quantile
 from benchmarks.traces.sessions import Turn
 
 
@@ -27,7 +27,7 @@ class Replica(Protocol):
     def interrupt(self, now: float) -> float: ...
     def finish(self) -> tuple[list[Job], list[Job]]: ...
     def evictions(self) -> tuple[list[int], list[int]]:
-        """Keys of KV blocks and of pictures that were evicted since the last call."""
+        """Keys of KV blocks and of images that were evicted since the last call."""
         ...
 
 
@@ -91,7 +91,7 @@ class Simulation:
 
     def _arrive(self, turn: Turn) -> None:
         now, job = turn.arrival, self._read(turn, self.machine.block)
-        self.out.distinct.update(p.key for p in job.work.pictures)
+        self.out.distinct.update(p.key for p in job.work.images)
         before = time.thread_time()
         job.ticket = self.policy.choose(job, now)
         self.out.decisions.append(time.thread_time() - before)
@@ -118,13 +118,13 @@ class Simulation:
             if now == self._ends[at]:  # else a run of steps that was cut short
                 begun, ended = self.replicas[at].finish()
                 self._record(begun, ended, now)
-                self.policy.router.evicted(at, *self.replicas[at].evictions())
+                self.policy.router.on_evicted(at, *self.replicas[at].evictions())
                 self._begin(at, now)
 
     def _record(self, begun: list[Job], ended: list[Job], now: float) -> None:
         for job in begun:
             assert job.ticket is not None
-            self.policy.router.began(job.ticket, now)
+            self.policy.router.on_first_token(job.ticket, now)
             self.out.ttft.append(now - job.turn.arrival)
             self.out.hits += job.hit
             self.out.tokens += job.turn.prompt

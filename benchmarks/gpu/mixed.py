@@ -1,7 +1,7 @@
 """Mixed requests after warm-up: graphs captured, kernels compiled and launches outside the plan are counted.
 
 python -m benchmarks.gpu.mixed SETUP OUT [--requests 10000] [--seconds 600]
-SETUP: a benchmarks.harness.sides.Setup as JSON
+SETUP: a benchmarks.harness.compared_engines.Setup as JSON
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.sides import Setup
+from benchmarks.harness.compared_engines import Setup
 from trencadis.core.engine import Engine
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.report import GraphPlan
+from trencadis.core.engine_stats import GraphPlan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20},
@@ -49,7 +49,7 @@ class Traffic:
         for i in range(rng.choice((0, 0, 0, 0, 1, 2))):
             grid = (1, 2 * rng.randint(1, self.side // 2), 2 * rng.randint(1, self.side // 2))
             count = grid[1] * grid[2] // 4
-            spans.append(MediaSpan(len(tokens), count, f"{number:08x}{i:08x}", grid, slots_of(grid)))
+            spans.append(MediaSpan(len(tokens), count, f"{number:08x}{i:08x}", grid, count_slots(grid)))
             tokens += [0] * count + [1]
         params = SamplingParams(**rng.choice(WAYS), max_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.5)
         return Request(str(number), tokens, params, spans, arrival=float(number))
@@ -101,12 +101,12 @@ def drive(engine: Engine, traffic: Traffic, requests: int, live: int, end: float
         How many it sent, and how their answers ended.
     """
     ended, open_choices, spans = Counter[str](), dict[str, int](), dict[str, list[MediaSpan]]()
-    sent = told = 0
+    sent = reported = 0
     while sent < requests or open_choices:
         if time.perf_counter() > end:
             requests = sent
-        if sent >= told + 1000:
-            told = sent
+        if sent >= reported + 1000:
+            reported = sent
             print(f"  {sent} requests sent", flush=True)
         while sent < requests and len(open_choices) < live:
             request = traffic.request(sent)
@@ -123,7 +123,7 @@ def drive(engine: Engine, traffic: Traffic, requests: int, live: int, end: float
             if not open_choices[delta.id]:
                 del open_choices[delta.id]
         for id, index in engine.needs():
-            engine.media(id, index, traffic.pixels(spans[id][index]))
+            engine.add_media(id, index, traffic.pixels(spans[id][index]))
     return sent, ended
 
 
@@ -131,9 +131,9 @@ def jit_counter(setup: Setup) -> Any:
     """Counts Triton's compilations in this process from now on; None off a card."""
     if setup.torch_device == "cpu":
         return None
-    from trencadis.backends.cuda.compilations import Compilations
+    from trencadis.backends.cuda.compile_counter import CompileCounter
 
-    return Compilations()
+    return CompileCounter()
 
 
 def measure(setup: Setup, requests: int, live: int, longest: int, side: int, most: float) -> dict[str, Any]:

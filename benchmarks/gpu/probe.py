@@ -1,6 +1,6 @@
 """Measures one engine of ours and writes JSON; ``benchmarks.gpu`` runs this with graphs and without.
 
-python -m benchmarks.gpu.probe SETUP OUT [--samples 200]      SETUP: a benchmarks.harness.sides.Setup as JSON
+python -m benchmarks.gpu.probe SETUP OUT [--samples 200]      SETUP: a benchmarks.harness.compared_engines.Setup as JSON
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import forced
-from benchmarks.harness.figures import UNUSED, answers, copy_bandwidth, encoder, graph_memory, tpot
-from benchmarks.harness.sides import Ours, Setup
+from benchmarks.harness.compared_engines import Ours, Setup
+from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, encoder, graph_memory, tpot
 
 
 def synchronizer(setup: Setup) -> Callable[[], None]:
@@ -49,7 +49,7 @@ def ledger(side: Ours) -> dict[str, int] | None:
     return {"booked": booked, "used": total - free, "total": total}
 
 
-def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, file: Path) -> None:
+def probe(setup: Setup, samples: int, out: int, conversations: int, own_answers: bool, file: Path) -> None:
     """Measures everything on one engine. Writes ``file`` after each figure and names failed ones in ``failed``."""
     begun = time.perf_counter()
     side, wait = Ours(setup), synchronizer(setup)
@@ -62,7 +62,7 @@ def probe(setup: Setup, samples: int, out: int, talks: int, own_answers: bool, f
         "copy": lambda: card_bandwidth(setup.torch_device, wait), "encoder": lambda: encoder(side, samples, wait),
     }  # fmt: skip
     if not setup.eager:
-        figures["forced"] = lambda: forced(side, talks, not own_answers)
+        figures["forced"] = lambda: forced(side, conversations, not own_answers)
     for name, measure in figures.items():
         begun = time.perf_counter()
         try:

@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.gpu.claims import CLAIMS, kernel_values
 from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
-from benchmarks.harness.common import RESULTS, ROOT, quantile
-from benchmarks.harness.parts import PartRun
-from benchmarks.harness.sides import SIDE, Setup
+from benchmarks.harness.compared_engines import SIDE, Setup
+from benchmarks.harness.reporting import RESULTS, ROOT, quantile
+from benchmarks.harness.subprocesses import PartRun
 from trencadis.assets import demo_path
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 
 
 class Run(PartRun):
@@ -129,8 +129,8 @@ def accuracy(run: Run, name: str, model: Path) -> dict[str, Any] | None:
     if found is not None and name == "three":
         run.values["three_rate"] = found["ours"] / max(found["theirs"], 1)
         run.values["three_gap"] = found["worst_gap"] / max(found["noise"], 1e-9)
-        told = f"{found['ours']} and {found['theirs']} of {found['tokens']} tokens"
-        run.notes |= {"three_rate": told, "three_gap": f"noise {found['noise']:.3g}"}
+        reported = f"{found['ours']} and {found['theirs']} of {found['tokens']} tokens"
+        run.notes |= {"three_rate": reported, "three_gap": f"noise {found['noise']:.3g}"}
     return found
 
 
@@ -158,8 +158,10 @@ def mixed(run: Run) -> None:
         return
     run.values |= {"captures": found["new_captures"], "jit": found["jit"]}
     padding = f"real/padded {found['real'] / max(found['padded'], 1):.2f}"
-    told = f"{found['requests']} requests, {found['launches']} launches, {padding}, without a graph: {found['misses']}"
-    run.notes |= {"captures": told, "jit": str(found["jit_names"] or "none")}
+    reported = (
+        f"{found['requests']} requests, {found['launches']} launches, {padding}, without a graph: {found['misses']}"
+    )
+    run.notes |= {"captures": reported, "jit": str(found["jit_names"] or "none")}
 
 
 def engine(run: Run) -> None:
@@ -171,8 +173,8 @@ def engine(run: Run) -> None:
     found = run.child("engine", "engine", *args, "--sides", "ours,theirs", out=out)
     if found is not None and "text-32" in found["cases"]:
         sides = found["cases"]["text-32"]["sides"]
-        ours, theirs = (sides[s]["tokens_per_second"] for s in ("ours", "theirs"))
-        run.values["c32"], run.notes["c32"] = ours / theirs, f"{ours:.0f} against {theirs:.0f} tokens/s"
+        ours, reference = (sides[s]["tokens_per_second"] for s in ("ours", "theirs"))
+        run.values["c32"], run.notes["c32"] = ours / reference, f"{ours:.0f} against {reference:.0f} tokens/s"
 
 
 def quantised(run: Run) -> None:

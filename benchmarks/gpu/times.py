@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from benchmarks.packing import qwen_7b
-from trencadis.backends.cuda.timing import report
+from trencadis.backends.cuda.timing import time_report
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 
 LENGTH = 32_768
@@ -41,16 +41,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--card", default="")
     parser.add_argument("--rows", default="1,32,256")
-    parser.add_argument("--context", type=int, default=report.CONTEXT)
+    parser.add_argument("--context", type=int, default=time_report.CONTEXT)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [int(n) for n in args.rows.split(",")]
     found = {}
     for name, (make, ranks) in MODELS.items():
-        found[name] = report.times(make(), ranks, args.card, rows, args.context)
-        told = [*report.lines(found[name])]
-        print(name, *told[: told.index("  sources:")], sep="\n")
-    print(*told[told.index("  sources:") :], sep="\n")
+        found[name] = time_report.times(make(), ranks, args.card, rows, args.context)
+        reported = [*time_report.lines(found[name])]
+        print(name, *reported[: reported.index("  sources:")], sep="\n")
+    print(*reported[reported.index("  sources:") :], sep="\n")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -24,13 +24,13 @@ from typing import Any
 import llguidance
 
 from trencadis.core.errors import BadRequest
-from trencadis.core.masks.grammar import limits
-from trencadis.core.masks.vocabulary import opened
-from trencadis.server.grammars.asked import AskedForm
-from trencadis.server.grammars.body import body
-from trencadis.server.grammars.vocabulary import control_tokens, vocabulary
-from trencadis.server.grammars.writer import GrammarWriter
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.core.masks.grammar_matcher import parser_limits
+from trencadis.core.masks.vocabulary import open_tokenizer
+from trencadis.server.grammars.content_grammar import write_content_rule
+from trencadis.server.grammars.grammar_vocabulary import find_control_tokens, make_vocabulary
+from trencadis.server.grammars.grammar_writer import GrammarWriter
+from trencadis.server.grammars.response_format import RequestedFormat
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
@@ -48,11 +48,11 @@ class SchemaBench:
 
     def __init__(self) -> None:
         tokenizer = Tokenizer.from_checkpoint(DEMO)
-        words = vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos or 0])
+        words = make_vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos or 0])
         special = set(words.special)
-        self.control = control_tokens(tokenizer)
+        self.control = find_control_tokens(tokenizer)
         self.bytes = {t[0]: i for i, t in enumerate(words.tokens) if len(t) == 1 and i not in special}
-        self.library = opened(words)
+        self.library = open_tokenizer(words)
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.seconds: list[float] = []
@@ -63,8 +63,8 @@ class SchemaBench:
         start = time.perf_counter()
         try:
             writer = GrammarWriter(self.control)
-            grammar = writer.whole(body(AskedForm("json", schema, "schema"), writer))
-            matcher = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=limits())
+            grammar = writer.write_grammar(write_content_rule(RequestedFormat("json", schema, "schema"), writer))
+            matcher = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=parser_limits())
             matcher.compute_bitmask()
             if matcher.is_error():
                 raise BadRequest(matcher.get_error())

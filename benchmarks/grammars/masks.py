@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import llguidance
 
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import median, report, table
+from benchmarks.harness.reporting import median, report, table
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.masks.rule import Rule
+from trencadis.core.masks.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
-from trencadis.server.grammars.book import GrammarBook
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -65,8 +65,8 @@ class GrammarRuns:
             )
         )  # fmt: skip
         info, eos = self.engine.info(), self.engine.scheduler.limits.eos
-        book = GrammarBook(Tokenizer.from_checkpoint(path), info.vocab_size, eos)
-        self.engine.vocabulary(asyncio.run(book.vocabulary()))
+        book = GrammarCache(Tokenizer.from_checkpoint(path), info.vocab_size, eos)
+        self.engine.set_vocabulary(asyncio.run(book.pack_vocabulary()))
         book.close()
         self.grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
         self.count = 0

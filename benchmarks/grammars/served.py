@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.checkpoints import SHAPES, checkpoint
-from benchmarks.harness.common import Others, machine, median, quantile, report, table
+from benchmarks.harness.reporting import Others, machine, median, quantile, report, table
 from benchmarks.harness.server import serving
 
 BARS = {"known_ms": 2.0, "new_ms": 20.0, "itl_p99": 1.10}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import BENCH, ROOT
+from benchmarks.harness.reporting import BENCH, ROOT
 
 DEMO = ROOT / "assets" / "demo"
 """The bundled demo, whose tokenizer has Qwen2.5's added tokens, split and template."""

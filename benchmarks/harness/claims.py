@@ -50,9 +50,9 @@ def judge(
     claims: Iterable[Claim], values: Mapping[str, float], notes: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Each measured claim with its value, whether it passes, and a note."""
-    told = notes or {}
+    reported = notes or {}
     return {
-        c.id: {"value": values[c.id], "passed": c.passed(values[c.id]), "note": told.get(c.id, "")}
+        c.id: {"value": values[c.id], "passed": c.passed(values[c.id]), "note": reported.get(c.id, "")}
         for c in claims
         if c.id in values
     }

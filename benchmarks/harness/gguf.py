@@ -123,7 +123,7 @@ def _keys(c: dict[str, Any], kind: int) -> dict[str, int | float | str]:
     return {
         "general.architecture": "qwen2", "general.name": "random", "general.alignment": ALIGNMENT,
         "general.file_type": 7 if kind == Q8_0 else 2, "general.quantization_version": 2,
-        **{f"qwen2.{ours}": int(c[theirs]) for ours, theirs in sizes.items()},
+        **{f"qwen2.{ours}": int(c[reference]) for ours, reference in sizes.items()},
         "qwen2.rope.freq_base": float(c["rope_theta"]),
         "qwen2.attention.layer_norm_rms_epsilon": float(c["rms_norm_eps"]), "tokenizer.ggml.model": "no_vocab",
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import gguf
 from benchmarks.harness.checkpoints import checkpoint
-from benchmarks.harness.common import BENCH
+from benchmarks.harness.reporting import BENCH
 
 SIDE = Path(__file__).with_name("llamacpp_side.py")
 FORMS = {"Q8_0": gguf.Q8_0, "Q4_0": gguf.Q4_0}
@@ -48,10 +48,10 @@ class LlamaCpp:
         said = self._read()
         self.start, self.version = float(said["start"]), str(said["version"])
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
+    def ask(self, **requested: Any) -> dict[str, Any]:
         """One question of ``llamacpp_side``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(requested) + "\n")
         self._process.stdin.flush()
         return self._read()
 

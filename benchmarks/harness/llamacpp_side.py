@@ -48,16 +48,16 @@ class Model:
         """Empties the cache."""
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), False)
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, requested: dict[str, Any]) -> dict[str, Any]:
         """What a line asks."""
         self.forget()
         begun = time.perf_counter()
-        logits = self.decode(asked["prompt"])
-        if asked.get("logits"):
+        logits = self.decode(requested["prompt"])
+        if requested.get("logits"):
             return {"logits": [float(value) for value in logits]}
         ids = [int(logits.argmax())]
         first = time.perf_counter()
-        while len(ids) < asked["out"]:
+        while len(ids) < requested["out"]:
             ids.append(int(self.decode(ids[-1:]).argmax()))
         return {"first": first - begun, "rest": time.perf_counter() - first, "ids": ids}
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.harness.common import median, quantile
-from benchmarks.harness.sides import random_image, words
+from benchmarks.harness.compared_engines import random_image, words
+from benchmarks.harness.reporting import median, quantile
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

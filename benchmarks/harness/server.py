@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.harness.common import environment
+from benchmarks.harness.reporting import environment
 
 START_LIMIT = 900.0  # another engine may compile for minutes
 STOP_LIMIT = 60.0
@@ -75,7 +75,7 @@ class Server:
     def engine(self) -> int:
         """The engine's process, which may not be another one later."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if "trencadis.core.process.main" in child.cmdline():
+            if "trencadis.core.process.engine_process" in child.cmdline():
                 return child.pid
         raise RuntimeError("the server has no engine process")
 

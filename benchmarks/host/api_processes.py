@@ -19,10 +19,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.harness.common import ROOT, report, table
+from benchmarks.harness.reporting import ROOT, report, table
 from benchmarks.host.stream import Clients, serving
-from trencadis.core.cpus import available_cpus
-from trencadis.server.metrics.processes import ProcessesCollector
+from trencadis.core.cpu_affinity import available_cpus
+from trencadis.server.metrics.process_metrics import ProcessesCollector
 
 HEADER = ("API processes", "tokens/s", "us a token: front", "all API", "engine")
 CORES, BAR = 4, 1.8

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.harness.common import ROOT, report, table
 from benchmarks.harness.loadgen import Load, drive
+from benchmarks.harness.reporting import ROOT, report, table
 from benchmarks.harness.server import Server, serving
 
 STATES = ("free", "busy", "after")

@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import Others, environment, median, report, table
+from benchmarks.harness.reporting import Others, environment, median, report, table
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import computing_cpus
-from trencadis.core.models.packed_file import PackedFile, packed_file
+from trencadis.core.cpu_affinity import computing_cpus
+from trencadis.core.models.packed_weights import PackedFile, packed_file
 from trencadis.core.models.weight_files import files_of
 
 PIECE, SOURCE = 8 << 20, 256 << 20
@@ -103,20 +103,20 @@ def kept_file(folder: Path, dtype: str, kept: str) -> PackedFile | None:
 
 def load(folder: Path, dtype: str, threads: int, packed: PackedFile | None) -> dict[str, Any]:
     """Loads the model as the engine's process does: its files are asked for, then torch is imported."""
-    from trencadis.core.process import ahead
+    from trencadis.core.process import prefetch
 
     import torch  # isort: skip
 
     from trencadis.backends.cpu import make_backend
     from trencadis.core.backend import BackendConfig
-    from trencadis.core.checkpoint.reading import load_config
+    from trencadis.core.checkpoint.config_reader import load_config
     from trencadis.core.models.registry import build
 
     config = load_config(folder)
     torch.set_num_threads(threads)
     torch.empty(1 << 16).add_(1)  # its threads are there
     start, busy = time.perf_counter(), time.process_time()
-    ahead.begin(str(folder), kept=packed and packed.path)
+    prefetch.start_prefetch(str(folder), kept=packed and packed.path)
     options = {"threads": str(threads)}
     backend = make_backend(BackendConfig(dtype=getattr(torch, dtype), options=options, packed=packed))
     model = build(config, backend)

@@ -29,19 +29,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.common import report, table
+from benchmarks.harness.reporting import report, table
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.core.backend import BackendConfig, HeadTensors, HeadTensorsOut
 from trencadis.core.buckets import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.launches.runner import Runner
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.launches.model_runner import ModelRunner
 from trencadis.core.request import MAX_LOGPROBS, Request, SamplingParams
 from trencadis.core.scheduling.lifecycle import Lifecycle
-from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.scheduling.random_numbers import AHEAD
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.uniform import AHEAD
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 
 VOCAB, BLOCK = 151936, 16
 ROOM = 2000
@@ -106,10 +106,10 @@ class HostSteps:
             max_tokens=load.begin * load.context + load.rows, max_rows=load.rows, max_model_len=length,
             block_size=BLOCK, vocab=VOCAB, eos=(0,),
         )  # fmt: skip
-        self.scheduler = Scheduler(replace(made, **limits), BlockPool(blocks), Arena(16), load.rows + 8)
+        self.scheduler = Scheduler(replace(made, **limits), BlockPool(blocks), EncoderCache(16), load.rows + 8)
         self.life = Lifecycle(self.scheduler)
         backend = CpuBackend(BackendConfig(block_size=BLOCK, vocab_size=VOCAB, options={"threads": "1"}))
-        self.runner = Runner(backend, NoModel(), Plan(backend.policy, block_size=BLOCK))  # type: ignore[arg-type]
+        self.runner = ModelRunner(backend, NoModel(), Plan(backend.policy, block_size=BLOCK))  # type: ignore[arg-type]
         self.filled = 0.0
         fill = backend.fill
 

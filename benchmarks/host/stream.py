@@ -27,10 +27,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.harness.common import ROOT, environment, report, table
-from benchmarks.host.asked import KINDS, Kind
+from benchmarks.harness.reporting import ROOT, environment, report, table
+from benchmarks.host.stream_kinds import KINDS, Kind
 from trencadis.core.config import EngineConfig
-from trencadis.core.process.wire import EngineInfo, EngineStats
+from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request, TokenLogprob
 
@@ -218,13 +218,13 @@ def measure(
     model: str, clients: int, tokens: int, pace: float, kind: str = "chat", lag: bool = False
 ) -> dict[str, Any]:
     """Starts a server, streams, stops it."""
-    asked = KINDS[kind]
-    flags = [*asked.flags, *(["--app", "benchmarks.host.lag:probed"] if lag else [])]
+    requested = KINDS[kind]
+    flags = [*requested.flags, *(["--app", "benchmarks.host.event_loop_lag:probed"] if lag else [])]
 
     async def run(port: int, pid: int) -> dict[str, Any]:
-        found: dict[str, Any] = await Clients(port, clients, tokens, asked).measure(pid)
+        found: dict[str, Any] = await Clients(port, clients, tokens, requested).measure(pid)
         if lag:
-            found |= await Clients(port, clients, tokens, asked).disconnect()
+            found |= await Clients(port, clients, tokens, requested).disconnect()
         return found
 
     with serving(model, clients, pace, flags) as (port, pid):

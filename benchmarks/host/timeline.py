@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 
-from benchmarks.harness.common import report, table
+from benchmarks.harness.reporting import report, table
 from benchmarks.host.step import HostSteps, Load
 from trencadis.backends.cuda.timing.timeline import HostStep, Timeline, run
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.common import median
+from benchmarks.harness.reporting import median
 from trencadis.core.backend import Backend, BackendConfig, HeadTensorsOut, LayerKV, ProgramState, TextTensors, load
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs

@@ -1,7 +1,7 @@
 """Measures one engine and writes JSON; ``benchmarks.hpu`` runs this for each model, dtype and device.
 
 python -m benchmarks.hpu.engine_probe SETUP OUT [--figures answers,forced,...]
-SETUP: a benchmarks.harness.sides.Setup as JSON; ``kv`` 0 gives the cache what memory is left
+SETUP: a benchmarks.harness.compared_engines.Setup as JSON; ``kv`` 0 gives the cache what memory is left
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy import forced
-from benchmarks.harness.common import median
-from benchmarks.harness.figures import UNUSED, answers, copy_bandwidth, formulas, tpot
-from benchmarks.harness.sides import Ours, Setup
+from benchmarks.harness.compared_engines import Ours, Setup
+from benchmarks.harness.engine_measurements import UNUSED, answers, copy_bandwidth, formulas, tpot
+from benchmarks.harness.reporting import median
 from trencadis.core.backend import Backend
 from trencadis.core.buckets import Stage
-from trencadis.core.executor.uniproc import Uniproc
-from trencadis.core.launches.runner import Runner
+from trencadis.core.executor.uniproc_executor import UniprocExecutor
+from trencadis.core.launches.model_runner import ModelRunner
 
 
-def runner_of(side: Ours) -> Runner:
+def runner_of(side: Ours) -> ModelRunner:
     """The runner of an engine of one rank in this process."""
     executor = side.llm.engine.executor
-    assert isinstance(executor, Uniproc)
+    assert isinstance(executor, UniprocExecutor)
     runner: Any = executor._rank
-    return runner if isinstance(runner, Runner) else runner.runner
+    return runner if isinstance(runner, ModelRunner) else runner.runner
 
 
 def pools(side: Ours) -> dict[str, dict[str, float]]:
@@ -61,7 +61,7 @@ def ledger(side: Ours, backend: Backend) -> dict[str, int]:
     return {"booked": booked, "used": total - backend.memory.free(), "total": total}
 
 
-def probe(setup: Setup, figures: list[str], file: Path, samples: int, talks: int, copied: int) -> None:
+def probe(setup: Setup, figures: list[str], file: Path, samples: int, conversations: int, copied: int) -> None:
     """Measures ``figures`` on one engine. Writes ``file`` after each and names failed ones in ``failed``."""
     begun = time.perf_counter()
     side = Ours(setup)
@@ -76,7 +76,7 @@ def probe(setup: Setup, figures: list[str], file: Path, samples: int, talks: int
 
     known: dict[str, Callable[[], Any]] = {
         "answers": lambda: [row["tokens"] for row in answers(side, samples, 16)],
-        "forced": lambda: forced(side, talks, True),
+        "forced": lambda: forced(side, conversations, True),
         "pools": lambda: pools(side),
         "ledger": lambda: ledger(side, backend),
         "tpot": lambda: tpot(side, 64 if samples > 2 else 12),

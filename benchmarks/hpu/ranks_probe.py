@@ -1,7 +1,7 @@
 """Times an all-reduce between two cards, and answers with both.
 
 python -m benchmarks.hpu.ranks_probe SETUP OUT [--rounds 200] [--samples 16]
-SETUP: a benchmarks.harness.sides.Setup as JSON
+SETUP: a benchmarks.harness.compared_engines.Setup as JSON
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import median
-from benchmarks.harness.sides import Setup, Work, conversations
+from benchmarks.harness.compared_engines import Setup, Work, conversations
+from benchmarks.harness.reporting import median
 
 WIDTH, ROWS = 8192, 64
 """One row of hidden values of a 72B, and the rows of a decoding step."""
@@ -67,8 +67,8 @@ def answers(setup: Setup, ranks: int, count: int) -> list[list[int]]:
         setup.model, dtype=setup.dtype, threads=setup.threads, device=setup.device, tensor_parallel_size=ranks,
         **setup.limits(),
     )  # fmt: skip
-    talks = [t for i in range(2) for t in conversations(Work(count, 16, words=30, images=i, seed=90 + i))]
-    done = llm.chat(talks, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    chats = [t for i in range(2) for t in conversations(Work(count, 16, words=30, images=i, seed=90 + i))]
+    done = llm.chat(chats, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
     tokens = [list(d.outputs[0].token_ids) for d in done]
     llm.close()
     return tokens

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.checkpoints import SHAPES, checkpoint, text_bytes
-from benchmarks.harness.common import RESULTS, ROOT
-from benchmarks.harness.parts import PartRun
-from benchmarks.harness.sides import Setup
+from benchmarks.harness.compared_engines import Setup
+from benchmarks.harness.reporting import RESULTS, ROOT
+from benchmarks.harness.subprocesses import PartRun
 from benchmarks.hpu.claims import CLAIMS
 from trencadis.assets import demo_path
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 
 SIDE = 448
 """Pixels along an image's side."""

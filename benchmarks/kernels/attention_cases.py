@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope
-from trencadis.backends.cuda.kernels.attn import CudaSegments
-from trencadis.backends.cuda.launches.buffers import Buffers
-from trencadis.backends.cuda.launches.inputs import Sizes, segments
+from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
+from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
 from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import StepInputs
@@ -69,14 +69,14 @@ def step_inputs(rows: list[tuple[int, int]], rng: np.random.Generator) -> StepIn
 
 def _launch(
     m: Model, rows: list[tuple[int, int]], bucket: Bucket, device: torch.device
-) -> tuple[Buffers, list[Tensor]]:
+) -> tuple[InputBuffers, list[Tensor]]:
     inputs = step_inputs(rows, np.random.default_rng(0))
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     group = m.heads // m.kv_heads
     sizes = Sizes(BLOCK, inputs.blocks.shape[1], 8, m.kv_heads, processors, group=group)
-    buffers = Buffers(bucket, sizes, runtime_of(device))
+    buffers = InputBuffers(bucket, sizes, runtime_of(device))
     buffers.fill(inputs)
-    buffers.room.runtime.synchronize()
+    buffers.buffer.runtime.synchronize()
     shape = (int(inputs.blocks.max()) + 1, BLOCK, m.kv_heads, m.d)
     cache = [torch.randn(shape, dtype=m.dtype, device=device) for _ in range(2)]
     q = torch.randn(len(inputs.tokens), m.heads, m.d, dtype=m.dtype, device=device)
@@ -88,13 +88,13 @@ def decode(m: Model, rows: int, context: int, device: torch.device, window: int 
     read = min(context, window or context)
     buffers, (q, k, v) = _launch(m, [(context - 1, 1)] * rows, Bucket(Stage.DECODE, (rows,)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
-    room = attend_text.partial(attn, q, LayerKV(k, v))
+    room = paged_attention.partial(attn, q, LayerKV(k, v))
     dense = [t[attn.blocks.view(rows, -1).long()].flatten(1, 2)[:, :context].transpose(1, 2) for t in (k, v)]
     dense = [t[:, :, context - read :].contiguous() for t in dense]
     wide = q.view(rows, m.heads, 1, m.d)
 
     def run() -> Tensor:
-        attend_text.attend_text(q, LayerKV(k, v), attn, scale, out, room, window=window)
+        paged_attention.attend_text(q, LayerKV(k, v), attn, scale, out, room, window=window)
         return out
 
     def torch_way() -> Tensor:
@@ -112,7 +112,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Ca
     """One prompt (or a chunk of it after ``context`` stored tokens): bound by arithmetic."""
     buffers, (q, k, v) = _launch(m, [(context, tokens)], Bucket(Stage.PREFILL, (tokens, 16)), device)
     attn, out, scale = buffers.tensors.attn, torch.empty_like(q), m.d**-0.5
-    room = attend_text.partial(attn, q, LayerKV(k, v))
+    room = paged_attention.partial(attn, q, LayerKV(k, v))
     held = -(-(context + tokens) // BLOCK)
     dense = [t[attn.blocks[:held].long()].flatten(0, 1)[: context + tokens].transpose(0, 1)[None] for t in (k, v)]
     repeat = m.heads // m.kv_heads
@@ -120,7 +120,7 @@ def prefill(m: Model, tokens: int, device: torch.device, context: int = 0) -> Ca
     wide = q.transpose(0, 1)[None].contiguous()
 
     def run() -> Tensor:
-        attend_text.attend_text(q, LayerKV(k, v), attn, scale, out, room)
+        paged_attention.attend_text(q, LayerKV(k, v), attn, scale, out, room)
         return out
 
     def way(backend: SDPBackend) -> Callable[[], Tensor]:
@@ -152,7 +152,7 @@ def vision(
     seg = CudaSegments(*(torch.from_numpy(a).to(device) for a in segments(image, real)))
     q, k, v = (torch.randn(slots, heads, d, dtype=dtype, device=device) for _ in range(3))
     out, scale = torch.empty_like(q), d**-0.5
-    launch = attend_vision.attend_images if whole else attend_vision.attend_windows
+    launch = vision_attention.attend_images if whole else vision_attention.attend_windows
     seen = (torch.arange(64) < torch.from_numpy(real)[:, None]).to(device)
     if whole:
         owner = torch.from_numpy(image).to(device).repeat_interleave(64)
@@ -194,7 +194,7 @@ def rope_store(m: Model, tokens: int, device: torch.device) -> Case:
     slots = 2 * BLOCK + torch.randperm(tokens, device=device)
 
     def run() -> None:
-        rope.rope_store(q, k, v, cos, sin, *cache, slots, q)
+        rotary_kernels.rope_store(q, k, v, cos, sin, *cache, slots, q)
 
     return Case(
         f"rope_store {m.label} {tokens} tokens", "rope", run,

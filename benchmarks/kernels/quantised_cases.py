@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from benchmarks.kernels.case import Case
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.coded import quantised
-from trencadis.backends.cuda.weights.coded import coded_weight, decoded, product
-from trencadis.core.quant import online
+from trencadis.backends.cuda.kernels.coded import quantised_linear
+from trencadis.backends.cuda.weights.quantised_weight import dequantise, pack_quantised_weight, product
+from trencadis.core.quant import online_quant
 from trencadis.core.quant.scheme import Scheme
 
 SHAPES = ((2560, 2048), (2048, 11008), (37888, 3584), (3584, 18944))
@@ -31,16 +31,16 @@ def case(
     """One product of ``rows`` rows: few are judged by the bytes that they read."""
     out, inputs = shape
     dense = torch.randn(out, inputs, dtype=dtype, device=device) / inputs**0.5
-    w = coded_weight(online.quantised(dense, scheme, dtype), None, tiles.arch_of(device))
+    w = pack_quantised_weight(online_quant.quantise(dense, scheme, dtype), None, tiles.arch_of(device))
     x = torch.randn(rows, inputs, dtype=dtype, device=device)
 
     def run() -> Tensor:
-        return quantised.linear(x, w)
+        return quantised_linear.linear(x, w)
 
     def check() -> float:
-        return float((run().float() - product(x, w, decoded(w)).float()).abs().max())
+        return float((run().float() - product(x, w, dequantise(w)).float()).abs().max())
 
-    few = rows <= quantised.FEW
+    few = rows <= quantised_linear.FEW
     return Case(
         f"quantised {label}, {rows} rows, {out} x {inputs}", "quantised", run,
         bytes=w.nbytes + x.nbytes + dtype.itemsize * rows * out, flops=2 * rows * out * inputs,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.kernels import head
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.kernels import sample
 from trencadis.core.backend import HeadTensors, SamplerState
 
 VOCAB = 151_936
@@ -21,7 +21,7 @@ SETTINGS = {
 }
 
 
-def inputs(rows: int, vocab: int, device: torch.device, **asked: float) -> tuple[HeadTensors, SamplerState]:
+def inputs(rows: int, vocab: int, device: torch.device, **requested: float) -> tuple[HeadTensors, SamplerState]:
     """Rows that all ask for the same, with an empty state."""
 
     def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,10 +33,10 @@ def inputs(rows: int, vocab: int, device: torch.device, **asked: float) -> tuple
     ints = torch.arange(1, rows + 1, device=device)
     width = -(-vocab // 8)
     x = HeadTensors(
-        hidden_row=ints, slot=ints, temperature=full(asked.get("temperature", 0.8)),
-        top_k=full(asked.get("top_k", 0), torch.int32), top_p=full(asked.get("top_p", 1.0)),
-        min_p=full(asked.get("min_p", 0.0)), presence=full(asked.get("presence", 0.0)), frequency=full(0.0),
-        repetition=full(asked.get("repetition", 1.0)), uniform=torch.rand(rows, device=device),
+        hidden_row=ints, slot=ints, temperature=full(requested.get("temperature", 0.8)),
+        top_k=full(requested.get("top_k", 0), torch.int32), top_p=full(requested.get("top_p", 1.0)),
+        min_p=full(requested.get("min_p", 0.0)), presence=full(requested.get("presence", 0.0)), frequency=full(0.0),
+        repetition=full(requested.get("repetition", 1.0)), uniform=torch.rand(rows, device=device),
         target=full(-1, torch.int64), mask_row=full(0, torch.int64),
         masks=torch.full((1, width), 255, dtype=torch.uint8, device=device),
     )  # fmt: skip
@@ -53,14 +53,14 @@ def case(rows: int, vocab: int, setting: str, device: torch.device) -> Case:
     logits = (torch.randn(rows, vocab, device=device) * 3).bfloat16()
     full = setting != "greedy"
     x, state = inputs(rows, vocab, device, **SETTINGS.get(setting, {}))
-    out, ops = head.outputs(rows, vocab, device, full), ReferenceOps()
-    room, parts = head.scratch(rows, vocab, device), head.greedy_scratch(rows, vocab, device)
+    out, ops = sample.outputs(rows, vocab, device, full), ReferenceOps()
+    room, parts = sample.scratch(rows, vocab, device), sample.greedy_scratch(rows, vocab, device)
 
     def run() -> object:
         if full:
-            head.full(logits, x, state, room, out)
+            sample.draw_with_logprobs(logits, x, state, room, out)
         else:
-            head.greedy(logits, x, state, parts, out)
+            sample.pick_greedy(logits, x, state, parts, out)
         return out.token
 
     def eager() -> object:
@@ -68,10 +68,10 @@ def case(rows: int, vocab: int, setting: str, device: torch.device) -> Case:
 
     def differs() -> float:
         state.counts.zero_()
-        theirs = eager()
-        assert isinstance(theirs, torch.Tensor)
+        reference = eager()
+        assert isinstance(reference, torch.Tensor)
         run()
-        return float((out.token != theirs).float().mean())
+        return float((out.token != reference).float().mean())
 
     return Case(
         f"head {setting}, {rows} x {vocab}", "head" if full else "head_greedy", run, bytes=logits.nbytes, flops=0,

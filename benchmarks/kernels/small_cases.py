@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.kernels import embed, norm, patches, rows, silu
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.kernels import embed, gather_scatter, patches, rms_norm, silu_mul
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 HIDDEN, INTERMEDIATE, FEATURES = 3584, 18944, PATCH_VALUES
 DTYPE = torch.bfloat16
@@ -40,7 +40,7 @@ def norm_case(n: int, width: int, device: torch.device) -> Case:
     ops = ReferenceOps()
 
     def run() -> Tensor:
-        norm.launch(x, residual, weight, 1e-6, total, out)
+        rms_norm.launch(x, residual, weight, 1e-6, total, out)
         return out
 
     def eager() -> Tensor:
@@ -60,7 +60,7 @@ def silu_case(n: int, width: int, device: torch.device) -> Case:
     fused = compiled(ops.silu_mul)
 
     def run() -> Tensor:
-        silu.launch(gate_up, out)
+        silu_mul.launch(gate_up, out)
         return out
 
     return Case(
@@ -115,9 +115,9 @@ def rows_case(n: int, device: torch.device, gather: bool) -> Case:
 
     def run() -> Tensor:
         if gather:
-            rows.gather(source, index, part)
+            gather_scatter.gather(source, index, part)
             return part
-        rows.scatter(source, index, part)
+        gather_scatter.scatter(source, index, part)
         return source
 
     eager = (lambda: source.index_select(0, index)) if gather else (lambda: source.index_copy_(0, index, part))

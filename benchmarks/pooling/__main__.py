@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 import psutil
 
-from benchmarks.harness.common import BENCH, RESULTS, Others, machine, median, table
+from benchmarks.harness.reporting import BENCH, RESULTS, Others, machine, median, table
 from benchmarks.harness.server import serving
 from trencadis.assets import demo_path
 
@@ -100,7 +100,7 @@ class Clients:
         answer.raise_for_status()
 
 
-def theirs(folder: Path, size: int, threads: int) -> Callable[[list[list[int]]], None]:
+def run_transformers(folder: Path, size: int, threads: int) -> Callable[[list[list[int]]], None]:
     """transformers' embeddings in batches of ``size``."""
     import torch
     import transformers
@@ -142,7 +142,7 @@ def main() -> None:
         sides: dict[str, Callable[[list[list[int]]], None]] = {
             "concurrent": clients.singles,
             "one batch": clients.batch,
-            "transformers": theirs(folder, args.clients, args.threads),
+            "transformers": run_transformers(folder, args.clients, args.threads),
         }
         for repeat in range(-1, args.repeats):  # the first one warms up
             for name, run in sides.items():

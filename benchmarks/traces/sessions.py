@@ -1,4 +1,4 @@
-"""Synthetic sessions for a fleet: turns that extend their past, shared system prompts, shared pictures, a hot one.
+"""Synthetic sessions for a fleet: turns that extend their past, shared system prompts, shared images, a hot one.
 
 Turns come in the order of their arrival, as many as asked for. Memory depends on the sessions that are open alone.
 """
@@ -16,14 +16,14 @@ from typing import NamedTuple
 TURNS = (1, 1, 2, 3, 5, 8)
 SYSTEMS, SHARED = 24, 400
 HOT = 0.04
-"""Share of the sessions that are about one and the same picture."""
+"""Share of the sessions that are about one and the same image."""
 LONGEST = 24_000
 PICTURE_TOKENS = (64, 144, 256, 324, 391, 616, 999, 1196)
-"""Placeholder tokens of pictures of 224x224 to 1280x720 pixels."""
+"""Placeholder tokens of images of 224x224 to 1280x720 pixels."""
 
 
 class Shown(NamedTuple):
-    """A picture at its place in a prompt; equal ids are equal pictures. A token stands for four patches."""
+    """An image at its place in a prompt; equal ids are equal images. A token stands for four patches."""
 
     id: int
     offset: int
@@ -39,7 +39,7 @@ class Shown(NamedTuple):
 class Session:
     """One conversation: what its turns say, one after the other.
 
-    ``texts`` are the lengths of messages and answers in turn; what precedes them are a system prompt and pictures.
+    ``texts`` are the lengths of messages and answers in turn; what precedes them are a system prompt and images.
     """
 
     number: int

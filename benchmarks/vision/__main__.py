@@ -2,9 +2,9 @@
 
 python -m benchmarks.vision [--family llava,qwen3_vl] [--threads N] [--rounds 5] [--smoke]
 
-Random models of about half a billion parameters, pictures of 448 x 448 pixels. Both sides stay loaded and take turns,
-with equal pictures. The encoder: from pixels that are prepared to rows for the decoder. The first token: from a decoded
-picture; transformers has the prompt's ids already, and prepares its pixels with Pillow.
+Random models of about half a billion parameters, images of 448 x 448 pixels. Both sides stay loaded and take turns,
+with equal images. The encoder: from pixels that are prepared to rows for the decoder. The first token: from a decoded
+image; transformers has the prompt's ids already, and prepares its pixels with Pillow.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import Others, median, report, table
-from benchmarks.harness.sides import random_image
-from benchmarks.vision.kinds import KINDS
-from benchmarks.vision.sides import Pair
-from trencadis.core.cpus import available_cpus
+from benchmarks.harness.compared_engines import random_image
+from benchmarks.harness.reporting import Others, median, report, table
+from benchmarks.vision.compared_vision_engines import Pair
+from benchmarks.vision.vision_models import KINDS
+from trencadis.core.cpu_affinity import available_cpus
 
 ENCODER, FIRST = 0.95, {"qwen3_vl": 0.9, "llava": 0.9}
 """Bars: the least ratio of the encoders' rates, and by family the largest of the times to the first token."""
@@ -38,7 +38,10 @@ def compare(family: str, threads: int, rounds: int, smoke: bool) -> dict[str, An
                 image, seconds, tokens = random_image(i), dict[str, float](), list[int]()
                 if not i:
                     pair.ours_first(image)  # the ids of the prompt
-                sides = (("", pair.ours_encodes, pair.ours_first), ("their_", pair.theirs_encodes, pair.theirs_first))
+                sides = (
+                    ("", pair.ours_encodes, pair.ours_first),
+                    ("their_", pair.transformers_encode, pair.transformers_first_token),
+                )
                 for prefix, encode, first in sides if i % 2 else sides[::-1]:
                     seconds[f"{prefix}encoder"] = encode(image)
                     seconds[f"{prefix}first"], token = first(image)
@@ -54,14 +57,14 @@ def compare(family: str, threads: int, rounds: int, smoke: bool) -> dict[str, An
 
 def row(family: str, found: dict[str, Any]) -> tuple[Any, ...]:
     """A line of the table."""
-    ours, theirs, first, their_first = (
+    ours, reference, first, their_first = (
         median(found[k]) for k in ("encoder", "their_encoder", "first", "their_first")
     )  # fmt: skip
     bar = f"<= {FIRST[family]}x" if family in FIRST else ""
     if family not in KINDS:
-        return (family, ours, theirs, f"{theirs / ours:.2f}x", f">= {ENCODER}x", first, "", "", "", "")
+        return (family, ours, reference, f"{reference / ours:.2f}x", f">= {ENCODER}x", first, "", "", "", "")
     return (
-        family, ours, theirs, f"{theirs / ours:.2f}x", f">= {ENCODER}x", first, their_first,
+        family, ours, reference, f"{reference / ours:.2f}x", f">= {ENCODER}x", first, their_first,
         f"{first / their_first:.2f}x", bar, f"{found['equal']}/{len(found['first'])}",
     )  # fmt: skip
 

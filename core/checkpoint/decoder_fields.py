@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import ExpertsConfig, TextConfig
 from trencadis.core.checkpoint.rope_config import HALVES, Sections, partial_rope_of, rope_of
 
@@ -31,7 +31,7 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-def heads_of(c: Fields, whole: bool = False, absent: bool = False, default: int = 0) -> Heads:
+def heads_of(c: JsonFields, whole: bool = False, absent: bool = False, default: int = 0) -> Heads:
     """The heads of a decoder.
 
     Args:
@@ -41,22 +41,22 @@ def heads_of(c: Fields, whole: bool = False, absent: bool = False, default: int 
     """
     hidden = c.integer("hidden_size", most=WIDEST)
     heads = c.integer("num_attention_heads", most=MOST_HEADS)
-    if hidden % heads and not default and not c.given("head_dim"):
+    if hidden % heads and not default and not c.is_given("head_dim"):
         c.refuse("num_attention_heads", f"it must divide hidden_size, which is {hidden}")
     kv_heads = heads
     # A null means one KV head for each query head.
-    if c.given("num_key_value_heads") or ("num_key_value_heads" not in c.values and not absent):
+    if c.is_given("num_key_value_heads") or ("num_key_value_heads" not in c.values and not absent):
         kv_heads = c.integer("num_key_value_heads", most=MOST_HEADS)
     if heads % kv_heads:
         c.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads}")
-    head_dim = c.integer("head_dim", most=WIDEST) if c.given("head_dim") else default or hidden // heads
+    head_dim = c.integer("head_dim", most=WIDEST) if c.is_given("head_dim") else default or hidden // heads
     if head_dim % 2 or (whole and head_dim * heads != hidden):
         rule = "an even size" if head_dim % 2 else f"{hidden // heads}, hidden_size / num_attention_heads"
-        c.refuse("head_dim" if c.given("head_dim") else "num_attention_heads", f"implemented: heads of {rule}")
+        c.refuse("head_dim" if c.is_given("head_dim") else "num_attention_heads", f"implemented: heads of {rule}")
     return Heads(hidden, heads, kv_heads, head_dim)
 
 
-def activation_of(c: Fields, key: str, default: str) -> str:
+def activation_of(c: JsonFields, key: str, default: str) -> str:
     """The activation under ``key``, by ``Ops.act``'s name."""
     c.only(key, tuple(ACTIVATIONS), default)
     return ACTIVATIONS[c.values.get(key, default)]
@@ -66,7 +66,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def experts_of(
-    c: Fields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
+    c: JsonFields, key: str, top: int, *, inner: int, normalise: bool, dense: tuple[int, ...] = ()
 ) -> ExpertsConfig:
     """The experts of a decoder: their number under ``key``, ``top`` is the default of ``num_experts_per_tok``."""
     count = c.integer(key, most=MOST_EXPERTS)
@@ -76,17 +76,17 @@ def experts_of(
     return ExpertsConfig(count, taken, inner, normalise, dense)
 
 
-def full_attention(c: Fields) -> None:
+def full_attention(c: JsonFields) -> None:
     """Refuses a model whose attention is not causal and full in every layer."""
-    if c.given("use_sliding_window") and c.boolean("use_sliding_window"):
+    if c.is_given("use_sliding_window") and c.boolean("use_sliding_window"):
         c.refuse("use_sliding_window", "implemented: full attention (false)")
     _causal(c)
     layer_types(c, (FULL,))
 
 
-def layer_types(c: Fields, implemented: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
+def layer_types(c: JsonFields, implemented: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
     """The kind of each layer's attention; None: the file does not list them."""
-    types: list[str] | None = c.values.get("layer_types") if c.given("layer_types") else None
+    types: list[str] | None = c.values.get("layer_types") if c.is_given("layer_types") else None
     if types is None:
         return None
     if not isinstance(types, list) or any(one not in implemented for one in types):
@@ -104,7 +104,7 @@ class Windows(NamedTuple):
     full_layers: tuple[int, ...] = ()
 
 
-def windows_of(c: Fields, window: int, types: list[str]) -> Windows:
+def windows_of(c: JsonFields, window: int, types: list[str]) -> Windows:
     """The window of the layers that have one; ``window`` 0: none has."""
     full = tuple(i for i, kind in enumerate(types) if kind == FULL)
     if window == 0 and len(full) < len(types):
@@ -112,14 +112,14 @@ def windows_of(c: Fields, window: int, types: list[str]) -> Windows:
     return Windows() if len(full) == len(types) else Windows(window, full)
 
 
-def some_windows(c: Fields) -> Windows:
+def some_windows(c: JsonFields) -> Windows:
     """Windows of the layers from ``max_window_layers`` on, or of those that ``layer_types`` names, where asked for.
 
     Without ``use_sliding_window`` the window counts for nothing, as in transformers.
     """
     _causal(c)
-    asked = c.given("use_sliding_window") and c.boolean("use_sliding_window")
-    none = "sliding_window" in c.values and not c.given("sliding_window")
+    asked = c.is_given("use_sliding_window") and c.boolean("use_sliding_window")
+    none = "sliding_window" in c.values and not c.is_given("sliding_window")
     window = c.integer("sliding_window", default=4096) if asked and not none else 0
     layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
     first = c.integer("max_window_layers", 0, default=28)
@@ -129,13 +129,14 @@ def some_windows(c: Fields) -> Windows:
     return windows_of(c, window, types)
 
 
-def _causal(c: Fields) -> None:
-    if c.given("is_causal") and not c.boolean("is_causal"):
+def _causal(c: JsonFields) -> None:
+    if c.is_given("is_causal") and not c.boolean("is_causal"):
         c.refuse("is_causal", "implemented: causal attention (true)")
 
 
 def gated_decoder(
-    c: Fields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False, trained: int = 0,
+    c: JsonFields, heads: Heads, tied: bool, *, positions: int, theta: float = 1e4, axes: bool = False,
+    trained: int = 0,
     sections: Sections = HALVES,
     act: tuple[str, str] = ("hidden_act", "silu"), **parts: Any,
 ) -> TextConfig:  # fmt: skip
@@ -147,7 +148,7 @@ def gated_decoder(
         axes: whether positions have three axes.
         sections: default of ``mrope_section``.
         act: key of the activation, and its default.
-        trained: default of ``original_max_position_embeddings``, where heads may turn in part; 0: they may not.
+        trained: default of ``original_max_position_embeddings``, where heads may be rotated in part; 0: they may not.
         parts: further fields of TextConfig.
     """
     most = c.integer("max_position_embeddings", default=positions)
@@ -170,6 +171,6 @@ def gated_decoder(
         rope_scaling=rope.scaling,
         activation=activation_of(c, *act),
         scale=scale,
-        turned=rope.turned,
+        rotary_dim=rope.rotary_dim,
         **parts,
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.fields import read_json
+from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 
 VARIABLE = "QUANT_CONFIG"
@@ -60,7 +60,7 @@ def given_scales(path: str) -> dict[str, GivenScale]:
     method = settings.get("scale_method", "MAXABS_HW")
     if not isinstance(method, str):
         raise StartupError(f"{path}: scale_method is an object; implemented: one name for all modules")
-    found = dict(_named(path, settings, method.upper()))
+    found = dict(_read_scales(path, settings, method.upper()))
     if not found:
         raise StartupError(f"{path}: its files hold no scales of a decoder's linear layers; {WITHOUT}")
     blocked = _names(settings, "blocklist", "blacklist")
@@ -78,7 +78,7 @@ def _names(settings: Mapping[str, Any], *keys: str) -> list[str]:
     return [str(name) for name in held.get("names", []) if name]
 
 
-def _named(path: str, settings: Mapping[str, Any], method: str) -> Iterator[tuple[str, GivenScale]]:
+def _read_scales(path: str, settings: Mapping[str, Any], method: str) -> Iterator[tuple[str, GivenScale]]:
     """(module, scales) of every file there is; the largest where ranks' files differ."""
     if method in FREE:
         raise StartupError(f"{path}: scale_method {method} has no files and rounds without scales; {WITHOUT}")

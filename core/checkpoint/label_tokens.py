@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.fields import read_json
+from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.checkpoint.quant_config import Quantisation
 from trencadis.core.checkpoint.rope_config import LongScaling, Scaling
-from trencadis.core.checkpoint.share import StageShare
+from trencadis.core.checkpoint.stage_share import StageShare
 from trencadis.core.checkpoint.vision_config import VisionConfig
-from trencadis.core.layout import RESERVED_ROWS
-from trencadis.core.quant.kv import KVForm
+from trencadis.core.quant.kv_cache_format import KVFormat
+from trencadis.core.shared_constants import RESERVED_ROWS
 
 RMS, RMS_ONE, LAYER = "rms", "rms_one", "layer"
 """Norms: x / rms(x) * weight; the same times 1 + weight, in float32; (x - mean) / deviation * weight + bias."""
@@ -56,8 +56,8 @@ class TextConfig:
         tied: whether the head is the embedding's table.
         mrope_section: frequencies of each of three axes of positions; None: there is one axis.
         interleaved: whether frequencies of the axes take turns, those of the first filling what is left.
-        rotary: whether heads turn by their positions.
-        turned: values of a head that do; 0: all. Half of them lie at the start of each half of a head.
+        rotary: whether heads are rotated by their positions.
+        rotary_dim: values of a head that are rotated; 0: all. Half of them lie at the start of each half of a head.
         scale: of the scores; 0: head_dim ** -0.5.
         table: width of the embedding and of the head, where it is not ``hidden``; two matrices lead in and out.
         learned: rows of a table of learned positions that are added to the embeddings; 0: none.
@@ -71,10 +71,10 @@ class TextConfig:
         window: keys that a token sees, itself included; 0: all.
         full_layers: layers that see all keys in spite of ``window``.
         local_theta: rotary base of layers with a window, without scaling; 0: one table serves all layers.
-        joined: whether tokens of a picture see each other, besides those before them.
+        bidirectional_images: whether tokens of an image attend to each other, besides those before them.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
         experts: None: every layer has one MLP.
-        cross: layers that attend to rows of pictures and not to tokens; they have no KV cache.
+        cross: layers that attend to rows of images and not to tokens; they have no KV cache.
         spare: rows of the embedding's table behind the vocabulary, of ids that are never drawn.
     """
 
@@ -95,15 +95,15 @@ class TextConfig:
     rope_scaling: Scaling | None = None
     out_bias: bool = False
     mlp_bias: bool = False
-    kv: KVForm | None = None
+    kv: KVFormat | None = None
     norm: str = RMS
-    place: str = PRE
+    norm_placement: str = PRE
     final_norm: bool = True
     qk_norm: bool = False
     mlp: str = GATED
     activation: str = "silu"
     rotary: bool = True
-    turned: int = 0
+    rotary_dim: int = 0
     scale: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -116,10 +116,10 @@ class TextConfig:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
-    joined: bool = False
+    bidirectional_images: bool = False
     causal: bool = True
     experts: ExpertsConfig | None = None
-    cross: tuple[int, ...] = ()
+    cross_attention_layers: tuple[int, ...] = ()
     spare: int = 0
 
     @property
@@ -144,7 +144,7 @@ class TextConfig:
     @property
     def upto(self) -> bool:
         """Whether a token may see keys behind its own place (``Attn.upto``)."""
-        return not self.causal or self.joined
+        return not self.causal or self.bidirectional_images
 
     @property
     def width(self) -> int:
@@ -162,9 +162,9 @@ class ModelConfig:
     """What the engine needs of a checkpoint.
 
     ``dtype``: of its 16- or 32-bit weights, ``quant``: of others; ``pooling`` None: it generates. ``unread``: keys of
-    config.json that nothing here knows. ``placed_token``: what a template puts for a picture, where that is no
+    config.json that nothing here knows. ``template_token``: what a template puts for an image, where that is no
     ``image_token``. ``part``: what a pipeline stage holds; None: everything.
-    ``own_towers``: each rank has the whole tower, and pictures are dealt to ranks.
+    ``encoder_data_parallel``: each rank has the whole tower, and images are dealt to ranks.
     """
 
     path: Path
@@ -181,8 +181,8 @@ class ModelConfig:
     pooling: Pooling | None = None
     unread: tuple[str, ...] = ()
     part: StageShare | None = None
-    own_towers: bool = False
-    placed_token: int = -1
+    encoder_data_parallel: bool = False
+    template_token: int = -1
 
     @property
     def share(self) -> StageShare:
@@ -192,10 +192,10 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers here that have a KV cache."""
-        return tuple(place for place in self.share.layers if place not in self.text.cross)
+        return tuple(layer for layer in self.share.layers if layer not in self.text.cross_attention_layers)
 
     @property
-    def sees(self) -> bool:
+    def encodes_images(self) -> bool:
         """Whether images are encoded here."""
         return self.vision is not None and self.share.starts
 
@@ -205,22 +205,22 @@ class ModelConfig:
         return self.path.name
 
     @property
-    def placed(self) -> int:
-        """The id that stands for a picture in a rendered template; -1: there is none."""
-        return self.placed_token if self.placed_token >= 0 else self.image_token
+    def placeholder_token(self) -> int:
+        """The id that stands for an image in a rendered template; -1: there is none."""
+        return self.template_token if self.template_token >= 0 else self.image_token
 
     @property
     def row_parts(self) -> int:
         """Rows of the arena's tensor, each as wide as an embedding, that one row of the arena has."""
-        return 1 if self.vision is None else 1 + self.vision.deep
+        return 1 if self.vision is None else 1 + self.vision.deepstack
 
-    def aligned(self, unit: int) -> int:
+    def alignment_unit(self, unit: int) -> int:
         """The unit of products' widths on a device that wants ``unit``; 1 where columns are quantised in groups, which
         zeros behind them would end."""
         return unit if self.quant is None or self.quant.widest_group() == 1 else 1
 
 
-class Square(NamedTuple):
+class SquareImage(NamedTuple):
     """A square image: its side in pixels, its patches and its slots."""
 
     side: int
@@ -229,7 +229,7 @@ class Square(NamedTuple):
 
 
 def reserved_rows(config: ModelConfig) -> int:
-    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every picture."""
+    """Arena rows that no item gets: ZERO, SINK, and those that hold the same for every image."""
     return RESERVED_ROWS + (0 if config.vision is None else config.vision.constants)
 
 
@@ -237,7 +237,7 @@ def reserved_rows(config: ModelConfig) -> int:
 class ImageNeeds:
     """What images may need: slots and tokens of the largest, slots of the smallest; all 0 without a tower.
 
-    ``pictures``: (slots of one, fewest, most at a time) of sizes that the user named; 0 pictures: as many as a prompt
+    ``images``: (slots of one, fewest, most at a time) of sizes that the user named; 0 images: as many as a prompt
     may hold. ``tile``: slots of every image, where all have as many; 0: they differ. ``squares``: the smallest square
     of each number of slots, by rising size.
     """
@@ -245,6 +245,6 @@ class ImageNeeds:
     slots: int = 0
     least_slots: int = 0
     tokens: int = 0
-    pictures: tuple[tuple[int, int, int], ...] = ()
+    images: tuple[tuple[int, int, int], ...] = ()
     tile: int = 0
-    squares: tuple[Square, ...] = ()
+    squares: tuple[SquareImage, ...] = ()

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trencadis.core.checkpoint.fields import read_json, shown
-from trencadis.core.checkpoint.kv_config import kv_asked
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.json_fields import format_value, read_json
+from trencadis.core.checkpoint.kv_cache_config import requested_kv_format
 from trencadis.core.checkpoint.label_tokens import label_tokens
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.pooling import (
+from trencadis.core.checkpoint.pooling_config import (
     ALL,
     CLASSIFY,
     EMBED,
@@ -27,7 +28,6 @@ from trencadis.core.checkpoint.pooling import (
     SOFTMAX,
     Pooling,
 )
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models import registry
@@ -72,20 +72,20 @@ def load_model(config: EngineConfig) -> ModelConfig:
         StartupError: see ``load_config``; or the flags ask for what the checkpoint cannot do.
     """
     path = Path(config.model)
-    model = load_config(path, config.quantization, _read_before(config, path))
-    text = dataclasses.replace(model.text, kv=kv_asked(config, model))
+    model = load_config(path, config.quantization, _early_overrides(config, path))
+    text = dataclasses.replace(model.text, kv=requested_kv_format(config, model))
     longest = config.max_model_len or text.max_positions
     if not text.full_layers and not text.local_theta and text.window >= longest:
         text = dataclasses.replace(text, window=0)  # it hides nothing
     apart = model.vision is not None and config.mm_encoder_tp_mode == "data" and config.tensor_parallel_size > 1
-    return dataclasses.replace(model, text=text, pooling=pooling_of(config, model), own_towers=apart)
+    return dataclasses.replace(model, text=text, pooling=pooling_of(config, model), encoder_data_parallel=apart)
 
 
-def _read_before(config: EngineConfig, path: Path) -> dict[str, Any]:
+def _early_overrides(config: EngineConfig, path: Path) -> dict[str, Any]:
     """The overrides that are read with config.json.
 
-    A class head that is named for a checkpoint with an output head is a conversion (``_asked``): its weights are those
-    of the output head.
+    A class head that is named for a checkpoint with an output head is a conversion (``_requested_runner``): its weights
+    are those of the output head.
     """
     over = dict(config.hf_overrides)
     if _named_kind(over) == CLASS_HEAD and _named_kind(read_json(path / "config.json") or {}) == GENERATE:
@@ -108,11 +108,11 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     Raises:
         StartupError: flags that contradict each other or the checkpoint.
     """
-    runner, convert = _asked(config)
+    runner, convert = _requested_runner(config)
     family = registry.family_of(model.architecture)
     kind = family.architectures[model.architecture]
     classifier, generates = kind == CLASS_HEAD, kind == GENERATE
-    stored = _stored(model.path) if runner != "generate" else None
+    stored = _read_stored_pooling(model.path) if runner != "generate" else None
     if runner == "auto":
         runner = (
             "pooling" if convert in (EMBED, CLASSIFY, REWARD) or not generates or stored is not None else "generate"
@@ -132,14 +132,14 @@ def pooling_of(config: EngineConfig, model: ModelConfig) -> Pooling | None:
     made = _embedding(config, model, stored) if task == EMBED else _classes(config, model, classifier)
     if convert == REWARD and made.kind != ALL:
         made = dataclasses.replace(made, kind=ALL, normalize=False, activation=IDENTITY)
-    return _configured(made, config.pooler_config)
+    return _apply_pooler_config(made, config.pooler_config)
 
 
 def _pooling_overrides(config: EngineConfig) -> list[tuple[str, Any]]:
     return [(f"--hf-overrides {key}", True) for key in POOLING_KEYS if key in config.hf_overrides]
 
 
-def _asked(config: EngineConfig) -> tuple[str, str]:
+def _requested_runner(config: EngineConfig) -> tuple[str, str]:
     """Runner and conversion as the flags say; ``--task`` is their older form."""
     runner, convert, task = config.runner, config.convert, config.task
     if task != "auto":
@@ -158,7 +158,7 @@ def _asked(config: EngineConfig) -> tuple[str, str]:
 # What the checkpoint says
 
 
-def _stored(path: Path) -> StoredPooling | None:
+def _read_stored_pooling(path: Path) -> StoredPooling | None:
     """Pooling by the files of sentence-transformers; None: there are none.
 
     Raises:
@@ -214,7 +214,8 @@ def _embedding(config: EngineConfig, model: ModelConfig, stored: StoredPooling |
     dimensions = tuple(cut) if isinstance(cut, list) else () if raw.get("is_matryoshka") is True else None
     if dimensions and not all(isinstance(d, int) and 0 < d <= model.text.width for d in dimensions):
         raise StartupError(
-            f"{model.path / 'config.json'}: matryoshka_dimensions is {shown(cut)}; give sizes up to {model.text.width}"
+            f"{model.path / 'config.json'}: matryoshka_dimensions is {format_value(cut)}; give sizes up to "
+            f"{model.text.width}"
         )
     kind, normalize = stored or (registry.family_of(model.architecture).pooling or "", True)
     return Pooling(EMBED, kind, normalize, dimensions=dimensions)
@@ -230,7 +231,9 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
     head = registry.family_of(model.architecture).heads.get(model.architecture, ClassHead())
     count = head.classes or raw.get("num_labels", len(labels) or 2)
     if not isinstance(count, int) or not 0 < count <= MOST_CLASSES:
-        raise StartupError(f"{model.path / 'config.json'}: num_labels is {shown(count)}; give 1 to {MOST_CLASSES}")
+        raise StartupError(
+            f"{model.path / 'config.json'}: num_labels is {format_value(count)}; give 1 to {MOST_CLASSES}"
+        )
     labels = labels if len(labels) == count else tuple(f"LABEL_{i}" for i in range(count))
     return Pooling(
         CLASSIFY, head.kind, classes=count, inner=head.inner, biased=head.biased, labels=labels,
@@ -240,7 +243,7 @@ def _classes(config: EngineConfig, model: ModelConfig, classifier: bool) -> Pool
 
 def _label_tokens(config: EngineConfig, model: ModelConfig, words: Any) -> Pooling:
     if words is not None and not (isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)):
-        raise StartupError(f'classifier_from_token is {shown(words)}; give words such as ["no", "yes"]')
+        raise StartupError(f'classifier_from_token is {format_value(words)}; give words such as ["no", "yes"]')
     labels, ids = label_tokens(Path(config.tokenizer or model.path), WORDS if words is None else [words])
     if max(ids) >= model.text.vocab:
         raise StartupError(f"{model.name}: a label token lies beyond the vocabulary of {model.text.vocab}")
@@ -270,7 +273,7 @@ def _number(key: Any) -> int:
 # What the flags say
 
 
-def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
+def _apply_pooler_config(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
     """``made`` with the values of ``--pooler-config``."""
     changed: dict[str, Any] = {}
     for name, value in asked.items():
@@ -285,14 +288,14 @@ def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
         elif name == "step_tag_id" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             changed["step_tag"] = value
         elif name in ("normalize", "use_activation", "activation", "softmax"):
-            changed |= _flagged(made.task, name, value)
+            changed |= _convert_flag(made.task, name, value)
         elif name in ("logit_bias", "logit_mean") and isinstance(value, int | float) and made.task == CLASSIFY:
             changed["bias"] = float(value)
         elif name == "dimensions":
             changed["default_dimensions"] = _size(made, value)
         else:
             raise StartupError(
-                f"--pooler-config: {name[:40]!r} is {shown(value)}; "
+                f"--pooler-config: {name[:40]!r} is {format_value(value)}; "
                 "known: pooling_type (LAST, MEAN, CLS, ALL, STEP), normalize, use_activation, dimensions, logit_bias, "
                 "step_tag_id"
             )
@@ -304,9 +307,9 @@ def _configured(made: Pooling, asked: Mapping[str, Any]) -> Pooling:
     return made
 
 
-def _flagged(task: str, name: str, value: Any) -> dict[str, Any]:
+def _convert_flag(task: str, name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
-        raise StartupError(f"--pooler-config: {name} is {shown(value)}; give true or false")
+        raise StartupError(f"--pooler-config: {name} is {format_value(value)}; give true or false")
     if task == EMBED:
         return {"normalize": value}
     return {} if value else {"activation": IDENTITY}
@@ -322,7 +325,7 @@ def _size(made: Pooling, value: Any) -> int:
         or (made.dimensions and value not in made.dimensions)
     ):
         raise StartupError(
-            f"--pooler-config: dimensions is {shown(value)}; the checkpoint has {made.dimensions or 'any'}"
+            f"--pooler-config: dimensions is {format_value(value)}; the checkpoint has {made.dimensions or 'any'}"
         )
     return value
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trencadis.core.checkpoint.fields import Fields, shown
 from trencadis.core.checkpoint.inc_config import GivenScale
+from trencadis.core.checkpoint.json_fields import JsonFields, format_value
 from trencadis.core.errors import StartupError
 from trencadis.core.quant.scheme import Scheme
 
@@ -120,7 +120,7 @@ Renames = Sequence[tuple[str, str]]
 """(stored, canonical) prefixes or inner parts of names."""
 
 
-def renamed(stored: str, prefixes: Iterable[tuple[str, str]], inner: Renames) -> str | None:
+def canonical_name(stored: str, prefixes: Iterable[tuple[str, str]], inner: Renames) -> str | None:
     """The canonical name of a stored one; None if no prefix matches."""
     for prefix, ours in prefixes:
         if stored.startswith(prefix):
@@ -143,7 +143,7 @@ def tower_names(module: str, prefixes: Renames, inner: Renames) -> tuple[str, ..
         names |= {name.replace(ours, theirs) for name in names}
     starts = [(stored, ours) for stored, ours in prefixes if ours.startswith(TOWER)]
     found = (stored + name[len(ours) :] for stored, ours in starts for name in names if name.startswith(ours))
-    return tuple(name[:-1] for name in dict.fromkeys(found) if renamed(name, prefixes, inner) == f"{module}.")
+    return tuple(name[:-1] for name in dict.fromkeys(found) if canonical_name(name, prefixes, inner) == f"{module}.")
 
 
 def _matches(pattern: str, names: Iterable[str], within: bool = False) -> bool:
@@ -168,7 +168,7 @@ def from_inc(scales: dict[str, GivenScale]) -> Quantisation:
     return Quantisation("online", "inc", (rule,), given=tuple(sorted(scales.items())))
 
 
-def read_quantisation(place: Fields) -> Quantisation:
+def read_quantisation(place: JsonFields) -> Quantisation:
     """Reads the object ``quantization_config``.
 
     Raises:
@@ -179,21 +179,26 @@ def read_quantisation(place: Fields) -> Quantisation:
         place.refuse("quantization_config", "it must be an object")
     c = place.within("quantization_config")
     method = c.values.get("quant_method")
-    reader = {"compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq}.get(str(method))
+    reader = {
+        "compressed-tensors": _read_compressed_tensors,
+        "fp8": _read_fp8,
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+    }.get(str(method))
     if reader is None:
         held = str(method) if method is not None else "quantised (no quant_method)"
         raise StartupError(f"{c.where} holds {held} weights (quantization_config); {WORKS}")
     return reader(c)
 
 
-def _compressed(c: Fields) -> Quantisation:
+def _read_compressed_tensors(c: JsonFields) -> Quantisation:
     form = c.values.get("format")
     known = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision")
     if form not in known:
-        raise StartupError(f"{c.where} holds {shown(form)} weights (compressed-tensors format); {WORKS}")
+        raise StartupError(f"{c.where} holds {format_value(form)} weights (compressed-tensors format); {WORKS}")
     sparse = c.within("sparsity_config")
     if sparse.values.get("format", "dense") != "dense":
-        raise StartupError(f"{c.where} holds sparse weights ({shown(sparse.values['format'])}); {WORKS}")
+        raise StartupError(f"{c.where} holds sparse weights ({format_value(sparse.values['format'])}); {WORKS}")
     if c.within("transform_config").values.get("config_groups"):
         c.refuse("transform_config", "weights that are rotated as they run are not implemented")
     groups = c.within("config_groups")
@@ -203,9 +208,9 @@ def _compressed(c: Fields) -> Quantisation:
     return Quantisation("compressed-tensors", "compressed-tensors", rules, _patterns(c, "ignore"))
 
 
-def _group(c: Fields, name: str) -> QuantRule:
+def _group(c: JsonFields, name: str) -> QuantRule:
     if c.values.get("format") not in (None, "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"):
-        raise StartupError(f"{c.where} holds {shown(c.values['format'])} weights in {name}; {WORKS}")
+        raise StartupError(f"{c.where} holds {format_value(c.values['format'])} weights in {name}; {WORKS}")
     targets, w = _patterns(c, "targets"), c.within("weights")
     if not w.values:
         return QuantRule(targets, None)
@@ -218,12 +223,12 @@ def _group(c: Fields, name: str) -> QuantRule:
     return QuantRule(
         targets,
         Scheme(
-            bits, str(kind), group, block, w.boolean("symmetric", True), _activations(c), w.given("actorder")
+            bits, str(kind), group, block, w.boolean("symmetric", True), _activations(c), w.is_given("actorder")
         ),
     )  # fmt: skip
 
 
-def _spans(w: Fields) -> tuple[int, int]:
+def _spans(w: JsonFields) -> tuple[int, int]:
     """(columns, rows) that share a scale."""
     size = w.values.get("group_size")
     group = 0 if size in (None, -1) else w.integer("group_size", 1, GROUPS)
@@ -240,7 +245,7 @@ def _spans(w: Fields) -> tuple[int, int]:
     return group, 0 if strategy == "tensor" else 1
 
 
-def _activations(c: Fields) -> str:
+def _activations(c: JsonFields) -> str:
     a = c.within("input_activations")
     if not a.values:
         return "none"
@@ -250,11 +255,11 @@ def _activations(c: Fields) -> str:
     return "token" if a.values.get("dynamic") else "static"
 
 
-def _fp8(c: Fields) -> Quantisation:
+def _read_fp8(c: JsonFields) -> Quantisation:
     c.only("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     c.only("activation_scheme", ("dynamic", "static"), "dynamic")
     group = block = 0
-    if c.given("weight_block_size"):
+    if c.is_given("weight_block_size"):
         block, group = c.integers("weight_block_size", 1, GROUPS, 2)
     how = "static" if c.values.get("activation_scheme") == "static" else "token"
     scheme = Scheme(8, "float", group, block, activations=how)
@@ -262,24 +267,26 @@ def _fp8(c: Fields) -> Quantisation:
     return Quantisation("fp8", "fp8", (QuantRule(("Linear",), scheme),), (*ignore, "lm_head"), within=True)
 
 
-def _awq(c: Fields) -> Quantisation:
+def _read_awq(c: JsonFields) -> Quantisation:
     version = str(c.values.get("version", "gemm")).lower()
     if version != "gemm":
         raise StartupError(f"{c.where} holds AWQ weights in {version} order; {WORKS}")
-    bits = c.integer("bits" if c.given("bits") else "w_bit", 1, 16, 4)
+    bits = c.integer("bits" if c.is_given("bits") else "w_bit", 1, 16, 4)
     if bits != 4:
         raise StartupError(f"{c.where} holds AWQ weights of {bits} bits; {WORKS}")
     c.only("zero_point", (True,), True)
-    scheme = Scheme(4, group=_group_size(c, "group_size" if c.given("group_size") else "q_group_size"), symmetric=False)
+    scheme = Scheme(
+        4, group=_group_size(c, "group_size" if c.is_given("group_size") else "q_group_size"), symmetric=False
+    )
     ignore = (*_patterns(c, "modules_to_not_convert"), "lm_head")
     return Quantisation("awq", "awq", (QuantRule(("Linear",), scheme),), ignore, within=True)
 
 
-def _group_size(c: Fields, key: str) -> int:
+def _group_size(c: JsonFields, key: str) -> int:
     return 0 if c.values.get(key) == -1 else c.integer(key, 1, GROUPS, 128)
 
 
-def _gptq(c: Fields) -> Quantisation:
+def _read_gptq(c: JsonFields) -> Quantisation:
     form = str(c.values.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2") or c.values.get("is_marlin_format"):
         raise StartupError(f"{c.where} holds GPTQ weights in {form} layout; {WORKS}")
@@ -297,7 +304,7 @@ def _gptq(c: Fields) -> Quantisation:
     return Quantisation(form, "gptq", tuple(rules), ignore, within=True)
 
 
-def _gptq_scheme(c: Fields, base: Scheme | None) -> Scheme:
+def _gptq_scheme(c: JsonFields, base: Scheme | None) -> Scheme:
     bits = c.integer("bits", 1, 16, base.bits) if base else c.integer("bits", 1, 16)
     if bits not in (4, 8):
         raise StartupError(f"{c.where} holds GPTQ weights of {bits} bits; {WORKS}")
@@ -307,7 +314,7 @@ def _gptq_scheme(c: Fields, base: Scheme | None) -> Scheme:
     return Scheme(bits, group=group, symmetric=symmetric, ordered=ordered)
 
 
-def _patterns(c: Fields, key: str) -> tuple[str, ...]:
+def _patterns(c: JsonFields, key: str) -> tuple[str, ...]:
     """A list of names and ``re:`` patterns; null counts as empty."""
     found: Any = c.values.get(key)
     if found is None:
@@ -320,7 +327,7 @@ def _patterns(c: Fields, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _compiles(c: Fields, key: str, pattern: str) -> None:
+def _compiles(c: JsonFields, key: str, pattern: str) -> None:
     try:
         if len(pattern) > LONGEST_PATTERN:
             raise ValueError(f"longer than {LONGEST_PATTERN} characters")

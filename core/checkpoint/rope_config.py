@@ -1,11 +1,13 @@
-"""Rotary settings of a checkpoint: base, scaling of the frequencies, how much of a head turns, and position axes."""
+"""Rotary settings of a checkpoint: base, scaling of the frequencies, how much of a head is rotated, and position
+axes.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LONG = ("longrope", "su", "yarn")
@@ -41,8 +43,8 @@ class YarnScaling:
     """YaRN (arXiv 2309.00071, section 3): slow frequencies are divided by ``factor``, fast ones stay.
 
     Args:
-        fast, slow: turns within ``original_max_position`` above which a frequency stays, below which it is divided.
-        whole: whether the frequencies at these turns are rounded outwards to whole places.
+        fast, slow: rotations within ``original_max_position`` above which a frequency stays, below which it is divided.
+        whole: whether the frequencies at these rotations are rounded outwards to whole indices.
         magnitude: what cos and sin are multiplied by.
     """
 
@@ -78,7 +80,7 @@ class RopeConfig:
     """The rotary settings of a decoder beside its head size.
 
     ``reach``: positions up to which they are meant; ``magnitude``: what queries and keys are multiplied by, as wholes;
-    ``turned``: values of a head that turn, 0: all.
+    ``rotary_dim``: values of a head that are rotated, 0: all.
     """
 
     theta: float
@@ -86,11 +88,11 @@ class RopeConfig:
     section: tuple[int, int, int] | None = None
     reach: int = 0
     magnitude: float = 1.0
-    turned: int = 0
+    rotary_dim: int = 0
 
 
 def rope_of(
-    text: Fields, max_positions: int, head_dim: int, axes: bool, base: float, sections: Sections = HALVES
+    text: JsonFields, max_positions: int, head_dim: int, axes: bool, base: float, sections: Sections = HALVES
 ) -> RopeConfig:
     """The rotary settings of a text model, from ``rope_scaling`` (the hub's) or ``rope_parameters`` (transformers 5's).
 
@@ -126,47 +128,52 @@ def rope_of(
     return RopeConfig(theta, scaling, _section(rope, head_dim, sections) if axes else None, reach, magnitude)
 
 
-def partial_rope_of(text: Fields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
-    """The rotary settings of a model whose heads may turn in part, plain or by LongRoPE, as in transformers' Phi-3.
+def partial_rope_of(text: JsonFields, max_positions: int, head_dim: int, base: float, trained: int) -> RopeConfig:
+    """The rotary settings of a model whose heads may be rotated in part, plain or by LongRoPE, as in transformers'
+    Phi-3.
 
     Args:
         trained: default of ``original_max_position_embeddings``, which counts as the decoder's key alone.
     """
     rope = text.within("rope_scaling" if text.values.get("rope_scaling") else "rope_parameters")
     part = rope if "partial_rotary_factor" in rope.values else text
-    text.given("partial_rotary_factor")
-    share = part.number("partial_rotary_factor", 0, 1, 1.0, above=True) if part.given("partial_rotary_factor") else 1.0
-    turned = int(head_dim * share)
-    if turned < 2 or turned % 2:
+    text.is_given("partial_rotary_factor")
+    share = (
+        part.number("partial_rotary_factor", 0, 1, 1.0, above=True) if part.is_given("partial_rotary_factor") else 1.0
+    )
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
         part.refuse("partial_rotary_factor", f"it must leave an even part of a head, whose size is {head_dim}")
     theta = (rope if "rope_theta" in rope.values else text).number("rope_theta", 0, LARGEST_BASE, base, above=True)
     key = "rope_type" if "rope_type" in rope.values else "type"
     rope.only(key, ("default", *LONG), "default")
     original = text.integer("original_max_position_embeddings", least=2, default=trained)
-    rope.given("original_max_position_embeddings")
+    rope.is_given("original_max_position_embeddings")
     scaling = None
     if rope.values.get(key, "default") != "default":
-        scaling = _long(rope, turned // 2, original, max_positions)
-    return RopeConfig(theta, scaling, None, max_positions, 1.0, turned if turned < head_dim else 0)
+        scaling = _long(rope, rotary_dim // 2, original, max_positions)
+    return RopeConfig(theta, scaling, None, max_positions, 1.0, rotary_dim if rotary_dim < head_dim else 0)
 
 
-def _long(rope: Fields, count: int, original: int, max_positions: int) -> LongScaling:
+def _long(rope: JsonFields, count: int, original: int, max_positions: int) -> LongScaling:
     short, long = (rope.numbers(key, count, 0, LARGEST_FACTOR) for key in ("short_factor", "long_factor"))
-    factor = rope.number("factor", 0, LARGEST_FACTOR, above=True) if rope.given("factor") else max_positions / original
-    if rope.given("attention_factor"):
+    factor = (
+        rope.number("factor", 0, LARGEST_FACTOR, above=True) if rope.is_given("factor") else max_positions / original
+    )
+    if rope.is_given("attention_factor"):
         magnitude = rope.number("attention_factor", 0, LARGEST_FACTOR, above=True)
     else:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongScaling(short, long, original, magnitude)
 
 
-def _yarn(text: Fields, rope: Fields, max_positions: int) -> YarnScaling:
+def _yarn(text: JsonFields, rope: JsonFields, max_positions: int) -> YarnScaling:
     factor = rope.number("factor", 1, LARGEST_FACTOR)
-    fast, slow = (rope.number(k, 0, LARGEST_FACTOR) or d if rope.given(k) else d for k, d in BETAS.items())
+    fast, slow = (rope.number(k, 0, LARGEST_FACTOR) or d if rope.is_given(k) else d for k, d in BETAS.items())
     if fast < slow:
         rope.refuse("beta_fast", f"it must be at least beta_slow, which is {slow:g}")
-    own, all_dim = (rope.number(k, 0, LARGEST_FACTOR, 0.0) if rope.given(k) else 0.0 for k in MAGNITUDES)
-    if rope.given("attention_factor"):
+    own, all_dim = (rope.number(k, 0, LARGEST_FACTOR, 0.0) if rope.is_given(k) else 0.0 for k in MAGNITUDES)
+    if rope.is_given("attention_factor"):
         magnitude = rope.number("attention_factor", 0, LARGEST_FACTOR, above=True)
     elif own and all_dim:
         magnitude = _magnitude(factor, own) / _magnitude(factor, all_dim)
@@ -184,13 +191,13 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _original(text: Fields, rope: Fields, max_positions: int) -> int:
+def _original(text: JsonFields, rope: JsonFields, max_positions: int) -> int:
     """The length that the model was trained with; the decoder's key counts before the table's, as in transformers."""
     name = "original_max_position_embeddings"
     return text.integer(name) if name in text.values else rope.integer(name, default=max_positions)
 
 
-def _llama3(text: Fields, rope: Fields, max_positions: int) -> RopeScaling:
+def _llama3(text: JsonFields, rope: JsonFields, max_positions: int) -> RopeScaling:
     original = _original(text, rope, max_positions)
     low = rope.number("low_freq_factor", 0, LARGEST_FACTOR, above=True)
     high = rope.number("high_freq_factor", 0, LARGEST_FACTOR, above=True)
@@ -199,7 +206,7 @@ def _llama3(text: Fields, rope: Fields, max_positions: int) -> RopeScaling:
     return RopeScaling(rope.number("factor", 0, LARGEST_FACTOR, above=True), low, high, original)
 
 
-def _section(rope: Fields, head_dim: int, default: Sections) -> Sections:
+def _section(rope: JsonFields, head_dim: int, default: Sections) -> Sections:
     """Number of frequencies of each axis; by default those of the published models, whose head size is 128."""
     key = "mrope_section"
     time, height, width = rope.integers(key, length=3) if key in rope.values else default
@@ -208,6 +215,6 @@ def _section(rope: Fields, head_dim: int, default: Sections) -> Sections:
     return time, height, width
 
 
-def _refuse_partial(fields: Fields) -> None:
-    if fields.given("partial_rotary_factor"):
+def _refuse_partial(fields: JsonFields) -> None:
+    if fields.is_given("partial_rotary_factor"):
         fields.only("partial_rotary_factor", (1, 1.0))

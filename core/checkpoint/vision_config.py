@@ -7,27 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-CROSSING = 6
+CUT_WIDTHS = 6
 """Widths of the residual stream that cross the cuts before the two collectives of a layer."""
 
 
 class SlotForm(NamedTuple):
     """A slot of a VISION launch: its uint8 values, and how many slots (a cell) become one row of the arena.
 
-    ``near``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch has none.
-    ``ghosts``: some windows hold slots that others see and that are blind to each other (``Segments.ghost``).
-    ``unit``: arena rows of a picture that layers of the decoder attend to (``VisionConfig.unit``).
+    ``position_neighbours``: rows of a table of positions that a slot's own position is a weighted sum of; 0: the launch
+    has none. ``padding_windows``: some windows hold padding slots, which other slots attend to and which do not attend
+    to each other (``Segments.padding_window``). ``cross_attention_rows``: arena rows of an image that layers of the
+    decoder attend to (``VisionConfig.cross_attention_rows``).
     """
 
     values: int = 0
     cell: int = 1
-    near: int = 0
-    ghosts: bool = False
-    unit: int = 0
+    position_neighbours: int = 0
+    padding_windows: bool = False
+    cross_attention_rows: int = 0
 
 
 NO_SLOT = SlotForm()
-"""Of a model that does not see."""
+"""Of a model without a vision tower."""
 
 
 class SharedMatrix(NamedTuple):
@@ -46,8 +47,8 @@ class VisionConfig(ABC):
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
     those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
-    for every picture (``core.kv.spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads turn by
-    the place of their slot.
+    for every image (``core.kv.spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads are rotated
+    by the place of their slot.
     """
 
     constants: ClassVar[int] = 0
@@ -70,13 +71,15 @@ class VisionConfig(ABC):
         """Layers whose attention spans a whole item; the others attend inside windows."""
 
     @property
-    def deep(self) -> int:
+    def deepstack(self) -> int:
         """Parts of an arena row behind the first; part i is added to the decoder's stream behind layer i - 1."""
         return 0
 
     @property
-    def unit(self) -> int:
-        """Arena rows of a picture that layers attend to (``TextConfig.cross``); 0: tokens take rows instead."""
+    def cross_attention_rows(self) -> int:
+        """Arena rows of an image that layers attend to (``TextConfig.cross_attention_layers``); 0: tokens take rows
+        instead.
+        """
         return 0
 
     @property
@@ -89,11 +92,11 @@ class VisionConfig(ABC):
         """Weights that apply to one slot: layers, embedding, and a slot's share of what makes rows."""
 
     @abstractmethod
-    def stored(self) -> int:
+    def count_weights(self) -> int:
         """Weights of the whole tower, without norms and biases (under 0.1 %)."""
 
     @abstractmethod
-    def held(self, ranks: int, unit: int = 1) -> int:
+    def count_rank_weights(self, ranks: int, unit: int = 1) -> int:
         """Weights of rank 0, exact; biases of what ranks sum lie there alone. ``unit``: what a device wants widths to
         be multiples of (``Policy.aligned``), here and below."""
 
@@ -110,9 +113,9 @@ class VisionConfig(ABC):
         """Most bytes that a launch of ``slots`` slots holds at a time."""
 
     @property
-    def crossing(self) -> int:
+    def cut_widths(self) -> int:
         """Widths of the stream that cross the cuts before a layer's two collectives, where ranks share it."""
-        return CROSSING
+        return CUT_WIDTHS
 
     @abstractmethod
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, TextConfig
-from trencadis.core.checkpoint.pooling import FIRST
-from trencadis.core.models.family import BARE, CLASSIFY, ClassHead, Described, Family, StoredNames
+from trencadis.core.checkpoint.pooling_config import FIRST
+from trencadis.core.models.family import BARE, CLASSIFY, ClassHead, Family, ParsedConfig, StoredNames
 
 TANH = ClassHead(FIRST, "tanh", biased=True)
 """The head of this family: the first token's row through a dense layer, its tanh, and a linear."""
@@ -32,7 +32,7 @@ DROPPED = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "out
 """Keys that matter in training alone."""
 
 
-def encoder(c: Fields, tied: bool, *, offset: int = 0, pad: int = -1) -> TextConfig:
+def encoder(c: JsonFields, tied: bool, *, offset: int = 0, pad: int = -1) -> TextConfig:
     """What BertConfig and its kin describe.
 
     Args:
@@ -65,7 +65,7 @@ def encoder(c: Fields, tied: bool, *, offset: int = 0, pad: int = -1) -> TextCon
         out_bias=True,
         mlp_bias=True,
         norm=LAYER,
-        place=POST,
+        norm_placement=POST,
         final_norm=False,
         mlp=PLAIN,
         activation=activation_of(c, "hidden_act", "gelu"),
@@ -78,9 +78,9 @@ def encoder(c: Fields, tied: bool, *, offset: int = 0, pad: int = -1) -> TextCon
     )
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """BertConfig."""
-    return Described(encoder(c, tied))
+    return ParsedConfig(encoder(c, tied))
 
 
 FAMILY = Family(

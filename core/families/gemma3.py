@@ -14,58 +14,58 @@ from trencadis.core.checkpoint.decoder_fields import (
     layer_types,
     windows_of,
 )
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE, SANDWICH
 from trencadis.core.checkpoint.rope_config import LARGEST_BASE
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 PATTERN = 6
 """Every sixth layer sees all keys, where the file does not list the layers."""
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Gemma3TextConfig."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if c.given(key):
+        if c.is_given(key):
             c.refuse(key, "implemented: scores and logits as they are (null)")
-    if c.given("use_bidirectional_attention"):
+    if c.is_given("use_bidirectional_attention"):
         c.only("use_bidirectional_attention", (False,))
     layers = c.integer("num_hidden_layers", most=MOST_LAYERS)
     every = c.integer("sliding_window_pattern", default=PATTERN)
     types = layer_types(c) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
-    none = "sliding_window" in c.values and not c.given("sliding_window")
+    none = "sliding_window" in c.values and not c.is_given("sliding_window")
     windows = windows_of(c, 0 if none else c.integer("sliding_window", default=4096), types)
     bias = c.boolean("attention_bias", False)
     tables, local = _rotary(c)
     heads = heads_of(c, default=256)
     text = gated_decoder(
         tables, heads, tied, positions=131072, theta=GLOBAL_BASE, act=("hidden_activation", "gelu_pytorch_tanh"),
-        qkv_bias=bias, out_bias=bias, norm=RMS_ONE, place=SANDWICH, qk_norm=True, local_theta=local,
+        qkv_bias=bias, out_bias=bias, norm=RMS_ONE, norm_placement=SANDWICH, qk_norm=True, local_theta=local,
         embedding_scale=heads.hidden**0.5, **windows._asdict(),
     )  # fmt: skip
-    return Described(replace(text, scale=c.integer("query_pre_attn_scalar", default=256) ** -0.5))
+    return ParsedConfig(replace(text, scale=c.integer("query_pre_attn_scalar", default=256) ** -0.5))
 
 
-def _rotary(c: Fields) -> tuple[Fields, float]:
+def _rotary(c: JsonFields) -> tuple[JsonFields, float]:
     """(the fields with the table of layers that see all keys as their only one, the base of the others' table)."""
     nested = c.within("rope_parameters")
     for key, value in nested.values.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
             nested.refuse(key, f"implemented: one object for {FULL}, one for {SLIDING}")
-    near, far = nested.within(SLIDING), nested.within(FULL)
-    near.only("rope_type", ("default",), "default")
+    sliding, full = nested.within(SLIDING), nested.within(FULL)
+    sliding.only("rope_type", ("default",), "default")
     outer = (c, "rope_local_base_freq")
-    place, name = (near, "rope_theta") if "rope_theta" in near.values else outer
-    local = place.number(name, 0, LARGEST_BASE, LOCAL_BASE, above=True)
+    source, name = (sliding, "rope_theta") if "rope_theta" in sliding.values else outer
+    local = source.number(name, 0, LARGEST_BASE, LOCAL_BASE, above=True)
     scaling = c.within("rope_scaling")
-    table: dict[str, Any] = {**far.values, **scaling.values}
+    table: dict[str, Any] = {**full.values, **scaling.values}
     kind = "rope_type" if "rope_type" in table else "type"
-    Fields(table, c.where, "rope_parameters.full_attention.").only(kind, ("default", "linear"), "default")
-    if c.given("rope_theta"):
+    JsonFields(table, c.where, "rope_parameters.full_attention.").only(kind, ("default", "linear"), "default")
+    if c.is_given("rope_theta"):
         table.setdefault("rope_theta", c.values["rope_theta"])
-    return c.replaced(rope_scaling=None, rope_parameters=table), local
+    return c.with_values(rope_scaling=None, rope_parameters=table), local
 
 
 FAMILY = Family(

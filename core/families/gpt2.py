@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, TextConfig
-from trencadis.core.models.family import BARE, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 PARTS = {"h.": "layers.", "wte.": "embed_tokens.", "wpe.": "embed_positions.", "ln_f.": "norm."}
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """GPT2Config."""
     hidden = c.integer("n_embd", most=WIDEST, default=768)
     heads = c.integer("n_head", most=MOST_HEADS, default=12)
@@ -19,14 +19,14 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     c.only("scale_attn_by_inverse_layer_idx", (False,), False)
     c.only("add_cross_attention", (False,), False)
     most = c.integer("n_positions", default=1024)
-    return Described(
+    return ParsedConfig(
         TextConfig(
             hidden=hidden,
             layers=c.integer("n_layer", most=MOST_LAYERS, default=12),
             heads=heads,
             kv_heads=heads,
             head_dim=hidden // heads,
-            intermediate=c.integer("n_inner", most=WIDEST) if c.given("n_inner") else 4 * hidden,
+            intermediate=c.integer("n_inner", most=WIDEST) if c.is_given("n_inner") else 4 * hidden,
             vocab=c.integer("vocab_size", most=WIDEST, default=50257),
             eps=c.number("layer_norm_epsilon", 0, 1, 1e-5, above=True),
             rope_theta=1.0,

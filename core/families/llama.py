@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 PREFIXES = {"model.": "", "lm_head.": "lm_head.", "score.": "score.", "": ""}
 """The last entry is for checkpoints of the decoder alone, whose names have no prefix."""
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """LlamaConfig."""
     full_attention(c)
     bias = c.boolean("attention_bias", False)
     heads = heads_of(c, absent=True)
     mlp = c.boolean("mlp_bias", False)
-    return Described(gated_decoder(c, heads, tied, positions=2048, qkv_bias=bias, out_bias=bias, mlp_bias=mlp))
+    return ParsedConfig(gated_decoder(c, heads, tied, positions=2048, qkv_bias=bias, out_bias=bias, mlp_bias=mlp))
 
 
 FAMILY = Family(

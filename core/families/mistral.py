@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 WINDOW = 4096
 """transformers' default, where the key is left out; a null means no window."""
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """MistralConfig."""
     full_attention(c)
     text = gated_decoder(c, heads_of(c), tied, positions=4096 * 32, qkv_bias=False)
-    none = "sliding_window" in c.values and not c.given("sliding_window")
-    return Described(replace(text, window=0 if none else c.integer("sliding_window", default=WINDOW)))
+    none = "sliding_window" in c.values and not c.is_given("sliding_window")
+    return ParsedConfig(replace(text, window=0 if none else c.integer("sliding_window", default=WINDOW)))
 
 
 FAMILY = Family(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import experts_of, full_attention, gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """MixtralConfig."""
     full_attention(c)
     text = gated_decoder(c, heads_of(c), tied, positions=4096 * 32, theta=1e6, qkv_bias=False)
     experts = experts_of(c, "num_local_experts", 2, inner=text.intermediate, normalise=True)
-    window = c.integer("sliding_window") if c.given("sliding_window") else 0
-    return Described(replace(text, window=window, experts=experts))
+    window = c.integer("sliding_window") if c.is_given("sliding_window") else 0
+    return ParsedConfig(replace(text, window=window, experts=experts))
 
 
 FAMILY = Family(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, MOST_LAYERS, WIDEST, activation_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import LAYER, PLAIN, POST, PRE, TextConfig
-from trencadis.core.models.family import BARE, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 EPS = 1e-5
 """Of every norm; no configuration states another."""
@@ -16,7 +16,7 @@ OFFSET = 2
 DECODERS = ("model.decoder.", "decoder.", "")
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """OPTConfig."""
     hidden = c.integer("hidden_size", most=WIDEST, default=768)
     heads = c.integer("num_attention_heads", most=MOST_HEADS, default=12)
@@ -27,8 +27,8 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     most = c.integer("max_position_embeddings", default=2048)
     without = c.boolean("_remove_final_layer_norm", False)
     biases = c.boolean("enable_bias", True)
-    table = c.integer("word_embed_proj_dim", most=WIDEST) if c.given("word_embed_proj_dim") else hidden
-    return Described(
+    table = c.integer("word_embed_proj_dim", most=WIDEST) if c.is_given("word_embed_proj_dim") else hidden
+    return ParsedConfig(
         TextConfig(
             hidden=hidden,
             layers=c.integer("num_hidden_layers", most=MOST_LAYERS, default=12),
@@ -45,7 +45,7 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
             out_bias=biases,
             mlp_bias=biases,
             norm=LAYER,
-            place=PRE if before else POST,
+            norm_placement=PRE if before else POST,
             final_norm=before and not without,
             mlp=PLAIN,
             activation=activation_of(c, "activation_function", "relu"),

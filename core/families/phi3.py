@@ -1,25 +1,25 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini): Llama with fused matrices, heads that may turn in part, and LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (mini): Llama with fused matrices, heads that may be rotated in part, and LongRoPE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 TRAINED = 4096
 """transformers' default of ``original_max_position_embeddings``, and of the longest request."""
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Phi3Config."""
     full_attention(c)
     heads = heads_of(c, absent=True)
     text = gated_decoder(c, heads, tied, positions=TRAINED, qkv_bias=False, trained=TRAINED)
-    window = c.integer("sliding_window") if c.given("sliding_window") else 0
-    return Described(replace(text, window=window))
+    window = c.integer("sliding_window") if c.is_given("sliding_window") else 0
+    return ParsedConfig(replace(text, window=window))
 
 
 FAMILY = Family(

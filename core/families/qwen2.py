@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.pooling import ALL, IDENTITY, SOFTMAX
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.pooling_config import ALL, IDENTITY, SOFTMAX
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, ClassHead, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, ClassHead, Family, ParsedConfig, StoredNames
 
 REWARD = ClassHead(ALL, "relu", biased=True, classes=1, activation=IDENTITY)
 STEPS = ClassHead(ALL, "relu", biased=True, classes=2, activation=SOFTMAX, step_tag=151651)
 """A step of a solution ends with the token <extra_0>."""
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen2Config."""
     windows = some_windows(c)._asdict()
-    return Described(gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=True, **windows))
+    return ParsedConfig(gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=True, **windows))
 
 
 FAMILY = Family(

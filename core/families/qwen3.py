@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of, some_windows
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen3Config."""
     parts = {"qk_norm": True, **some_windows(c)._asdict()}
     bias = c.boolean("attention_bias", False)
     heads = heads_of(c, default=128)
-    return Described(gated_decoder(c, heads, tied, positions=32768, qkv_bias=bias, out_bias=bias, **parts))
+    return ParsedConfig(gated_decoder(c, heads, tied, positions=32768, qkv_bias=bias, out_bias=bias, **parts))
 
 
 FAMILY = Family(

@@ -12,18 +12,18 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Family, ParsedConfig, StoredNames
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen3MoeConfig."""
     full_attention(c)
     bias = c.boolean("attention_bias", False)
     text = gated_decoder(c, heads_of(c), tied, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
     # The hub's name of their number, and the one that transformers 5 writes.
-    hub, saved = c.given("num_experts"), c.given("num_local_experts")
+    hub, saved = c.is_given("num_experts"), c.is_given("num_local_experts")
     experts = experts_of(
         c,
         "num_local_experts" if saved or not hub else "num_experts",
@@ -32,13 +32,13 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
         normalise=c.boolean("norm_topk_prob", False),
         dense=dense_layers(c, text.layers),
     )
-    return Described(replace(text, experts=experts if len(experts.dense) < text.layers else None))
+    return ParsedConfig(replace(text, experts=experts if len(experts.dense) < text.layers else None))
 
 
-def dense_layers(c: Fields, layers: int) -> tuple[int, ...]:
+def dense_layers(c: JsonFields, layers: int) -> tuple[int, ...]:
     """Layers without experts: those that are named, and all but every ``decoder_sparse_step``-th."""
     step = c.integer("decoder_sparse_step", most=MOST_LAYERS, default=1)
-    named = c.integers("mlp_only_layers", most=MOST_LAYERS) if c.given("mlp_only_layers") else ()
+    named = c.integers("mlp_only_layers", most=MOST_LAYERS) if c.is_given("mlp_only_layers") else ()
     return tuple(i for i in range(layers) if i in named or (i + 1) % step)
 
 

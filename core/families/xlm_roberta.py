@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.checkpoint.pooling import FIRST
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.pooling_config import FIRST
 from trencadis.core.families.bert import DROPPED, INNER, PARTS, TANH, encoder
-from trencadis.core.models.family import BARE, CLASSIFY, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, CLASSIFY, Family, ParsedConfig, StoredNames
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """XLMRobertaConfig."""
     pad = c.integer("pad_token_id", least=0, default=1)
-    return Described(encoder(c, tied, offset=pad + 1, pad=pad))
+    return ParsedConfig(encoder(c, tied, offset=pad + 1, pad=pad))
 
 
 FAMILY = Family(

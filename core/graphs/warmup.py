@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.failures import line
-from trencadis.core.graphs.manager import GraphManager
-from trencadis.core.graphs.misses import FAILED, WARMING
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.miss_reasons import FAILED, WARMING
+from trencadis.core.graphs.oom_errors import format_error
 from trencadis.core.memory.ledger import DECODE, pool_of
 from trencadis.core.progress import Warming
 
@@ -36,7 +36,7 @@ class Warmup:
     def __init__(
         self,
         graphs: GraphManager,
-        captures: Captures,
+        captures: GraphCaptures,
         strict: bool = False,
         report: Callable[[Warming], None] = lambda state: None,
         warmed: Callable[[], None] = lambda: None,
@@ -53,13 +53,13 @@ class Warmup:
 
     # Full
 
-    def full(self) -> None:
+    def run_all(self) -> None:
         """Does all pieces now.
 
         Raises:
             StartupError: with ``strict``, a bucket that does not compile or compiles again.
         """
-        for _ in self._watched(self._all()):
+        for _ in self._track_progress(self._all()):
             pass
         if self.strict and self.broken:
             bucket, why = next(iter(self.broken.items()))
@@ -73,9 +73,9 @@ class Warmup:
             self._compile(bucket)
             yield bucket
         self._begin(CAPTURING, len(self.buckets))
-        for bucket in self.captures.sweep():
+        for bucket in self.captures.capture_selected():
             yield bucket
-        for bucket in self.captures.leftovers():
+        for bucket in self.captures.spend_leftovers():
             yield bucket
         yield from self._validate()
 
@@ -85,7 +85,7 @@ class Warmup:
         """Does one piece of background warm-up; None if none is left."""
         if self._pieces is None:
             self.graphs.now_unready_for(WARMING)
-            self._pieces = self._watched(self._hottest())
+            self._pieces = self._track_progress(self._hottest())
         return self.state if next(self._pieces, None) is not None else None
 
     def _hottest(self) -> Iterator[Bucket]:
@@ -103,7 +103,7 @@ class Warmup:
                 self.captures.keep(self.captures)
                 del rank[bucket]
             yield bucket
-        for bucket in self.captures.leftovers():
+        for bucket in self.captures.spend_leftovers():
             yield bucket
         yield from self._validate()
 
@@ -119,8 +119,8 @@ class Warmup:
         try:
             self.graphs.compile(bucket)
         except Exception as error:
-            why = line(error)
-        self._judge(bucket, why)
+            why = format_error(error)
+        self._mark_broken(bucket, why)
         self.captures.observe()
 
     def _validate(self) -> Iterator[Bucket]:
@@ -138,20 +138,20 @@ class Warmup:
         self._begin(WARM, 0)
 
     def _rehearse(self, bucket: Bucket) -> None:
-        self.graphs.settle()
+        self.graphs.count_recompiles()
         why = ""
         try:
             self.graphs.program(bucket).rehearse()
             self.graphs.backend.synchronize()
         except Exception as error:
-            why = line(error)
-        if again := self.graphs.settle():
+            why = format_error(error)
+        if again := self.graphs.count_recompiles():
             why = why or f"{again} recipes are compiled again"
-        self._judge(bucket, why)
+        self._mark_broken(bucket, why)
 
-    def _judge(self, bucket: Bucket, why: str) -> None:
+    def _mark_broken(self, bucket: Bucket, why: str) -> None:
         """A bucket that fails on one rank is broken on all."""
-        if not self.captures.agree.everywhere(not why):
+        if not self.captures.agree.is_true_everywhere(not why):
             self.broken[bucket] = why or "it fails on another rank"
             log.warning("warm-up of %s: %s", bucket, self.broken[bucket])
 
@@ -163,7 +163,7 @@ class Warmup:
         self._spent = 0.0
         self.report(s)
 
-    def _watched(self, pieces: Iterator[Bucket]) -> Iterator[Bucket]:
+    def _track_progress(self, pieces: Iterator[Bucket]) -> Iterator[Bucket]:
         """Passes ``pieces`` on, counting their seconds and progress; time between pieces does not count."""
         while True:
             start = time.perf_counter()

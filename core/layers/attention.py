@@ -7,12 +7,19 @@ from torch import Tensor
 
 from trencadis.core.backend import Attn, Backend, LayerKV, Rotary
 from trencadis.core.checkpoint.model_config import RMS_ONE, TextConfig
-from trencadis.core.layers.linear import ColumnPart, Columns, Rows, check_heads, pad_rows, unit_span
+from trencadis.core.layers.linear import (
+    ColumnParallelLinear,
+    ColumnPart,
+    RowParallelLinear,
+    check_heads,
+    pad_rows,
+    unit_span,
+)
 from trencadis.core.layers.norm import RMSNorm
-from trencadis.core.layers.partial import PartlyTurned
-from trencadis.core.layers.source import Source
-from trencadis.core.quant.kv import KVForm
-from trencadis.core.quant.kv_codes import pairs_of, static_of
+from trencadis.core.layers.partial_rotary import PartialRotarySource
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.quant.kv_cache_codes import pairs_of, static_of
+from trencadis.core.quant.kv_cache_format import KVFormat
 
 
 class Attention:
@@ -25,13 +32,13 @@ class Attention:
     def __init__(self, backend: Backend, c: TextConfig, window: int = 0) -> None:
         comm, d = backend.comm, c.head_dim
         check_heads(c.heads, comm.world, "query heads")
-        self.ops, self.form, self.bias = backend.ops, c.kv, c.qkv_bias
-        self.head_dim, self.scale, self.turned = d, c.score_scale, c.turned
+        self.ops, self.kv_format, self.bias = backend.ops, c.kv, c.qkv_bias
+        self.head_dim, self.scale, self.rotary_dim = d, c.score_scale, c.rotary_dim
         self.window = (window,) if window else ()
         sizes = {"q_proj": c.heads, "k_proj": c.kv_heads, "v_proj": c.kv_heads}
         parts = tuple(ColumnPart(name, heads * d, d) for name, heads in sizes.items())
-        self.qkv = Columns(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
-        self.out = Rows(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
+        self.qkv = ColumnParallelLinear(self.ops, comm, c.hidden, parts, bias=c.qkv_bias)
+        self.out = RowParallelLinear(self.ops, comm, c.heads * d, c.hidden, unit=d, bias=c.out_bias)
         self.sizes = [unit_span(part.size, d, comm.rank, comm.world).width for part in parts]
         self.heads = self.sizes[0] // d
         self.keys = (c.kv_heads * d, *unit_span(c.kv_heads * d, d, comm.rank, comm.world))
@@ -39,17 +46,17 @@ class Attention:
         above_one = c.norm == RMS_ONE
         self.norms = tuple(RMSNorm(self.ops, d, c.eps, above_one) for _ in "qk") if c.qk_norm else None
 
-    def load(self, source: Source, name: str) -> None:
-        if self.turned:
-            source = PartlyTurned(source, self.head_dim, self.turned)
+    def load(self, source: WeightSource, name: str) -> None:
+        if self.rotary_dim:
+            source = PartialRotarySource(source, self.head_dim, self.rotary_dim)
         self.qkv.load(source, name)
         self.out.load(source, f"{name}.o_proj")
         for norm, part in zip(self.norms or (), ("q_norm", "k_norm"), strict=False):
             norm.load(source, f"{name}.{part}")
-        if self.form is not None:
-            self._load_cache(source, name, self.form)
+        if self.kv_format is not None:
+            self._load_cache(source, name, self.kv_format)
 
-    def _load_cache(self, source: Source, name: str, form: KVForm) -> None:
+    def _load_cache(self, source: WeightSource, name: str, form: KVFormat) -> None:
         """What an 8-bit cache needs of the checkpoint: which values of keys stay in 16 bits, and static scales.
 
         Raises:
@@ -66,16 +73,16 @@ class Attention:
 
     def bind(self, kv: LayerKV) -> None:
         """The cache of this layer from now on."""
-        self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.form is not None else kv
+        self.kv = kv._replace(pairs=self.pairs, static=self.static) if self.kv_format is not None else kv
 
     def __call__(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         """[n, hidden] -> [n, hidden] of the backend's dtype.
 
         The attention is a function of its own, so that q, k and v are freed before ranks sum: a graph would keep them.
         """
-        return self.out(self._attended(x, rotary, attn))
+        return self.out(self._attend(x, rotary, attn))
 
-    def _attended(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def _attend(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         n = x.shape[0]
         q, k, v = torch.split(self.qkv(x), self.sizes, dim=1)
         d = self.head_dim

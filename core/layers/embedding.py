@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
 from trencadis.core.layers.linear import Linear, pad_rows, scaled, span
-from trencadis.core.layers.source import SharingOps, Source, StackedPart
+from trencadis.core.layers.weight_source import SharingOps, StackedPart, WeightSource
 
 if TYPE_CHECKING:
     from trencadis.core.models.interface import BestOps
@@ -24,7 +24,7 @@ class Embedding:
         self.ops, self.vocab, self.hidden = ops, vocab, hidden
         self.table: Tensor
 
-    def load(self, source: Source, name: str, head: Head | None = None) -> bool:
+    def load(self, source: WeightSource, name: str, head: LMHead | None = None) -> bool:
         """Loads the table; as the weight of ``head``, if one is given, where rows can be read from that.
 
         Returns:
@@ -38,7 +38,7 @@ class Embedding:
             self.table = source.take(f"{name}.weight", (self.vocab, self.hidden))
         return head is not None
 
-    def share(self, head: Head) -> bool:
+    def share(self, head: LMHead) -> bool:
         """Reads rows of the weight of a tied ``head`` from now on, where ops can."""
         table = self.ops.table_of(head.weights[0]) if isinstance(self.ops, SharingOps) else None
         if table is not None:
@@ -60,7 +60,7 @@ class Embedding:
         return self.vocab * self.hidden * self.table.element_size()
 
 
-class Head(Linear):
+class LMHead(Linear):
     """The output head. Each rank holds a share of the vocabulary; the logits are gathered on all ranks.
 
     ``scale``: of the logits; 1 computes nothing. ``unit``: a share of several is a multiple of it.
@@ -73,16 +73,16 @@ class Head(Linear):
         self.start, self.stop, _ = span(vocab, comm.rank, comm.world, self.unit)
         self._coded: bool | None = None
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         start, stop, width = span(self.vocab, self.comm.rank, self.comm.world, self.unit)
-        found = source.quantised(name, (self.vocab, self.hidden), 0, start, stop, own="lm_head")
+        found = source.take_quantised(name, (self.vocab, self.hidden), 0, start, stop, own="lm_head")
         if found is not None:
             self.pack(found.padded(width, self.hidden), None)
         elif not self.pack_share(source, name):
             weight = source.shard(f"{name}.weight", (self.vocab, self.hidden), 0, start, stop)
             self.pack(pad_rows(weight, width), None)
 
-    def pack_share(self, source: Source, name: str) -> bool:
+    def pack_share(self, source: WeightSource, name: str) -> bool:
         """Packs this rank's share from where it is stored; False where source or ops have no way to."""
         part = StackedPart(f"{name}.weight", self.vocab, *span(self.vocab, self.comm.rank, self.comm.world, self.unit))
         return self.pack_stored(source, [part], (self.hidden, 0, self.hidden, self.hidden), None)
@@ -90,9 +90,9 @@ class Head(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """[r, hidden] -> logits [r, vocabulary], of the backend's dtype."""
         y = scaled(super().__call__(x), self.scale)
-        return y if self.comm.world == 1 else self._gathered(y)
+        return y if self.comm.world == 1 else self._gather_logits(y)
 
-    def _gathered(self, y: Tensor) -> Tensor:
+    def _gather_logits(self, y: Tensor) -> Tensor:
         """The logits of all ranks."""
         self.ops.cut("collective")
         return self.comm.all_gather(y)[:, : self.vocab]

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from trencadis.core.backend import Comm, Ops, Weight
 from trencadis.core.errors import StartupError
-from trencadis.core.layers.source import Source, StackedPart, StoredRows
-from trencadis.core.layout import aligned
-from trencadis.core.quant.tensor import QTensor, fits, joined
+from trencadis.core.layers.weight_source import StackedPart, StoredRows, WeightSource
+from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
+from trencadis.core.shared_constants import align_up
 
 Matrix = Tensor | QTensor
 """A weight [out, in] as it is stored."""
@@ -29,9 +29,9 @@ class Linear:
 
     def pack(self, weight: Matrix, bias: Tensor | None) -> None:
         """Packs the raw weight [out, in] and bias [out] of this rank, and keeps only the packed form."""
-        self.pack_apart([weight], bias)
+        self.pack_separately([weight], bias)
 
-    def pack_apart(self, parts: list[Matrix], bias: Tensor | None) -> None:
+    def pack_separately(self, parts: list[Matrix], bias: Tensor | None) -> None:
         """Packs weights over the same input, whose outputs follow each other; ``bias`` is that of all of them."""
         self.bytes, self.weights, start = bias.nbytes if bias is not None else 0, [], 0
         for part in parts:
@@ -48,7 +48,7 @@ class Linear:
             self.weights.append(packed)
 
     def pack_stored(
-        self, source: Source, parts: list[StackedPart], inputs: tuple[int, int, int, int], bias: Tensor | None
+        self, source: WeightSource, parts: list[StackedPart], inputs: tuple[int, int, int, int], bias: Tensor | None
     ) -> bool:
         """Packs rows from where they are stored; False where source or ops have no way to.
 
@@ -85,7 +85,9 @@ class Share(NamedTuple):
 
 
 class ColumnPart(NamedTuple):
-    """One matrix of ``Columns``: its name, output features, and the features of a unit that is never cut."""
+    """One matrix of ``ColumnParallelLinear``: its name, output features, and the features of a unit that is never
+    cut.
+    """
 
     name: str
     size: int
@@ -94,11 +96,11 @@ class ColumnPart(NamedTuple):
 
 def span(size: int, rank: int, world: int, unit: int = 1) -> Share:
     """A rank's share: all have equal widths, multiples of ``unit``; the last ones are padded where that is too much."""
-    width = aligned(-(-size // world), unit)
+    width = align_up(-(-size // world), unit)
     return Share(min(rank * width, size), min((rank + 1) * width, size), width)
 
 
-class Columns(Linear):
+class ColumnParallelLinear(Linear):
     """Several matrices over one input, fused; each is cut by output.
 
     Args:
@@ -122,46 +124,48 @@ class Columns(Linear):
         super().__init__(ops, comm)
         self.inputs, self.parts, self.bias, self.fused, self.unit = inputs, parts, bias, fused, unit
 
-    def load(self, source: Source, base: str) -> None:
+    def load(self, source: WeightSource, base: str) -> None:
         names = [base if self.fused else f"{base}.{name}" for name, _, _ in self.parts]
         spans = self._spans()
         biases = None
         if self.bias:
-            biases = _join([self._bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
-        held = [self._quantised(source, name, *where) for name, where in zip(names, spans, strict=True)]
+            biases = _join([self._take_bias(source, name, *where) for name, where in zip(names, spans, strict=True)])
+        held = [self._take_quantised(source, name, *where) for name, where in zip(names, spans, strict=True)]
         if all(found is None for found in held):
             parts = [StackedPart(f"{name}.weight", *where) for name, where in zip(names, spans, strict=True)]
             if not self.pack_stored(source, parts, (self.inputs, 0, self.inputs, self.inputs), biases):
-                self.pack(source.stacked(parts, self.inputs), biases)
+                self.pack(source.take_stacked(parts, self.inputs), biases)
             return
         weights = [
-            self._plain(source, name, *where) if found is None else found
+            self._take_plain(source, name, *where) if found is None else found
             for found, name, where in zip(held, names, spans, strict=True)
         ]
-        self.pack_apart(together(weights), biases)
+        self.pack_separately(merge_or_separate(weights), biases)
 
     def _spans(self) -> list[tuple[int, int, int, int]]:
         """Of each part: output features of the stored matrix, and [start, stop) and padded width of this rank's."""
         total, offset, found = sum(size for _, size, _ in self.parts), 0, []
         for _, size, unit in self.parts:
             start, stop, width = unit_span(size, unit, self.comm.rank, self.comm.world)
-            width = aligned(width, self.unit)
+            width = align_up(width, self.unit)
             found.append((total if self.fused else size, offset + start, offset + stop, width))
             offset += size if self.fused else 0
         return found
 
-    def _quantised(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> QTensor | None:
-        found = source.quantised(name, (size, self.inputs), 0, start, stop)
+    def _take_quantised(
+        self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int
+    ) -> QTensor | None:
+        found = source.take_quantised(name, (size, self.inputs), 0, start, stop)
         return None if found is None else found.padded(width, self.inputs)
 
-    def _plain(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+    def _take_plain(self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
         return pad_rows(source.shard(f"{name}.weight", (size, self.inputs), 0, start, stop), width)
 
-    def _bias(self, source: Source, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
+    def _take_bias(self, source: WeightSource, name: str, size: int, start: int, stop: int, width: int) -> Tensor:
         return pad_rows(source.shard(f"{name}.bias", (size,), 0, start, stop), width)
 
 
-class Rows(Linear):
+class RowParallelLinear(Linear):
     """One matrix cut by input; the ranks' partial sums are added, and rank 0 alone adds the bias.
 
     ``unit``: inputs that are never cut; ``filled``: this rank's are filled with zeros to a multiple of it.
@@ -173,12 +177,12 @@ class Rows(Linear):
         super().__init__(ops, comm)
         self.inputs, self.outputs, self.unit, self.bias, self.filled = inputs, outputs, unit, bias, filled
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         start, stop, width = unit_span(self.inputs, self.unit, self.comm.rank, self.comm.world)
-        width = aligned(width, self.filled)
+        width = align_up(width, self.filled)
         own_bias = self.bias and self.comm.rank == 0
         bias = source.take(f"{name}.bias", (self.outputs,)) if own_bias else None
-        found = source.quantised(name, (self.outputs, self.inputs), 1, start, stop)
+        found = source.take_quantised(name, (self.outputs, self.inputs), 1, start, stop)
         if found is not None:
             self.pack(found.padded(self.outputs, width), bias)
             return
@@ -192,18 +196,18 @@ class Rows(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in of this rank] -> [n, out], summed over ranks, of the backend's dtype."""
-        return self.summed(self.product(x))
+        return self.reduce(self.product(x))
 
     def product(self, x: Tensor) -> Tensor:
         """This rank's part of the sum."""
         return super().__call__(x)
 
-    def summed(self, y: Tensor) -> Tensor:
+    def reduce(self, y: Tensor) -> Tensor:
         """The sum of the ranks' parts."""
-        return y if self.comm.world == 1 else self._reduced(y)
+        return y if self.comm.world == 1 else self._all_reduce(y)
 
-    def _reduced(self, y: Tensor) -> Tensor:
-        """``summed`` of several ranks."""
+    def _all_reduce(self, y: Tensor) -> Tensor:
+        """``reduce`` of several ranks."""
         self.ops.cut("collective")
         return self.comm.all_reduce(y)
 
@@ -236,13 +240,13 @@ def pad_rows(t: Tensor, width: int) -> Tensor:
     return t if missing == 0 else torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
 
 
-def together(parts: list[Matrix]) -> list[Matrix]:
+def merge_or_separate(parts: list[Matrix]) -> list[Matrix]:
     """One matrix where the parts can be; else the parts, which are multiplied apart."""
     if all(isinstance(part, Tensor) for part in parts):
         return [_join([part for part in parts if isinstance(part, Tensor)])]
     whole = [part for part in parts if isinstance(part, QTensor)]
     if len(whole) == len(parts) and all(fits(whole[0], part) for part in whole[1:]):
-        return [joined(whole)]
+        return [join_weights(whole)]
     return parts
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from trencadis.core.backend import Comm, Ops
-from trencadis.core.layers.linear import ColumnPart, Columns, Rows
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.quant.scheme import mlp_unit
 
 
@@ -24,16 +24,16 @@ class GatedMLP:
         self.ops, self.act = ops, act
         unit = mlp_unit(inner, group, comm.world)
         parts = ColumnPart("gate_proj", inner, unit), ColumnPart("up_proj", inner, unit)
-        self.gate_up = Columns(ops, comm, width, parts, bias=bias, unit=aligned)
-        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
+        self.gate_up = ColumnParallelLinear(ops, comm, width, parts, bias=bias, unit=aligned)
+        self.down = RowParallelLinear(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         self.gate_up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, width] -> [n, width] in the backend's dtype."""
-        return self.down.summed(self.ops.by_pieces(self._own, x))
+        return self.down.reduce(self.ops.by_pieces(self._own, x))
 
     def _own(self, x: Tensor) -> Tensor:
         """This rank's part of the sum."""
@@ -52,16 +52,16 @@ class PlainMLP:
     ) -> None:  # fmt: skip
         self.ops, self.act = ops, act
         unit = mlp_unit(inner, group, comm.world)
-        self.up = Columns(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias, unit=aligned)
-        self.down = Rows(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
+        self.up = ColumnParallelLinear(ops, comm, width, (ColumnPart("up_proj", inner, unit),), bias=bias, unit=aligned)
+        self.down = RowParallelLinear(ops, comm, inner, width, unit=unit, bias=bias, filled=aligned)
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         self.up.load(source, name)
         self.down.load(source, f"{name}.down_proj")
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, width] -> [n, width] in the backend's dtype."""
-        return self.down.summed(self.ops.by_pieces(self._own, x))
+        return self.down.reduce(self.ops.by_pieces(self._own, x))
 
     def _own(self, x: Tensor) -> Tensor:
         """This rank's part of the sum."""

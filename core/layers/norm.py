@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trencadis.core.backend import Ops
 from trencadis.core.checkpoint.model_config import LAYER, RMS_ONE
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.weight_source import WeightSource
 
 
 class RMSNorm:
@@ -19,7 +19,7 @@ class RMSNorm:
         self.ops, self.width, self.eps, self.above_one = ops, width, eps, above_one
         self.weight: Tensor
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         self.weight = source.take(f"{name}.weight", (self.width,))
         if self.above_one:
             self.weight = self.weight.float() + 1
@@ -44,7 +44,7 @@ class LayerNorm:
         self.weight: Tensor
         self.bias: Tensor
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         self.weight = source.take(f"{name}.weight", (self.width,))
         self.bias = source.take(f"{name}.bias", (self.width,))
 

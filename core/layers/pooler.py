@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from trencadis.core.backend import Ops, PoolTensors, PoolTensorsOut
-from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.layers.linear import scaled
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.weight_source import WeightSource
 
 INNER = {"relu": torch.relu, "tanh": torch.tanh}
 """What may stand between the two linears of a head."""
@@ -36,15 +36,15 @@ class Pooler:
             sums = INNER[self.inner](functional.linear(sums, self.dense, self.dense_bias))
         return PoolTensorsOut(functional.linear(sums, self.classes, self.class_bias))
 
-    def load(self, source: Source, pooling: Pooling, width: int) -> None:
+    def load(self, source: WeightSource, pooling: Pooling, width: int) -> None:
         """The class head that the checkpoint stores over rows of ``width``."""
         self.classes, self.class_bias = _linear(source, "score", (pooling.classes, width), pooling.biased)
         if pooling.inner:
             self.inner = pooling.inner
             self.dense, self.dense_bias = _linear(source, "score_dense", (width, width), pooling.biased)
 
-    def load_words(
-        self, source: Source, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float
+    def load_label_tokens(
+        self, source: WeightSource, name: str, shape: tuple[int, int], tokens: tuple[int, ...], scale: float
     ) -> None:
         """The rows ``tokens`` of the output head ``name`` [shape], times ``scale``, as a class head."""
         rows = [source.shard(f"{name}.weight", shape, 0, t, t + 1) for t in tokens]
@@ -55,6 +55,6 @@ class Pooler:
         return sum(t.nbytes for t in held if t is not None)
 
 
-def _linear(source: Source, name: str, shape: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
+def _linear(source: WeightSource, name: str, shape: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
     bias = source.take(f"{name}.bias", shape[:1]).float() if biased else None
     return source.take(f"{name}.weight", shape).float(), bias

@@ -13,9 +13,9 @@ import struct
 import time
 from typing import Any
 
-from trencadis.core.links.keyed import MOST, KeyedLink, tagger
-from trencadis.core.links.secret import GroupKey
-from trencadis.core.links.stream import ByteStream
+from trencadis.core.links.byte_stream import ByteStream
+from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.keyed_link import MOST, KeyedLink, tagger
 
 MARK = b"TRNCDS\x00\x01"
 NONCE = 32
@@ -29,47 +29,47 @@ LIMIT = 5.0
 """Seconds in which a connection must have proved itself."""
 
 
-class NotOurs(Exception):
+class HandshakeFailed(Exception):
     """The other end does not speak this protocol, or has another key."""
 
 
-def as_engine(stream: ByteStream, key: GroupKey, limit: float = LIMIT) -> tuple[int, KeyedLink]:
+def handshake_as_engine(stream: ByteStream, key: GroupKey, limit: float = LIMIT) -> tuple[int, KeyedLink]:
     """The number of the rank at the other end, and the link to it.
 
     Raises:
-        NotOurs: it did not prove that it knows the key.
+        HandshakeFailed: it did not prove that it knows the key.
         OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
     """
     end, mine = time.monotonic() + limit, os.urandom(NONCE)
     stream.send_all(MARK + mine)
-    claim = _exactly(stream, CLAIM, end)
+    claim = _receive_exactly(stream, CLAIM, end)
     mark, theirs = claim[: len(MARK)], claim[len(MARK) :][:NONCE]
     number, proof = claim[len(MARK) + NONCE :][: NUMBER.size], claim[-PROOF:]
     if mark != MARK:
-        raise NotOurs("it is no rank of this version")
+        raise HandshakeFailed("it is no rank of this version")
     if not hmac.compare_digest(proof, key.proof(b"rank", MARK, mine, theirs, number)):
-        raise NotOurs("its key is another one")
+        raise HandshakeFailed("its key is another one")
     stream.send_all(key.proof(b"engine", MARK, mine, theirs, number))
     down, up = _taggers(key, mine, theirs, number)
     return NUMBER.unpack(number)[0], KeyedLink(stream, down, up, UP_MOST)
 
 
-def as_rank(stream: ByteStream, key: GroupKey, number: int, limit: float = LIMIT) -> KeyedLink:
+def handshake_as_rank(stream: ByteStream, key: GroupKey, number: int, limit: float = LIMIT) -> KeyedLink:
     """The link to the engine.
 
     Raises:
-        NotOurs: the other end is no engine of this group, or refused.
+        HandshakeFailed: the other end is no engine of this group, or refused.
         OSError: the connection broke, or ``limit`` seconds went by (TimeoutError).
     """
     end, mine, said = time.monotonic() + limit, os.urandom(NONCE), NUMBER.pack(number)
-    greeting = _exactly(stream, len(MARK) + NONCE, end)
+    greeting = _receive_exactly(stream, len(MARK) + NONCE, end)
     theirs = greeting[len(MARK) :]
     if greeting[: len(MARK)] != MARK:
-        raise NotOurs("what listens there is no engine of this version")
+        raise HandshakeFailed("what listens there is no engine of this version")
     stream.send_all(MARK + mine + said + key.proof(b"rank", MARK, theirs, mine, said))
-    proof = _exactly(stream, PROOF, end)
+    proof = _receive_exactly(stream, PROOF, end)
     if not hmac.compare_digest(proof, key.proof(b"engine", MARK, theirs, mine, said)):
-        raise NotOurs("the engine's key is another one")
+        raise HandshakeFailed("the engine's key is another one")
     down, up = _taggers(key, theirs, mine, said)
     return KeyedLink(stream, up, down, MOST)
 
@@ -79,7 +79,7 @@ def _taggers(key: GroupKey, engine: bytes, rank: bytes, number: bytes) -> tuple[
     return tagger(key.proof(b"down", engine, rank, number)), tagger(key.proof(b"up", engine, rank, number))
 
 
-def _exactly(stream: ByteStream, size: int, end: float) -> bytes:
+def _receive_exactly(stream: ByteStream, size: int, end: float) -> bytes:
     data = bytearray(size)
     left = memoryview(data)
     while left:
@@ -88,6 +88,6 @@ def _exactly(stream: ByteStream, size: int, end: float) -> bytes:
             raise TimeoutError("it did not prove itself in time")
         got = stream.receive_into(left, wait)
         if not got:
-            raise NotOurs("it closed the connection: its key may be another one, or that rank is taken")
+            raise HandshakeFailed("it closed the connection: its key may be another one, or that rank is taken")
         left = left[got:]
     return bytes(data)

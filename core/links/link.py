@@ -58,8 +58,8 @@ class PlainLink:
 
     def receive(self) -> bytearray:
         """The next message."""
-        (size,) = HEADER.unpack(self._exactly(HEADER.size))
-        return self._exactly(size)
+        (size,) = HEADER.unpack(self._receive_exactly(HEADER.size))
+        return self._receive_exactly(size)
 
     def beat(self, steady: bool) -> None:
         """Nothing: the system closes the socket of a process that ends."""
@@ -67,9 +67,9 @@ class PlainLink:
     def close(self) -> None:
         """Closes it; close() alone would wake neither a thread that receives nor the other process."""
         self._outbox.end()
-        shut(self.sock)
+        shut_socket(self.sock)
 
-    def _exactly(self, size: int) -> bytearray:
+    def _receive_exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         left = memoryview(data)
         while left:
@@ -83,7 +83,7 @@ class PlainLink:
         return data
 
 
-def shut(sock: socket.socket) -> None:
+def shut_socket(sock: socket.socket) -> None:
     """Ends both directions of a socket and closes it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

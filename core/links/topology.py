@@ -46,7 +46,7 @@ def world_of(config: EngineConfig) -> int:
     return config.ranks
 
 
-def sizes(config: EngineConfig) -> str:
+def describe_sizes(config: EngineConfig) -> str:
     """The flags that say how many ranks there are."""
     stages = " times --pipeline-parallel-size" if config.pipeline_parallel_size > 1 else ""
     return f"--tensor-parallel-size{stages}"
@@ -87,7 +87,9 @@ def _one_node(config: EngineConfig) -> None:
 def _nodes(config: EngineConfig, world: int) -> Topology:
     nodes, node = config.nnodes, config.node_rank
     if world % nodes:
-        raise StartupError(f"--nnodes {nodes} does not divide {world} ranks ({sizes(config)}); each node has as many.")
+        raise StartupError(
+            f"--nnodes {nodes} does not divide {world} ranks ({describe_sizes(config)}); each node has as many."
+        )
     if node >= nodes:
         raise StartupError(f"--node-rank {node} of --nnodes {nodes}; nodes count from 0.")
     if bool(node) != config.headless:
@@ -124,7 +126,7 @@ def _torchrun(config: EngineConfig, world: int, environ: Mapping[str, str]) -> T
         )
     rank, size, local = (envs.get_int(name, environ) or 0 for name in TORCHRUN[:3])
     if size != world:
-        raise StartupError(f"torchrun started {size} processes and {sizes(config)} asks for {world} ranks.")
+        raise StartupError(f"torchrun started {size} processes and {describe_sizes(config)} asks for {world} ranks.")
     here = envs.get_int("LOCAL_WORLD_SIZE", environ) or size
     if not 0 <= local <= rank < size or here > size:
         raise StartupError(f"RANK {rank}, LOCAL_RANK {local}, WORLD_SIZE {size}, LOCAL_WORLD_SIZE {here}: torchrun "

@@ -28,15 +28,15 @@ class Vocabulary:
     eos: list[int]
     tokenizer: bytes = b""
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """This vocabulary as one message."""
         import msgspec  # an offline engine of one rank does without it
 
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
-        """The vocabulary that ``packed`` made ``data`` of."""
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
+        """The vocabulary that ``pack`` made ``data`` of."""
         import msgspec
 
         return msgspec.msgpack.decode(data, type=cls)
@@ -46,7 +46,7 @@ class Vocabulary:
         return CanonicalTokenizer(self.tokens, self.special, self.eos, self.tokenizer)
 
 
-def opened(vocabulary: Vocabulary, tokenizer: CanonicalTokenizer | None = None) -> LLTokenizer:
+def open_tokenizer(vocabulary: Vocabulary, tokenizer: CanonicalTokenizer | None = None) -> LLTokenizer:
     """The library's tokenizer of a vocabulary: a second and 74 MB for 151,936 ids, so a thread makes it, once.
 
     Args:

@@ -2,7 +2,7 @@
 
 ``ranks`` devices share the model: query heads, MLP columns and the vocabulary are divided; KV heads are divided too, or
 replicated if there are fewer of them than ranks. A formula counts what is held at one time; measurements replace it
-(core/memory/measured.py).
+(core/memory/measurement_cache.py).
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ from functools import cached_property
 
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Plan, Stage, padded_tokens
 from trencadis.core.checkpoint.model_config import SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.vision_config import CROSSING, NO_SLOT
-from trencadis.core.layout import RESERVED_ROWS, aligned
-from trencadis.core.memory import gathering
-from trencadis.core.memory.graph_budget import Price
+from trencadis.core.checkpoint.vision_config import CUT_WIDTHS, NO_SLOT
+from trencadis.core.memory import encoder_gather_memory
+from trencadis.core.memory.cross_attention_memory import (
+    cross_attention_kept_bytes,
+    cross_attention_layer_count,
+    cross_attention_row_bytes,
+    cross_attention_work_bytes,
+)
+from trencadis.core.memory.graph_budget import GraphPrice
 from trencadis.core.memory.input_bytes import any_inputs
-from trencadis.core.memory.ledger import Before
-from trencadis.core.memory.seeing import seen_bytes, seen_keeps, seen_layers, seen_rows
-from trencadis.core.memory.weights import decoder_values, grown, layer_bytes, norm_excess, opened
-from trencadis.core.models.family import Held
+from trencadis.core.memory.ledger import MemoryInUse
+from trencadis.core.memory.weight_bytes import (
+    decoder_values,
+    largest_dequantised_bytes,
+    layer_bytes,
+    norm_excess,
+    quantisation_excess,
+)
+from trencadis.core.models.family import DeviceShare
 from trencadis.core.models.registry import family_of
-from trencadis.core.quant.kv import head_bytes
+from trencadis.core.quant.kv_cache_format import head_bytes
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
-from trencadis.core.shapes.closure import ShapeLimits
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shared_constants import RESERVED_ROWS, align_up
 
 SPARE_SLOTS = 8
 """Sampler slots beyond max_num_seqs: spare ones, so that a pending fetch does not shrink the batch."""
@@ -86,7 +97,7 @@ def held_rows(model: ModelConfig, rows: int) -> int:
 def arena_width(model: ModelConfig, ranks: int) -> int:
     """Columns of the arena of one of ``ranks`` devices: an embedding's, or keys and values of layers that see."""
     t = model.text
-    return 2 * len(t.cross) * kv_heads(t, ranks) * t.head_dim if t.cross else t.width
+    return 2 * len(t.cross_attention_layers) * kv_heads(t, ranks) * t.head_dim if t.cross_attention_layers else t.width
 
 
 def row_width(model: ModelConfig) -> int:
@@ -94,7 +105,7 @@ def row_width(model: ModelConfig) -> int:
     return model.text.width if model.share.ends else model.text.hidden
 
 
-def joined(tokens: int, stored: int) -> bool:
+def is_joined_context(tokens: int, stored: int) -> bool:
     """Whether a CONTEXT launch attends to all keys in one masked call."""
     return tokens <= TILE and stored <= SLICE
 
@@ -110,11 +121,11 @@ def kept_by_cuts(tokens: int, each: int, cuts: int, once: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class Sized:
+class MemoryEstimator:
     """The sizes of one model on one of ``ranks`` devices.
 
     ``quantised``: the form of quantised weights there; ``unit``: what widths of products are multiples of;
-    ``seen_work``: as in ``Policy``.
+    ``cross_attention_bytes``: as in ``Policy``.
     """
 
     model: ModelConfig
@@ -125,7 +136,7 @@ class Sized:
     graphs: GraphMemory = GraphMemory()
     quantised: str = ""
     unit: int = 1
-    seen_work: Callable[[Bucket, InputSizes], int] | None = None
+    cross_attention_bytes: Callable[[Bucket, InputSizes], int] | None = None
 
     @property
     def text(self) -> TextConfig:
@@ -140,14 +151,14 @@ class Sized:
     @property
     def towers(self) -> int:
         """Ranks that share one tower."""
-        return 1 if self.model.own_towers else self.ranks
+        return 1 if self.model.encoder_data_parallel else self.ranks
 
     def _share(self, count: int) -> int:
         return -(-count // self.ranks)
 
     def _columns(self, count: int) -> int:
         """A share of columns that are filled with zeros."""
-        return aligned(self._share(count), self.model.aligned(self.unit))
+        return align_up(self._share(count), self.model.alignment_unit(self.unit))
 
     def block_bytes(self, block_size: int) -> int:
         """K and V of one block over all layers of this device."""
@@ -158,10 +169,10 @@ class Sized:
         """Weights and rotary frequencies of this device, exact; every rank holds the whole embedding and all norms."""
         own = family_of(self.model.architecture).weights
         if own is not None:
-            return own(self.model, Held(self.itemsize, self.ranks, self.quantised))
+            return own(self.model, DeviceShare(self.itemsize, self.ranks, self.quantised))
         t, share = self.text, self.model.share
         v = self.model.vision if share.starts else None
-        unit = self.model.aligned(self.unit)
+        unit = self.model.alignment_unit(self.unit)
         total = decoder_values(self.model, self.ranks, unit)
         frequencies = t.head_dim // 2 * FREQUENCY + norm_excess(self.model, self.itemsize)
         frequencies += self.head_values * 4 if share.ends else 0
@@ -171,14 +182,18 @@ class Sized:
         if t.kv is not None:
             frequencies += len(self.model.cached) * t.kv.fixed_bytes(self.kv_heads)
         if v is not None:
-            total += v.held(self.towers, unit)
+            total += v.count_rank_weights(self.towers, unit)
             frequencies += v.tables(unit)
-        return total * self.itemsize + frequencies + grown(self.model, self.itemsize, self.ranks, self.quantised, unit)
+        return (
+            total * self.itemsize
+            + frequencies
+            + quantisation_excess(self.model, self.itemsize, self.ranks, self.quantised, unit)
+        )
 
-    def layer(self, place: int) -> int:
-        """Weights of the decoder's layer ``place`` on this device, exact."""
-        unit = self.model.aligned(self.unit)
-        return layer_bytes(self.model, place, self.itemsize, self.ranks, self.quantised, unit)
+    def layer(self, index: int) -> int:
+        """Weights of the decoder's layer ``index`` on this device, exact."""
+        unit = self.model.alignment_unit(self.unit)
+        return layer_bytes(self.model, index, self.itemsize, self.ranks, self.quantised, unit)
 
     @property
     def classes(self) -> int:
@@ -219,7 +234,11 @@ class Sized:
         """Layers that a graph holds."""
         if bucket.stage is Stage.VISION:
             return self.model.vision.depth if self.model.vision else 0
-        return 0 if bucket.stage in HEADS else len(self.model.share.layers) - seen_layers(self.model, bucket, False)
+        return (
+            0
+            if bucket.stage in HEADS
+            else len(self.model.share.layers) - cross_attention_layer_count(self.model, bucket, False)
+        )
 
     def copies(self, sizes: tuple[int, ...], block_size: int, graphs: bool) -> int:
         """What launches that copy KV blocks keep: buffers of the largest, inputs of each, and a graph each way."""
@@ -246,8 +265,8 @@ class Sized:
             v = self.model.vision
             if v is None:
                 return 0
-            tower = v.activations(size, self.itemsize, self.towers, self.model.aligned(self.unit))
-            return max(tower, gathering.held(self.model, size, self.itemsize, self.ranks))
+            tower = v.activations(size, self.itemsize, self.towers, self.model.alignment_unit(self.unit))
+            return max(tower, encoder_gather_memory.held_bytes(self.model, size, self.itemsize, self.ranks))
         if stage is Stage.SAMPLE:
             return t.vocab * (4 * size if bucket.variant == "greedy" else 40 * size + 7) + self._opened[1]
         if stage is Stage.RESET:
@@ -256,24 +275,30 @@ class Sized:
             inner = 8 if self.model.pooling is not None and self.model.pooling.inner else 0
             return size * t.width * (self.itemsize + 21 + inner) + 4 * size**2
         heads, d = self._share(t.heads), t.head_dim
-        held = STREAMS + (1 if t.place == SANDWICH else 0)  # what norms behind attention and MLP read and leave
+        held = STREAMS + (
+            1 if t.norm_placement == SANDWICH else 0
+        )  # what norms behind attention and MLP read and leave
         streams = size * (held * t.hidden * self.itemsize + (16 if t.local_theta else 8) * d)
         attention = size * 3 * (heads + 2 * self.kv_heads) * d * self.itemsize
         if len(bucket.dims) == 2 and stage in (Stage.CONTEXT, Stage.DECODE):
             width = bucket.dims[1] * block_size
-            attention += self._gathered(stage, size, width, heads)
-        if self.seen_work is not None:
-            attention += self.seen_work(bucket, self._sizes(block_size))
+            attention += self._gathered_bytes(stage, size, width, heads)
+        if self.cross_attention_bytes is not None:
+            attention += self.cross_attention_bytes(bucket, self._sizes(block_size))
         else:
-            attention += seen_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
+            attention += cross_attention_work_bytes(self.model, bucket, self.itemsize, heads, self.kv_heads)
         narrow = streams + max(attention, self._mlp(size))
-        return self.shared(bucket) + self._opened[0] + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+        return (
+            self.shared_attention_bytes(bucket)
+            + self._opened[0]
+            + max(narrow, size * WIDEST * t.hidden * self.itemsize)
+        )
 
     @cached_property
     def _opened(self) -> tuple[int, int]:
         """Most bytes of weights that a product of a layer, or of the head, opens to the engine's type."""
-        args = self.model, self.itemsize, self.ranks, self.quantised, self.model.aligned(self.unit)
-        return opened(*args, False), opened(*args, True)
+        args = self.model, self.itemsize, self.ranks, self.quantised, self.model.alignment_unit(self.unit)
+        return largest_dequantised_bytes(*args, False), largest_dequantised_bytes(*args, True)
 
     def _mlp(self, size: int) -> int:
         """What an MLP of ``size`` tokens holds, or experts: a few of all at a time, or each token's own, and shares."""
@@ -286,30 +311,30 @@ class Sized:
         own = size * e.top * (inner + t.hidden * self.itemsize)
         return max(dense, max(rows * 7 * inner, own) + size * (8 * e.count + 2 * t.hidden * self.itemsize))
 
-    def shared(self, bucket: Bucket) -> int:
+    def shared_attention_bytes(self, bucket: Bucket) -> int:
         """Bytes that one launch makes for the attention of all its layers: masks, owners and the like."""
         stage, dims = bucket.stage, bucket.dims
-        seen = seen_rows(self.model, bucket) if self.seen_work is None else 0
+        row_numbers = cross_attention_row_bytes(self.model, bucket) if self.cross_attention_bytes is None else 0
         if stage is Stage.VISION:
-            return (9 + bool(self.model.vision and self.model.vision.slot.ghosts)) * dims[0]
+            return (9 + bool(self.model.vision and self.model.vision.slot.padding_windows)) * dims[0]
         if len(dims) != 2 or stage not in (Stage.CONTEXT, Stage.DECODE):
-            return seen
+            return row_numbers
         size, blocks = dims
         width = blocks * self.block_size
         if stage is Stage.CONTEXT:
             sliced = width + 4 * -(-width // (SLICE // self.block_size * self.block_size))
-            return seen + (size * (width + size) if joined(size, width) else sliced)
+            return row_numbers + (size * (width + size) if is_joined_context(size, width) else sliced)
         heads = self._share(self.text.heads) * self.kv_heads * self.itemsize
-        return blocks * 16 + 4 * width + 4 * size * blocks + heads + seen
+        return blocks * 16 + 4 * width + 4 * size * blocks + heads + row_numbers
 
-    def _gathered(self, stage: Stage, size: int, width: int, heads: int) -> int:
+    def _gathered_bytes(self, stage: Stage, size: int, width: int, heads: int) -> int:
         """Keys and values gathered from the cache, a slice at a time, and the scores or outputs over them."""
         d, item = self.text.head_dim, self.itemsize
         keys = self.kv_heads * d * item
         codes = self.kv_heads * d if self.text.kv is not None else 0
         if stage is Stage.CONTEXT:
             opened = (1 + 4 + 4) * codes * min(width, SLICE)  # codes, and float32 before and after the scales
-            if joined(size, width):
+            if is_joined_context(size, width):
                 return 4 * (width + size) * keys + opened
             return 2 * min(width, SLICE) * keys + 14 * size * heads * d + 2 * min(size, TILE) * size + opened
         spread = self.kv_heads * item
@@ -321,17 +346,17 @@ class Sized:
         """Seconds of compiling and capturing one bucket."""
         return COMPILE_SECONDS_BASE + COMPILE_SECONDS_PER_LAYER * self.layers(bucket)
 
-    def price(self, bucket: Bucket, rule: str = "sum") -> Price:
+    def price(self, bucket: Bucket, rule: str = "sum") -> GraphPrice:
         """A graph's predicted cost beside its inputs: its outputs, and workspace.
 
         The workspace is what the graph keeps; if graphs share memory (``max``), it is all that a launch holds.
         """
         if rule == "max":
             work = self.activations(bucket, 1) + self.graphs.library
-            return Price(bucket, self.outputs(bucket) + self.code(bucket), work)
-        return Price(bucket, self.outputs(bucket) + GRAPH, self.kept(bucket))
+            return GraphPrice(bucket, self.outputs(bucket) + self.code(bucket), work)
+        return GraphPrice(bucket, self.outputs(bucket) + GRAPH, self.kept_bytes(bucket))
 
-    def kept(self, bucket: Bucket) -> int:
+    def kept_bytes(self, bucket: Bucket) -> int:
         """Bytes of the tensors that a graph keeps: those that cross one of its cuts, each once.
 
         A layer hands on the residual stream and its own output; rotary factors and indices cross the first cut. Before
@@ -341,29 +366,29 @@ class Sized:
         t, v, size = self.text, self.model.vision, padded_tokens(bucket)
         if bucket.stage is Stage.VISION and v is not None:
             leaving = v.exit_keeps(size, self.itemsize, self.towers, self.graphs.cached)
-            leaving += gathering.kept(self.model, size, self.itemsize, self.ranks, self.graphs.cached)
+            leaving += encoder_gather_memory.kept_bytes(self.model, size, self.itemsize, self.ranks, self.graphs.cached)
             first = 8 * v.head_dim * v.rotary - (-8 // v.slot.cell)
-            return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.crossing, v.heads, first) + leaving
+            return self._layers_keep(bucket, self.towers, v.hidden, v.head_dim, v.cut_widths, v.heads, first) + leaving
         if bucket.stage is Stage.SAMPLE and self.ranks > 1:
             share = self._share(t.vocab)
-            crossing = (share + t.width) * self.itemsize + 36 if self.graphs.cached else 0
-            return size * (self.ranks * share * self.itemsize + crossing)
+            cut_widths = (share + t.width) * self.itemsize + 36 if self.graphs.cached else 0
+            return size * (self.ranks * share * self.itemsize + cut_widths)
         if bucket.stage in HEADS:
             return 0
-        crossing = CROSSING + (1 if t.place == SANDWICH else 0)
+        cut_widths = CUT_WIDTHS + (1 if t.norm_placement == SANDWICH else 0)
         experts = 0 if t.experts is None else size * len(self.model.share.layers) * self._share(t.experts.inner)
-        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, crossing, t.heads, 8 * t.head_dim + 16)
-        gated = seen_keeps(self.model, bucket, self.itemsize)
+        kept = self._layers_keep(bucket, self.ranks, t.hidden, t.head_dim, cut_widths, t.heads, 8 * t.head_dim + 16)
+        gated = cross_attention_kept_bytes(self.model, bucket, self.itemsize)
         return kept + (experts * self.itemsize + gated if self.ranks > 1 and self.graphs.cached else 0)
 
     def _layers_keep(
-        self, bucket: Bucket, ranks: int, width: int, d: int, crossing: int, heads: int, first: int
+        self, bucket: Bucket, ranks: int, width: int, d: int, cut_widths: int, heads: int, first: int
     ) -> int:
-        """``kept`` of layers of these sizes.
+        """``kept_bytes`` of layers of these sizes.
 
         Args:
             ranks: that share the layers.
-            crossing: widths of the stream that cross the cuts before a layer's two collectives.
+            cut_widths: widths of the stream that cross the cuts before a layer's two collectives.
             first: bytes of a token's rotary factors, and of its indices in the type of the body, at the first cut.
         """
         layers, size = self.layers(bucket), padded_tokens(bucket)
@@ -371,30 +396,32 @@ class Sized:
             return 0 if ranks == 1 else size * layers * 2 * width * self.itemsize
         cuts, each = self.graphs.cuts(layers), 2 * width
         if ranks > 1:
-            cuts, each = layers, crossing * width + -(-heads * d // ranks)
-        once = self.shared(bucket) if cuts else 0
+            cuts, each = layers, cut_widths * width + -(-heads * d // ranks)
+        once = self.shared_attention_bytes(bucket) if cuts else 0
         return kept_by_cuts(size, each * self.itemsize, cuts, first) + once
 
 
-def before(sized: Sized, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int) -> Before:
+def estimate_memory_in_use(
+    estimator: MemoryEstimator, plan: Plan, limits: ShapeLimits, total: int, others: int, arena_rows: int
+) -> MemoryInUse:
     """Everything that exists before the KV cache."""
-    t, model = sized.text, sized.model
+    t, model = estimator.text, estimator.model
     slots = state_slots(model, limits.max_rows)
     wide = row_width(model) + (0 if model.share.starts else t.hidden)  # rows that come in and rows that go out
     state = slots * (4 + 4 * t.vocab + -(-t.vocab // 8) + MAX_BIAS * 12)
-    return Before(
+    return MemoryInUse(
         total=total,
         others=others,
-        weights=sized.weights(),
-        arena=held_rows(model, arena_rows) * model.row_parts * arena_width(model, sized.ranks) * sized.itemsize,
+        weights=estimator.weights(),
+        arena=held_rows(model, arena_rows) * model.row_parts * arena_width(model, estimator.ranks) * estimator.itemsize,
         state=state,
-        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * sized.itemsize,
-        inputs=sized.all_inputs(plan),
-        activations=max((sized.activations(b, plan.block_size) for b in plan.buckets), default=0),
+        hidden=(max(limits.max_tokens, limits.max_rows) + 1) * wide * estimator.itemsize,
+        inputs=estimator.all_inputs(plan),
+        activations=max((estimator.activations(b, plan.block_size) for b in plan.buckets), default=0),
     )
 
 
-def costliest(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
+def costliest_buckets(plan: Plan, activations: Callable[[Bucket], int]) -> list[Bucket]:
     """The bucket of each stage with the most bytes of ``activations``: the launches that a start profiles."""
     stages = [plan.of(stage) for stage in Stage]
     return [max(buckets, key=lambda b: (activations(b), b)) for buckets in stages if buckets]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trencadis.core.buckets import Bucket, Stage, padded_tokens
-from trencadis.core.memory.ledger import POOLS, Division, GraphSettings, pool_of, share
-from trencadis.core.memory.units import gib
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.memory.ledger import POOLS, GraphSettings, MemorySplit, pool_of, share_of
 
 SPARE = 256 << 20
 """Bytes that must stay free beside a capture, whatever its predicted cost."""
@@ -20,7 +20,7 @@ STRATEGIES = ("min_tokens", "max_bs")
 
 
 @dataclass(frozen=True)
-class Price:
+class GraphPrice:
     """The predicted cost of a graph: ``own`` (outputs, code) and the workspace of its capture."""
 
     bucket: Bucket
@@ -39,7 +39,7 @@ def may_start(predicted: int, free: int) -> bool:
     return 2 * free >= 3 * predicted + 2 * SPARE
 
 
-def pays(predicted: int, left: int) -> bool:
+def can_pay(predicted: int, left: int) -> bool:
     """Whether a pool can pay for a capture: it must hold 1.1 x the predicted bytes."""
     return 10 * left >= 11 * predicted
 
@@ -51,10 +51,10 @@ def rows_of(bucket: Bucket) -> int:
     return 1 if bucket.stage in (Stage.CONTEXT, Stage.VISION) else bucket.dims[0]
 
 
-def ordered(prices: Iterable[Price], strategy: str) -> list[Price]:
+def order_prices(prices: Iterable[GraphPrice], strategy: str) -> list[GraphPrice]:
     """Order of capture: ``min_tokens`` smallest launches first; ``max_bs`` most rows first, then smallest."""
 
-    def key(p: Price) -> tuple[object, ...]:
+    def key(p: GraphPrice) -> tuple[object, ...]:
         b = p.bucket
         small = (padded_tokens(b), b.dims[1:], b.stage, b.dims, b.variant)
         return small if strategy == "min_tokens" else (-rows_of(b), *small)
@@ -62,7 +62,7 @@ def ordered(prices: Iterable[Price], strategy: str) -> list[Price]:
     return sorted(prices, key=key)
 
 
-def set_cost(prices: Iterable[Price], rule: str) -> int:
+def set_cost(prices: Iterable[GraphPrice], rule: str) -> int:
     """Cost of a set of graphs: each has its own workspace (``sum``), or those of a stage share one (``max``)."""
     own, works = 0, dict[Stage, list[int]]()
     for p in prices:
@@ -71,7 +71,7 @@ def set_cost(prices: Iterable[Price], rule: str) -> int:
     return own + sum(max(w) if rule == "max" else sum(w) for w in works.values())
 
 
-def held_workspace(prices: Iterable[Price]) -> dict[Stage, int]:
+def held_workspace(prices: Iterable[GraphPrice]) -> dict[Stage, int]:
     """The workspace that the graphs of each stage share."""
     found = dict[Stage, int]()
     for p in prices:
@@ -79,16 +79,18 @@ def held_workspace(prices: Iterable[Price]) -> dict[Stage, int]:
     return found
 
 
-def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held: Sequence[Price] = ()) -> list[Price]:
+def affordable_graphs(
+    prices: Iterable[GraphPrice], budget: int, strategy: str, rule: str, held: Sequence[GraphPrice] = ()
+) -> list[GraphPrice]:
     """The graphs that ``budget`` can pay for, in order; one that is too large is skipped, later ones may still fit.
 
     ``held`` are the pool's graphs so far; under the ``max`` rule new ones share their workspace.
     """
-    taken: list[Price] = []
+    taken: list[GraphPrice] = []
     work = held_workspace(held) if rule == "max" else {}
-    for price in ordered(prices, strategy):
+    for price in order_prices(prices, strategy):
         extra = max(price.workspace - work.get(price.bucket.stage, 0), 0)
-        if pays(price.own + extra, budget):
+        if can_pay(price.own + extra, budget):
             budget -= price.own + extra
             if rule == "max":
                 work[price.bucket.stage] = max(work.get(price.bucket.stage, 0), price.workspace)
@@ -100,24 +102,26 @@ def winners(prices: Iterable[Price], budget: int, strategy: str, rule: str, held
 class GraphSelection:
     """The graphs to capture and their cost, by pool; ``missing`` are those of buckets that stay compiled."""
 
-    taken: Mapping[str, tuple[Price, ...]]
+    taken: Mapping[str, tuple[GraphPrice, ...]]
     spent: Mapping[str, int]
-    missing: tuple[Price, ...] = field(default=())
+    missing: tuple[GraphPrice, ...] = field(default=())
 
 
-def choose(prices: Iterable[Price], division: Division, settings: GraphSettings, rule: str) -> GraphSelection:
+def select_graphs(
+    prices: Iterable[GraphPrice], memory_split: MemorySplit, settings: GraphSettings, rule: str
+) -> GraphSelection:
     """Selects each pool's graphs; unspent bytes then go to the pools with the most uncaptured gain per byte."""
-    by_pool: dict[str, list[Price]] = {pool: [] for pool in POOLS}
+    by_pool: dict[str, list[GraphPrice]] = {pool: [] for pool in POOLS}
     for price in prices:
         by_pool[pool_of(price.bucket.stage)].append(price)
-    budgets = division.pools()
-    taken: dict[str, list[Price]] = {}
+    budgets = memory_split.pools()
+    taken: dict[str, list[GraphPrice]] = {}
     for pool in POOLS:
-        taken[pool] = winners(by_pool[pool], budgets[pool], settings.strategy(pool), rule)
+        taken[pool] = affordable_graphs(by_pool[pool], budgets[pool], settings.strategy(pool), rule)
     spent = {pool: set_cost(taken[pool], rule) for pool in POOLS}
     rest = sum(budgets.values()) - sum(spent.values())
     for pool in by_gain(by_pool, taken):
-        more = winners(missing(by_pool[pool], taken[pool]), rest, settings.strategy(pool), rule, taken[pool])
+        more = affordable_graphs(missing(by_pool[pool], taken[pool]), rest, settings.strategy(pool), rule, taken[pool])
         taken[pool] += more
         now = set_cost(taken[pool], rule)
         rest -= now - spent[pool]
@@ -126,13 +130,13 @@ def choose(prices: Iterable[Price], division: Division, settings: GraphSettings,
     return GraphSelection({pool: tuple(t) for pool, t in taken.items()}, spent, left)
 
 
-def missing(every: Sequence[Price], taken: Sequence[Price]) -> list[Price]:
+def missing(every: Sequence[GraphPrice], taken: Sequence[GraphPrice]) -> list[GraphPrice]:
     """Prices of the buckets that are not in ``taken``."""
     got = {p.bucket for p in taken}
     return [p for p in every if p.bucket not in got]
 
 
-def by_gain(every: Mapping[str, Sequence[Price]], taken: Mapping[str, Sequence[Price]]) -> list[str]:
+def by_gain(every: Mapping[str, Sequence[GraphPrice]], taken: Mapping[str, Sequence[GraphPrice]]) -> list[str]:
     """Pools that lack graphs, those with the most uncaptured gain per byte first."""
     rates = {}
     for pool in every:
@@ -142,7 +146,7 @@ def by_gain(every: Mapping[str, Sequence[Price]], taken: Mapping[str, Sequence[P
     return sorted(rates, key=lambda pool: (-rates[pool], pool))
 
 
-def predict(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[Bucket, int]) -> int:
+def predict_bytes(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[Bucket, int]) -> int:
     """Bytes of a graph: measured, or estimated by a measured neighbour of its stage; else by ``formula``.
 
     The neighbour is the smallest measured bucket that is no smaller than this one. Its cost is scaled by the formula's
@@ -165,8 +169,8 @@ def predict(bucket: Bucket, formula: Callable[[Bucket], int], measured: Mapping[
 
 
 def prices_by(
-    measured: Mapping[Bucket, int], formulas: Sequence[Price], alone: Callable[[Bucket], int], rule: str
-) -> list[Price]:
+    measured: Mapping[Bucket, int], formulas: Sequence[GraphPrice], alone: Callable[[Bucket], int], rule: str
+) -> list[GraphPrice]:
     """Measured prices, and for the other graphs ``formulas`` scaled by measured / predicted cost of their stage.
 
     If graphs share memory (``max``), formulas are not scaled: a measured cost includes the workspace or not, depending
@@ -177,37 +181,42 @@ def prices_by(
         paid[bucket.stage] += cost
         said[bucket.stage] += alone(bucket)
 
-    def price(p: Price) -> Price:
+    def price(p: GraphPrice) -> GraphPrice:
         stage = p.bucket.stage
         if p.bucket in measured:
-            return Price(p.bucket, measured[p.bucket])
-        return p if rule == "max" or not said[stage] else Price(p.bucket, -(-p.alone * paid[stage] // said[stage]))
+            return GraphPrice(p.bucket, measured[p.bucket])
+        return p if rule == "max" or not said[stage] else GraphPrice(p.bucket, -(-p.alone * paid[stage] // said[stage]))
 
     return [price(p) for p in formulas]
 
 
 def reserve_that_holds(
-    prices: Sequence[Price], division: Division, settings: GraphSettings, rule: str, multimodal: bool, least_kv: int = 0
+    prices: Sequence[GraphPrice],
+    memory_split: MemorySplit,
+    settings: GraphSettings,
+    rule: str,
+    multimodal: bool,
+    least_kv: int = 0,
 ) -> float | None:
     """The smallest VLLM_GRAPH_RESERVED_MEM, in hundredths, with which every graph is captured.
 
     None: every such value leaves less than ``least_kv`` bytes to the KV cache.
     """
     for hundredth in range(1, 100):
-        graphs = share(division.usable, hundredth / 100)
-        if division.usable - graphs < least_kv:
+        graphs = share_of(memory_split.usable, hundredth / 100)
+        if memory_split.usable - graphs < least_kv:
             return None
         if graphs < set_cost(prices, rule):
             continue
-        prefill = share(graphs, settings.prompt)
-        text = share(prefill, settings.text) if multimodal else prefill
-        trial = Division(division.usable, graphs, 0, 0, text, prefill - text, graphs - prefill)
-        if not choose(prices, trial, settings, rule).missing:
+        prefill = share_of(graphs, settings.prompt)
+        text = share_of(prefill, settings.text) if multimodal else prefill
+        trial = MemorySplit(memory_split.usable, graphs, 0, 0, text, prefill - text, graphs - prefill)
+        if not select_graphs(prices, trial, settings, rule).missing:
             return hundredth / 100
     return None
 
 
-def exhausted_line(selection: GraphSelection, holds: float | None, division: Division) -> str | None:
+def exhausted_line(selection: GraphSelection, holds: float | None, memory_split: MemorySplit) -> str | None:
     """The line that names the setting with which the budget holds the plan; None if it does already."""
     if not selection.missing:
         return None
@@ -216,4 +225,4 @@ def exhausted_line(selection: GraphSelection, holds: float | None, division: Div
     lead = f"{count} planned {verbs.format(gib(cost))} compiled"
     if holds is None:
         return f"{lead}; no VLLM_GRAPH_RESERVED_MEM holds them all beside a KV cache for one request."
-    return f"{lead}; VLLM_GRAPH_RESERVED_MEM={holds:.2f} holds the plan ({gib(int(division.usable * holds))})."
+    return f"{lead}; VLLM_GRAPH_RESERVED_MEM={holds:.2f} holds the plan ({gib(int(memory_split.usable * holds))})."

@@ -13,7 +13,7 @@ def any_inputs(bucket: Bucket, sizes: InputSizes) -> int:
     stage, dims, vocab = bucket.stage, bucket.dims, sizes.vocab
     bits = -(-vocab // 8)
     if stage is Stage.VISION:
-        mixed = 8 * sizes.slot.near
+        mixed = 8 * sizes.slot.position_neighbours
         return dims[0] * (sizes.slot.values + 8 + mixed) + dims[0] // 8 + 8 * (dims[0] // sizes.slot.cell)
     if stage is Stage.SAMPLE:
         return dims[0] * 64 + bits * (1 if bucket.variant == "greedy" else dims[0] + 1)

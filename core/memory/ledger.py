@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from trencadis.core.buckets import Stage
+from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
-from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.units import gib
-from trencadis.core.report import LedgerRow
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 
 TEXT, VISION, DECODE = "text", "vision", "decode"
 POOLS = (TEXT, VISION, DECODE)
@@ -32,7 +32,7 @@ def pool_of(stage: Stage) -> str:
     return DECODE if stage in (Stage.DECODE, Stage.SAMPLE, Stage.RESET, Stage.POOL) else TEXT
 
 
-class NoRoom(StartupError):
+class DeviceTooSmall(StartupError):
     """The whole device is too small; ``blocks`` counts the KV blocks that it would hold."""
 
     def __init__(self, message: str, blocks: int = 0) -> None:
@@ -42,7 +42,7 @@ class NoRoom(StartupError):
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """VLLM_GRAPH_* as values; ``asked``: bytes of each pool (POOLS) from measurements, in place of the shares."""
+    """VLLM_GRAPH_* as values; ``requested``: bytes of each pool (POOLS) from measurements, in place of the shares."""
 
     reserved: float = 0.1
     prompt: float = 0.3
@@ -50,7 +50,7 @@ class GraphSettings:
     prompt_strategy: str = "min_tokens"
     decode_strategy: str = "max_bs"
     eager: bool = False
-    asked: tuple[int, int, int] | None = None
+    requested: tuple[int, int, int] | None = None
 
     def strategy(self, pool: str) -> str:
         """The order in which a pool's graphs are captured."""
@@ -58,7 +58,7 @@ class GraphSettings:
 
 
 @dataclass(frozen=True)
-class Before:
+class MemoryInUse:
     """Bytes that are in use before the KV cache exists."""
 
     total: int
@@ -84,8 +84,8 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Division:
-    """How ``usable`` bytes are divided; ``blocks`` counts the KV blocks without the reserved ones."""
+class MemorySplit:
+    """How ``usable`` bytes are divided between KV cache and graph pools; ``blocks`` excludes the reserved ones."""
 
     usable: int
     graphs: int
@@ -100,45 +100,45 @@ class Division:
         return {TEXT: self.text, VISION: self.vision, DECODE: self.decode}
 
 
-def share(amount: int, ratio: float) -> int:
+def share_of(amount: int, ratio: float) -> int:
     """``ratio`` of ``amount``, rounded down; the ratio is taken as the decimal number that it prints as."""
     return int(amount * Fraction(repr(float(ratio))))
 
 
-def usable(before: Before, utilisation: float, of: str) -> int:
+def usable_bytes(in_use: MemoryInUse, utilisation: float, of: str) -> int:
     """Bytes for KV cache and graphs: a share of the ``free`` memory, or a share of the ``total`` less what is taken."""
     if of == "total":
-        return max(share(before.total, utilisation) - before.taken, 0)
-    return max(share(before.free, utilisation), 0)
+        return max(share_of(in_use.total, utilisation) - in_use.taken, 0)
+    return max(share_of(in_use.free, utilisation), 0)
 
 
-def divide(
-    before: Before,
+def divide_memory(
+    in_use: MemoryInUse,
     utilisation: float,
     of: str,
     settings: GraphSettings,
     block_bytes: int,
     multimodal: bool,
     kv_bytes: int | None = None,
-) -> Division:
+) -> MemorySplit:
     """Divides the usable bytes into KV cache and graph pools; ``kv_bytes`` fixes the KV cache, as far as it fits."""
-    available = usable(before, utilisation, of)
+    available = usable_bytes(in_use, utilisation, of)
     if settings.eager:
         text = vision = decode = graphs = 0
-    elif settings.asked is not None:
-        text, vision, decode = _scaled(settings.asked, available)
+    elif settings.requested is not None:
+        text, vision, decode = _scale_requested(settings.requested, available)
         graphs = text + vision + decode
     else:
-        graphs = share(available, settings.reserved)
-        prefill = share(graphs, settings.prompt)
-        text = share(prefill, settings.text) if multimodal else prefill
+        graphs = share_of(available, settings.reserved)
+        prefill = share_of(graphs, settings.prompt)
+        text = share_of(prefill, settings.text) if multimodal else prefill
         vision, decode = prefill - text, graphs - prefill
     kv = available - graphs if kv_bytes is None else min(kv_bytes, available - graphs)
     count = kv // block_bytes
-    return Division(available, graphs, count * block_bytes, max(count - RESERVED_BLOCKS, 0), text, vision, decode)
+    return MemorySplit(available, graphs, count * block_bytes, max(count - RESERVED_BLOCKS, 0), text, vision, decode)
 
 
-def _scaled(asked: tuple[int, int, int], available: int) -> tuple[int, int, int]:
+def _scale_requested(asked: tuple[int, int, int], available: int) -> tuple[int, int, int]:
     """Measured needs, scaled down so that together they take at most half of the available bytes."""
     total = sum(asked)
     if 2 * total <= available:
@@ -156,7 +156,7 @@ class PoolAccounts:
     lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 0))
     closed: set[str] = field(default_factory=set)
 
-    def left(self, pool: str) -> int:
+    def remaining(self, pool: str) -> int:
         """Bytes that a pool can still pay; 0 once it is closed or overdrawn."""
         if pool in self.closed:
             return 0
@@ -198,14 +198,14 @@ class PoolAccounts:
 class Ledger:
     """A device's memory, row by row; the rows sum to its total."""
 
-    before: Before
-    division: Division
+    memory_in_use: MemoryInUse
+    memory_split: MemorySplit
     spent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 0))
     lost: int = 0
 
     def rows(self) -> tuple[LedgerRow, ...]:
         """All rows. The margin takes rounding, and what graphs cost above the reserve."""
-        b, d = self.before, self.division
+        b, d = self.memory_in_use, self.memory_split
         used = sum(self.spent.values()) + self.lost
         named = (
             ("used by others", b.others),
@@ -232,16 +232,16 @@ class Ledger:
         return dict(self.rows())["graph reserve unused"]
 
 
-def final_ledger(before: Before, division: Division, accounts: PoolAccounts) -> Ledger:
+def final_ledger(in_use: MemoryInUse, memory_split: MemorySplit, accounts: PoolAccounts) -> Ledger:
     """The ledger once graphs are captured."""
-    return Ledger(before, division, dict(accounts.spent), sum(accounts.lost.values()))
+    return Ledger(in_use, memory_split, dict(accounts.spent), sum(accounts.lost.values()))
 
 
 # Advice: lines that name a setting and its value
 
 
-def check_room(
-    before: Before,
+def check_capacity(
+    in_use: MemoryInUse,
     utilisation: float,
     of: str,
     settings: GraphSettings,
@@ -249,35 +249,37 @@ def check_room(
     multimodal: bool,
     needed: int,
     max_model_len: int,
-) -> Division:
+) -> MemorySplit:
     """The division, which must hold ``needed`` KV blocks: those of one request of ``max_model_len``.
 
     Raises:
         StartupError: it holds fewer; the line names a utilisation with which it holds them.
-        NoRoom: no utilisation is enough.
+        DeviceTooSmall: no utilisation is enough.
     """
-    found = divide(before, utilisation, of, settings, block_bytes, multimodal)
+    found = divide_memory(in_use, utilisation, of, settings, block_bytes, multimodal)
     if found.blocks >= needed:
         return found
-    fits = utilisation_that_fits(before, of, settings, block_bytes, multimodal, needed)
+    fits = utilisation_that_fits(in_use, of, settings, block_bytes, multimodal, needed)
     what = f"one request of --max-model-len {max_model_len} needs {gib((needed + RESERVED_BLOCKS) * block_bytes)} of KV"
     if fits is not None:
         raise StartupError(
             f"{what} and --gpu-memory-utilization {utilisation:g} leaves {gib(found.kv)}; "
             f"--gpu-memory-utilization {fits:.2f} fits."
         )
-    most = divide(before, 1.0, of, settings, block_bytes, multimodal)
-    if before.free <= 0:
-        raise NoRoom(f"the device has {gib(before.total)} and {gib(before.taken)} are needed before the KV cache")
-    raise NoRoom(f"{what} and at most {gib(most.kv)} can be had", most.blocks)
+    most = divide_memory(in_use, 1.0, of, settings, block_bytes, multimodal)
+    if in_use.free <= 0:
+        raise DeviceTooSmall(
+            f"the device has {gib(in_use.total)} and {gib(in_use.taken)} are needed before the KV cache"
+        )
+    raise DeviceTooSmall(f"{what} and at most {gib(most.kv)} can be had", most.blocks)
 
 
 def utilisation_that_fits(
-    before: Before, of: str, settings: GraphSettings, block_bytes: int, multimodal: bool, needed: int
+    in_use: MemoryInUse, of: str, settings: GraphSettings, block_bytes: int, multimodal: bool, needed: int
 ) -> float | None:
     """The smallest utilisation, in hundredths, that yields ``needed`` KV blocks; None: not even 1.0 does."""
     for hundredth in range(1, 101):
-        found = divide(before, hundredth / 100, of, settings, block_bytes, multimodal)
+        found = divide_memory(in_use, hundredth / 100, of, settings, block_bytes, multimodal)
         if found.blocks >= needed:
             return hundredth / 100
     return None
@@ -288,10 +290,12 @@ def unused_line(ledger: Ledger, block_bytes: int, reserved: float, holds: float)
 
     ``holds`` is the smallest share with which the same graphs are captured.
     """
-    d = ledger.division
-    if ledger.unused <= ledger.before.total * UNUSED_SHARE or holds >= reserved:
+    d = ledger.memory_split
+    if ledger.unused <= ledger.memory_in_use.total * UNUSED_SHARE or holds >= reserved:
         return None
-    blocks = (d.usable - share(d.usable, holds)) // block_bytes - (d.usable - share(d.usable, reserved)) // block_bytes
+    blocks = (d.usable - share_of(d.usable, holds)) // block_bytes - (
+        d.usable - share_of(d.usable, reserved)
+    ) // block_bytes
     if blocks < 1:
         return None
     return (

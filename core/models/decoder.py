@@ -24,47 +24,49 @@ from trencadis.core.backend import (
     VisionTensors,
 )
 from trencadis.core.checkpoint.model_config import GATED, POST, SANDWICH, ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.tensors import first_rows
+from trencadis.core.launches.launch_tensors import first_rows
 from trencadis.core.layers.attention import Attention
-from trencadis.core.layers.embedding import Embedding, Head
-from trencadis.core.layers.experts import ExpertMLP
+from trencadis.core.layers.embedding import Embedding, LMHead
 from trencadis.core.layers.linear import Linear, scaled
 from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.layers.moe import ExpertMLP
 from trencadis.core.layers.norm import Norm, norm_of
 from trencadis.core.layers.pooler import Pooler
-from trencadis.core.layers.rope import TextRotary
-from trencadis.core.layers.source import Source
-from trencadis.core.models.collected import Collected
+from trencadis.core.layers.rotary_embedding import TextRotary
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.interface import BestOps, DrawingOps, HostLayering, MaskingOps, Persistent
-from trencadis.core.models.passing import PassedEntry
 from trencadis.core.models.registry import family_of
+from trencadis.core.models.stage_entry import StageEntry
 from trencadis.core.step import Encode, VisionInputs
 
 
-class Layer:
+class DecoderLayer:
     """Attention and an MLP or experts.
 
     Norms stand before them, before and behind them, or behind their sums with what went in.
     """
 
-    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, place: int = 0, aligned: int = 1) -> None:
+    def __init__(self, backend: Backend, c: TextConfig, group: int = 1, index: int = 0, aligned: int = 1) -> None:
         ops = backend.ops
         self.input_norm = norm_of(c.norm, ops, c.hidden, c.eps)
-        self.attention = Attention(backend, c, c.window_of(place))
+        self.attention = Attention(backend, c, c.window_of(index))
         self.post_norm = norm_of(c.norm, ops, c.hidden, c.eps)
         self.mlp: MLP | ExpertMLP
-        if c.experts is not None and place not in c.experts.dense:
+        if c.experts is not None and index not in c.experts.dense:
             self.mlp = ExpertMLP(ops, backend.comm, c.hidden, c.experts, c.activation, backend.device)
         else:
             kind = GatedMLP if c.mlp == GATED else PlainMLP
             self.mlp = kind(ops, backend.comm, c.hidden, c.intermediate, c.mlp_bias, group, c.activation, aligned)
-        self.behind, self.scale = c.place == POST, c.residual_scale
-        self.out_norms = [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.place == SANDWICH else []
-        self.local = bool(c.window_of(place) and c.local_theta)
+        self.norms_after_sum, self.scale = c.norm_placement == POST, c.residual_scale
+        self.out_norms = (
+            [norm_of(c.norm, ops, c.hidden, c.eps) for _ in range(2)] if c.norm_placement == SANDWICH else []
+        )
+        self.local = bool(c.window_of(index) and c.local_theta)
 
-    def load(self, source: Source, name: str) -> None:
+    def load(self, source: WeightSource, name: str) -> None:
         self.input_norm.load(source, f"{name}.input_layernorm")
         self.attention.load(source, f"{name}.self_attn")
         self.post_norm.load(source, f"{name}.post_attention_layernorm")
@@ -77,14 +79,14 @@ class Layer:
 
         Where norms stand behind the sums, (the stream, None).
         """
-        if self.behind:
-            return self._normed_behind(x, rotary, attn), None
+        if self.norms_after_sum:
+            return self._forward_post_norm(x, rotary, attn), None
         normed, residual = self.input_norm(x, residual)
         # No name holds what attention made: its memory is free again while the MLP runs.
         normed, residual = self.post_norm(self._out(0, self.attention(normed, rotary, attn)), residual)
         return self._out(1, self.mlp(normed)), residual
 
-    def _normed_behind(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
+    def _forward_post_norm(self, x: Tensor, rotary: Rotary, attn: Attn) -> Tensor:
         """The stream behind a layer whose norms stand behind the sums."""
         x = self.input_norm(scaled(self.attention(x, rotary, attn), self.scale), x)[0]
         return self.post_norm(scaled(self.mlp(x), self.scale), x)[0]
@@ -99,27 +101,27 @@ class Layer:
         return sum(part.nbytes() for part in parts)
 
 
-class Entry:
+class DecoderEntry:
     """The start of a text launch; its shapes follow from the number of tokens, with padding, alone."""
 
     def __init__(self, backend: Backend, c: TextConfig, embedding: Embedding, parts: int = 0) -> None:
         self.ops, self.embedding, self.config, self.parts = backend.ops, embedding, c, max(parts, 1)
-        self.sees = parts > 0
+        self.takes_images = parts > 0
         self.rotary = TextRotary(c, backend.device)
         # As a 16-bit checkpoint's authors multiplied: in the type of the embeddings.
         self.scale = float(torch.tensor(c.embedding_scale, dtype=backend.dtype))
         self.widen = Linear(backend.ops, backend.comm) if c.width != c.hidden else None
-        self.places: Tensor | None = None  # [positions, hidden], learned
+        self.position_table: Tensor | None = None  # [positions, hidden], learned
         self.types: Tensor | None = None  # [token types, hidden]
         self.norm = norm_of(c.norm, backend.ops, c.hidden, c.eps) if c.types else None
-        self.placed = bool(c.width != c.hidden or c.learned or c.types)
+        self.adds_tables = bool(c.width != c.hidden or c.learned or c.types)
 
-    def load(self, source: Source) -> None:
+    def load(self, source: WeightSource) -> None:
         c = self.config
         if self.widen is not None:
             self.widen.pack(source.take("project_in.weight", (c.hidden, c.width)), None)
         if c.learned:
-            self.places = source.take("embed_positions.weight", (c.learned, c.hidden))
+            self.position_table = source.take("embed_positions.weight", (c.learned, c.hidden))
         if self.norm is not None:
             self.types = source.take("embed_types.weight", (c.types, c.hidden))
             self.norm.load(source, "embed_norm")
@@ -135,36 +137,36 @@ class Entry:
         c, ops = self.config, self.ops
         if self.parts > 1:
             image_row = image_row * self.parts
-        x = self._scaled(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
-        if self.placed:
-            x = self._placed(x, positions)
-        residual = ops.first_residual(x) if c.place != POST else None
-        deep = tuple(image_row.long() + part for part in range(1, self.parts))
-        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deep
+        x = self._scale_embeddings(self.embedding(tokens, from_slot, last, image_row, arena), image_row)
+        if self.adds_tables:
+            x = self._add_tables(x, positions)
+        residual = ops.first_residual(x) if c.norm_placement != POST else None
+        deepstack_rows = tuple(image_row.long() + part for part in range(1, self.parts))
+        return x, residual, self.rotary(ops, positions), self.rotary.of_windows(ops, positions), deepstack_rows
 
-    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _add_tables(self, x: Tensor, positions: Tensor) -> Tensor:
         """Embeddings at the stream's width, with what learned tables add to them."""
         ops = self.ops
         if self.widen is not None:
             x = self.widen(x)
-        if self.places is not None:
-            x = x + ops.gather_rows(self.places, (positions[0] + self.config.position_offset).long())
+        if self.position_table is not None:
+            x = x + ops.gather_rows(self.position_table, (positions[0] + self.config.position_offset).long())
         if self.types is not None and self.norm is not None:
             x = self.norm(x + ops.gather_rows(self.types, (positions[1] - positions[0]).long()))[0]
         return x
 
-    def _scaled(self, x: Tensor, image_row: Tensor) -> Tensor:
-        """Embeddings times their scale; rows of pictures, where the model sees any, stay as they are."""
-        if self.scale == 1 or not self.sees:
+    def _scale_embeddings(self, x: Tensor, image_row: Tensor) -> Tensor:
+        """Embeddings times their scale; rows of images, if the model takes any, stay as they are."""
+        if self.scale == 1 or not self.takes_images:
             return scaled(x, self.scale)
         return x * torch.where(image_row > 0, 1.0, self.scale).to(x.dtype)[:, None]
 
     def nbytes(self) -> int:
-        tables = sum(t.nbytes for t in (self.places, self.types) if t is not None)
+        tables = sum(t.nbytes for t in (self.position_table, self.types) if t is not None)
         return tables + (self.widen.bytes if self.widen else 0) + (self.norm.nbytes() if self.norm else 0)
 
 
-class Deepening:
+class DeepStackAdd:
     """What a row of the arena adds to the stream behind a layer."""
 
     def __init__(self, ops: Ops) -> None:
@@ -175,13 +177,13 @@ class Deepening:
         return x + self.ops.gather_rows(arena, rows)
 
 
-class Exit:
+class DecoderExit:
     """The end of a text launch: the final norm, the way to the head's width, and where the rows are kept."""
 
     def __init__(self, ops: Ops, norm: Norm | None, narrow: Linear | None = None) -> None:
         self.ops, self.norm, self.narrow = ops, norm, narrow
 
-    def load(self, source: Source, c: TextConfig) -> None:
+    def load(self, source: WeightSource, c: TextConfig) -> None:
         if self.norm is not None:
             self.norm.load(source, "norm")
         if self.narrow is not None:
@@ -199,10 +201,10 @@ class Exit:
         return (self.norm.nbytes() if self.norm else 0) + (self.narrow.bytes if self.narrow else 0)
 
 
-class Sampling:
+class SamplingHead:
     """The output head and the draw."""
 
-    def __init__(self, ops: Ops, lm_head: Head, best: bool = False) -> None:
+    def __init__(self, ops: Ops, lm_head: LMHead, best: bool = False) -> None:
         self.ops, self.lm_head, self.best = ops, lm_head, best
 
     def __call__(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
@@ -212,12 +214,12 @@ class Sampling:
             return cast(BestOps, self.ops).take(token, inputs, state)
         return self.ops.sample(self.lm_head(rows), inputs, state, full)
 
-    def masked(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+    def take_masked_best(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         """Takes the best ids that the masks allow."""
         logits = cast(MaskingOps, self.ops).mask(self._logits(hidden, inputs), inputs)
         return self.ops.sample(logits, inputs, state, False)
 
-    def drawn(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
+    def draw_without_logprobs(self, hidden: Tensor, inputs: HeadTensors, state: SamplerState) -> HeadTensorsOut:
         """Draws, and tells nothing but the ids."""
         return cast(DrawingOps, self.ops).draw(self._logits(hidden, inputs), inputs, state)
 
@@ -233,8 +235,8 @@ class Decoder:
 
     persistent: Persistent
     embedding: Embedding
-    enter: Entry
-    lm_head: Head
+    enter: DecoderEntry
+    lm_head: LMHead
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         c = config.text
@@ -242,33 +244,33 @@ class Decoder:
         if config.vision is not None:
             backend.slot = config.vision.slot
         group = config.quant.widest_group() if config.quant is not None else 1
-        aligned = config.aligned(backend.policy.aligned)
+        aligned = config.alignment_unit(backend.policy.aligned)
         share = self.share = config.share
-        self.layers = [Layer(backend, c, group, place, aligned) for place in share.layers]
+        self.layers = [DecoderLayer(backend, c, group, index, aligned) for index in share.layers]
         if share.starts:
             parts = config.row_parts if config.vision is not None else 0
             if share.stages > 1 and parts - 1 > len(self.layers):
-                raise StartupError(f"the first pipeline stage needs {parts - 1} layers: they take parts of a picture")
+                raise StartupError(f"the first pipeline stage needs {parts - 1} layers: they take parts of an image")
             self.embedding = Embedding(self.ops, c.vocab, c.width)
-            self.enter = Entry(backend, c, self.embedding, parts)
-            self.deepen = Deepening(self.ops)
+            self.enter = DecoderEntry(backend, c, self.embedding, parts)
+            self.deepstack_add = DeepStackAdd(self.ops)
         else:
-            self.take_over = PassedEntry(self.ops, c, backend.device)
+            self.take_over = StageEntry(self.ops, c, backend.device)
         if share.ends:
-            self.lm_head = Head(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
+            self.lm_head = LMHead(self.ops, backend.comm, c.vocab, c.width, c.logit_scale, aligned)
             norm = norm_of(c.norm, self.ops, c.hidden, c.eps) if c.final_norm else None
-            self.leave = Exit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
-            self.sampling = Sampling(self.ops, self.lm_head, backend.policy.best_head)
+            self.leave = DecoderExit(self.ops, norm, Linear(self.ops, backend.comm) if c.width != c.hidden else None)
+            self.sampling = SamplingHead(self.ops, self.lm_head, backend.policy.best_head)
         else:
-            self.leave = Exit(self.ops, None)
+            self.leave = DecoderExit(self.ops, None)
         self.pooler = Pooler(self.ops)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads checkpoint tensors by their stored names, in any order; raises StartupError if one is missing."""
         names = family_of(self.config.architecture).names
-        self.load_from(Collected(weights, names, self.backend, self.config))
+        self.load_from(CheckpointSource(weights, names, self.backend, self.config))
 
-    def load_from(self, source: Source) -> None:
+    def load_from(self, source: WeightSource) -> None:
         """Loads and packs every layer from canonical names."""
         share, packed = self.share, False
         if share.starts:
@@ -276,7 +278,7 @@ class Decoder:
             packed = self.embedding.load(source, "embed_tokens", self.lm_head if alone else None)
             self.enter.load(source)
         for i, layer in zip(share.layers, self.layers, strict=True):
-            with self._place_of(layer, i):
+            with self._host_memory_for(layer, i):
                 layer.load(source, f"layers.{i}")
         if not share.ends:
             return
@@ -286,13 +288,13 @@ class Decoder:
         elif self.config.pooling is None and not packed:
             self._load_head(source)
 
-    def _place_of(self, layer: Layer, place: int) -> AbstractContextManager[None]:
+    def _host_memory_for(self, layer: DecoderLayer, index: int) -> AbstractContextManager[None]:
         """Where a layer's weights are kept: host memory has those of some layers (``--cpu-offload-gb``)."""
         if not self.backend.policy.host_weights:
             return nullcontext()
-        return cast(HostLayering, self.backend).host_layers.loading(layer, place, len(self.layers))
+        return cast(HostLayering, self.backend).host_layers.loading(layer, index, len(self.layers))
 
-    def _load_head(self, source: Source) -> None:
+    def _load_head(self, source: WeightSource) -> None:
         tied = self.config.text.tied and not self._own_head(source)
         if tied and self._one_table():
             self.lm_head.pack(self.embedding.table, None)
@@ -306,7 +308,7 @@ class Decoder:
         online = quant is not None and quant.method == "online" and quant.scheme("lm_head") is not None
         return self.config.text.tied and whole and not online
 
-    def _load_classes(self, source: Source, pooling: Pooling) -> None:
+    def _load_classes(self, source: WeightSource, pooling: Pooling) -> None:
         """The class head, or the head's rows of the label tokens; a pooling engine holds nothing else of the head."""
         c, tokens = self.config.text, pooling.label_tokens
         if not tokens:
@@ -314,9 +316,9 @@ class Decoder:
             return
         tied = c.tied and not source.has("lm_head.weight")
         name = "embed_tokens" if tied else "lm_head"
-        self.pooler.load_words(source, name, (c.vocab, c.width), tokens, c.logit_scale)
+        self.pooler.load_label_tokens(source, name, (c.vocab, c.width), tokens, c.logit_scale)
 
-    def _own_head(self, source: Source) -> bool:
+    def _own_head(self, source: WeightSource) -> bool:
         """Whether a checkpoint that declares its head tied stores a different one, which transformers then uses."""
         name = "lm_head.weight"
         if not self.share.starts:
@@ -341,13 +343,13 @@ class Decoder:
         x, residual, rotary, local, *rest = (
             self._start(inputs) if len(inputs.tokens) == rows else first_rows(self._start(inputs), rows)
         )
-        deep = rest[0] if rest else ()  # a later stage has none
+        deepstack_rows = rest[0] if rest else ()  # a later stage has none
         first = self.layers[0].attention
         attn = ops.prepare_attn(inputs.attn, first.heads, first.kv)
         for i, layer in enumerate(self.layers):
             x, residual = ops.layer(layer, x, residual, local if layer.local else rotary, attn)
-            if i < len(deep):
-                x = ops.region(self.deepen, x, deep[i], p.arena)
+            if i < len(deepstack_rows):
+                x = ops.region(self.deepstack_add, x, deepstack_rows[i], p.arena)
             ops.cut("layer")
         ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
 
@@ -366,11 +368,13 @@ class Decoder:
 
     def masked_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """The best id that the mask of each of r hidden rows allows."""
-        return self.ops.region(self.sampling.masked, self.persistent.hidden, inputs, self.persistent.state)
+        return self.ops.region(self.sampling.take_masked_best, self.persistent.hidden, inputs, self.persistent.state)
 
     def drawn_head(self, inputs: HeadTensors) -> HeadTensorsOut:
         """The ids that r hidden rows draw, without log-probabilities."""
-        return self.ops.region(self.sampling.drawn, self.persistent.hidden, inputs, self.persistent.state)
+        return self.ops.region(
+            self.sampling.draw_without_logprobs, self.persistent.hidden, inputs, self.persistent.state
+        )
 
     def pool(self, inputs: PoolTensors) -> PoolTensorsOut:
         """Sums hidden rows by group; a class head gives their scores instead."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.checkpoint.pooling import LAST
+from trencadis.core.checkpoint.pooling_config import LAST
 from trencadis.core.checkpoint.vision_config import VisionConfig
 
 GENERATE, CLASSIFY, BARE = "generate", "classify", "bare"
@@ -26,7 +26,7 @@ class StoredNames:
     ``norm``, ``lm_head``, ``score``, ``score_dense``, and in ``layers.0``: ``input_layernorm``,
     ``post_attention_layernorm``, which stands before the MLP, and for norms behind both
     ``{attention,mlp}_out_layernorm``, ``self_attn.{q,k,v,o}_proj``, ``self_attn.{q,k}_norm``,
-    ``mlp.{gate,up,down}_proj``; in layers that attend to pictures ``cross_attn`` in place of ``self_attn``, and
+    ``mlp.{gate,up,down}_proj``; in layers that attend to images ``cross_attn`` in place of ``self_attn``, and
     ``cross_attn_{attn,mlp}_gate``; where there are experts ``mlp.gate`` and ``mlp.experts.0.{gate,up,down}_proj``,
     which may also be stored as ``mlp.experts.gate_up_proj`` and ``down_proj``, [experts, out, in]. Stored ``qkv_proj``
     and ``gate_up_proj`` are cut into those.
@@ -44,12 +44,12 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class VisionSide:
-    """Torch-free functions of a family that sees, as ``module:function``.
+    """Torch-free functions of a multimodal family, as ``module:function``.
 
     Args:
         needs: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> ``ImageNeeds``.
         sizes: (ModelConfig or None, ``--mm-processor-kwargs``, alignment) -> what an image becomes by height and width,
-            ``multimodal.processor.ImageOutline``.
+            ``multimodal.processor.ImageGeometry``.
         processor: (ModelConfig, ``--mm-processor-kwargs``, alignment) -> the checkpoint's image processor.
         tokens: keys of config.json -> names of those media tokens in every tokenizer of the family.
         expand: puts placeholders into a prompt.
@@ -57,9 +57,9 @@ class VisionSide:
             three axes, and what to add beyond the prompt; empty: a token's position is its index.
         times: PreparedVideo -> a text for each of its temporal patches, which stand apart behind these texts, between
             the marks of a medium of its own; empty: the patches of a video follow each other.
-        around: what stands before and behind a picture's mark in a prompt's text; it is encoded with the text around.
-        numbered: what stands before and behind a picture's number in a raw prompt, where marks are numbered texts, no
-            tokens. Texts between pictures are then encoded by themselves, each as a prompt.
+        around: what stands before and behind an image's mark in a prompt's text; it is encoded with the text around.
+        numbered: what stands before and behind an image's number in a raw prompt, where marks are numbered texts, no
+            tokens. Texts between images are then encoded by themselves, each as a prompt.
         windows: whether the tower has windows of 8 x 8 patches, so that images can be resized to whole ones.
     """
 
@@ -97,7 +97,7 @@ class ClassHead:
 
 
 @dataclass(frozen=True)
-class Described:
+class ParsedConfig:
     """What a family's parser makes of config.json; ``media``: ids of its media tokens by key."""
 
     text: TextConfig
@@ -106,7 +106,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceShare:
     """One of ``ranks`` devices that hold a model; ``quantised``: ``Policy.quantised``."""
 
     itemsize: int
@@ -128,7 +128,7 @@ class Family:
         make: ``module:function`` of (ModelConfig, Backend), which may import torch.
         weights: bytes of the weights on one device; None: by the parts that ``config`` describes.
         values: weights that one token is multiplied by in all layers, for costs; None: by the parts.
-        vision: functions for pictures and videos; None: text alone.
+        vision: functions for images and videos; None: text alone.
         pooling: which hidden row embeddings take where nothing else says so; None: this family does not pool.
         heads: class heads of architectures that are not one linear without biases over the last token.
         tied: whether the head is tied where config.json does not say.
@@ -140,10 +140,10 @@ class Family:
     name: str
     model_type: str
     architectures: Mapping[str, str]
-    config: Callable[[Fields, Fields, bool], Described]
+    config: Callable[[JsonFields, JsonFields, bool], ParsedConfig]
     names: StoredNames
     make: str = "trencadis.core.models.decoder:make"
-    weights: Callable[[ModelConfig, Held], int] | None = None
+    weights: Callable[[ModelConfig, DeviceShare], int] | None = None
     values: Callable[[ModelConfig], int] | None = None
     vision: VisionSide | None = None
     pooling: str | None = LAST

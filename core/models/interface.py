@@ -22,7 +22,7 @@ from trencadis.core.backend import (
     Weight,
 )
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.launches.tensors import SeenTensors
+from trencadis.core.launches.launch_tensors import CrossAttentionTensors
 from trencadis.core.step import Encode, VisionInputs
 
 
@@ -69,33 +69,35 @@ class DrawingOps(Protocol):
         ...
 
 
-class SeeingOps(Protocol):
-    """What ``Ops`` have besides where layers attend to rows of pictures (``TextConfig.cross``)."""
+class CrossAttentionOps(Protocol):
+    """What ``Ops`` have besides where layers attend to rows of images (``TextConfig.cross_attention_layers``)."""
 
     gathers: bool
-    """Whether ``attend_pictures`` reads rows of the arena by their numbers."""
+    """Whether ``cross_attend`` reads rows of the arena by their numbers."""
 
-    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
-        """Attention [n, h, d] of q [n, h, d] over pictures whose keys and values lie in the arena.
+    def cross_attend(
+        self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
+    ) -> Tensor:
+        """Attention [n, h, d] of q [n, h, d] over images whose keys and values lie in the arena.
 
         Args:
             held: [arena rows, 2 x g x d] keys of one layer, then its values: columns of the arena.
             rows: int64 [units x length] of ``held``; None where this does not gather.
-            seen: as in ``attend_rows``.
+            images: as in ``cross_attend_rows``.
         """
         ...
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, seen: SeenTensors, scale: float) -> Tensor:
+    def cross_attend_rows(self, q: Tensor, k: Tensor, v: Tensor, images: CrossAttentionTensors, scale: float) -> Tensor:
         """Attention [n, h, d] of q [n, h, d] over k and v [units, length, g, d].
 
-        A token sees the first ``seen.reach`` rows of each unit, as if each stood there ``seen.times`` times; one that
-        sees none gives anything finite.
+        A token attends to the first ``images.reach`` rows of each unit, as if each were repeated ``images.times``
+        times; one that attends to none gives anything finite.
         """
         ...
 
 
 class LayersInHostMemory(Protocol):
-    """Layers whose weights lie in host memory; ``core.backend.Ops.layer`` copies them ahead of their turn."""
+    """Layers whose weights lie in host memory; ``core.backend.Ops.layer`` prefetches them."""
 
     def make(self) -> None:
         """Makes the buffers that weights arrive in."""

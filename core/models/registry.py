@@ -81,14 +81,14 @@ TABLE = {
 """Architecture -> ``module:record`` of the families that are built in."""
 
 
-def loaded(target: str) -> Any:
+def import_object(target: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 @cache
-def installed() -> Mapping[str, EntryPoint]:
+def installed_families() -> Mapping[str, EntryPoint]:
     """Architectures that other packages offer.
 
     Raises:
@@ -110,7 +110,7 @@ def source(point: EntryPoint) -> str:
 
 def architectures() -> list[str]:
     """Every architecture that can be served: the built-in ones, then those of installed packages."""
-    return [*TABLE, *(name for name in installed() if name not in TABLE)]
+    return [*TABLE, *(name for name in installed_families() if name not in TABLE)]
 
 
 @cache
@@ -121,9 +121,9 @@ def family_of(architecture: str) -> Family:
         StartupError: none serves it, or the package that offers it cannot be imported; one line.
     """
     if architecture in TABLE:
-        built: Family = loaded(TABLE[architecture])
+        built: Family = import_object(TABLE[architecture])
         return built
-    point = installed().get(architecture)
+    point = installed_families().get(architecture)
     if point is None:
         raise StartupError(f"no family serves {architecture[:80]}; supported: {', '.join(architectures())}")
     try:
@@ -152,25 +152,25 @@ def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = 
         return ImageNeeds()
     if alignment != "pad" and not vision.windows:
         raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
-    found: ImageNeeds = loaded(vision.needs)(config, asked, alignment)
+    found: ImageNeeds = import_object(vision.needs)(config, asked, alignment)
     return found
 
 
 def image_sizes(config: ModelConfig | None, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., Any]:
-    """What an image becomes by its size: (height, width) -> ``multimodal.processor.ImageOutline``.
+    """What an image becomes by its size: (height, width) -> ``multimodal.processor.ImageGeometry``.
 
-    Without a model that sees, by the rule of the first family that does.
+    Without a multimodal model, by the rule of the first family that does.
     """
     if config is not None and (vision := family_of(config.architecture).vision) is not None:
-        made: Callable[..., Any] = loaded(vision.sizes)(config, asked, alignment)
+        made: Callable[..., Any] = import_object(vision.sizes)(config, asked, alignment)
         return made
     first = next(found for name in TABLE if (found := family_of(name).vision) is not None)
-    made = loaded(first.sizes)(None, asked, alignment)
+    made = import_object(first.sizes)(None, asked, alignment)
     return made
 
 
 def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Any:
-    """The ``multimodal.processor.Processor`` of a checkpoint that sees.
+    """The ``multimodal.processor.Processor`` of a multimodal checkpoint.
 
     Raises:
         StartupError: settings that are not implemented, or keys of ``asked`` that it does not have.
@@ -179,7 +179,7 @@ def image_processor(config: ModelConfig, asked: Mapping[str, Any], alignment: st
     assert vision is not None
     if alignment != "pad" and not vision.windows:
         raise StartupError(f"--image-alignment {alignment}: the vision tower of {config.name} has no windows; use pad")
-    return loaded(vision.processor)(config, asked, alignment)
+    return import_object(vision.processor)(config, asked, alignment)
 
 
 def make(config: ModelConfig, backend: Backend) -> Model:
@@ -188,7 +188,7 @@ def make(config: ModelConfig, backend: Backend) -> Model:
     Raises:
         StartupError: no such architecture.
     """
-    made: Callable[[ModelConfig, Backend], Model] = loaded(family_of(config.architecture).make)
+    made: Callable[[ModelConfig, Backend], Model] = import_object(family_of(config.architecture).make)
     return made(config, backend)
 
 
@@ -198,8 +198,8 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     Raises:
         StartupError: no such architecture, or weights that are missing, misshaped or unreadable.
     """
-    from trencadis.core.layers.source import KeepingOps  # torch
-    from trencadis.core.models.loader import weights_of
+    from trencadis.core.layers.weight_source import KeepingOps  # torch
+    from trencadis.core.models.weight_loader import open_weights
 
     model = make(config, backend)
     cfg = cfg or EngineConfig()
@@ -208,16 +208,16 @@ def build(config: ModelConfig, backend: Backend, cfg: EngineConfig | None = None
     mapped = keeping is not None and keeping.keeps()
     if cfg.packed_weights_dir and keeping is None:
         log.info("--packed-weights-dir has no effect: the %s backend packs no weights", backend.name)
-    weights = weights_of(config.path, load_format=cfg.load_format, seed=cfg.seed, populate=not mapped)
+    weights = open_weights(config.path, load_format=cfg.load_format, seed=cfg.seed, populate=not mapped)
     model.load(weights)
-    kept = 0 if keeping is None else keeping.loaded()
+    kept = 0 if keeping is None else keeping.finish_loading()
     weights.forget()
     if weights.nbytes and backend.comm.rank == 0:
-        _tell(weights.nbytes, kept, time.perf_counter() - begun)
+        _log_loading(weights.nbytes, kept, time.perf_counter() - begun)
     return model
 
 
-def _tell(stored: int, kept: int, seconds: float) -> None:
+def _log_loading(stored: int, kept: int, seconds: float) -> None:
     """How fast weights came: bytes of the checkpoint, or those that an earlier start had packed."""
     size, how = (kept / 1e9, "packed before, mapped") if kept else (stored / 1e9, "read and packed")
     log.info("weights: %.2f GB %s in %.2f s, %.2f GB/s", size, how, seconds, size / max(seconds, 1e-9))

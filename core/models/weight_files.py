@@ -20,9 +20,9 @@ def files_of(path: Path, load_format: str = "auto") -> list[Path]:
     """
     found: list[Path] = []
     if load_format != "pt":
-        found = _listed(path, "model.safetensors", "*.safetensors")
+        found = _list_files(path, "model.safetensors", "*.safetensors")
     if not found and load_format != "safetensors":
-        found = _listed(path, "pytorch_model.bin", "pytorch_model-*.bin")
+        found = _list_files(path, "pytorch_model.bin", "pytorch_model-*.bin")
     if not found:
         held = "no weights"
         if load_format == "safetensors" and any(path.glob("pytorch_model*.bin")):
@@ -34,7 +34,7 @@ def files_of(path: Path, load_format: str = "auto") -> list[Path]:
     return found
 
 
-def _listed(path: Path, single: str, pattern: str) -> list[Path]:
+def _list_files(path: Path, single: str, pattern: str) -> list[Path]:
     """The files that the index of ``single`` names, else ``single``, else those of ``pattern``."""
     index = path / f"{single}.index.json"
     if index.is_file():

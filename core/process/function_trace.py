@@ -36,7 +36,7 @@ class FunctionTrace:
     def __init__(self, out: TextIO, ours: tuple[str, ...] = PACKAGES) -> None:
         self._out, self._ours = out, ours
 
-    def wanted(self, code: CodeType) -> bool:
+    def is_traced(self, code: CodeType) -> bool:
         """Whether the calls of ``code`` are written; this file's own would go on for ever."""
         return code.co_filename.startswith(self._ours) and code.co_filename != __file__
 
@@ -60,13 +60,13 @@ class FunctionTrace:
             events = monitoring.events
 
             def called(code: CodeType, offset: int) -> Any:
-                if not self.wanted(code):
+                if not self.is_traced(code):
                     return monitoring.DISABLE
                 self.write("call", code)
                 return None
 
             def returned(code: CodeType, offset: int, value: object) -> Any:
-                if not self.wanted(code):
+                if not self.is_traced(code):
                     return monitoring.DISABLE
                 self.write("return", code)
                 return None
@@ -83,7 +83,7 @@ class FunctionTrace:
 
     def _profile(self) -> Callable[[], None]:
         def profile(frame: FrameType, event: str, arg: object) -> None:
-            if event in ("call", "return") and self.wanted(frame.f_code):
+            if event in ("call", "return") and self.is_traced(frame.f_code):
                 self.write(event, frame.f_code)
 
         threading.setprofile(profile)

@@ -44,7 +44,7 @@ def numbers(version: str | None) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def find() -> TorchBuild | None:
+def find_torch() -> TorchBuild | None:
     """The torch that ``import torch`` takes, or has taken; None where there is none."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     folder = package_folder("torch")
@@ -74,7 +74,7 @@ def package_folder(name: str) -> str:
     return places[0] if places else ""
 
 
-def check(found: TorchBuild | None) -> str:
+def check_version(found: TorchBuild | None) -> str:
     """A line to show about a torch that is newer than the tested ones, else "".
 
     Raises:
@@ -88,19 +88,20 @@ def check(found: TorchBuild | None) -> str:
     have = found.numbers
     if have is not None and have < LEAST:
         raise StartupError(
-            f"torch {found.version} is older than {_dotted(LEAST)}, the oldest that Trencadis runs on: take a newer "
+            f"torch {found.version} is older than {_format_version(LEAST)}, the oldest that Trencadis runs on: take a "
+            f"newer "
             "one; a card's container brings its own, so start from that of a newer release (docs/dependencies.md)"
         )
     if have is not None and have > NEWEST:
-        return f"torch {found.version} is newer than {_dotted(NEWEST)}, the newest that was tested"
+        return f"torch {found.version} is newer than {_format_version(NEWEST)}, the newest that was tested"
     return ""
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def load() -> None:
+def import_torch() -> None:
     """Imports torch.
 
     Raises:

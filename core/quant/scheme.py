@@ -54,16 +54,16 @@ def cells(columns: int, group: int, ordered: bool = False) -> Cells:
     if group % CELL == 0:
         return Cells(columns, group, ordered)
     whole, rest = divmod(columns, group)
-    return Cells(whole * _filled(group) + _filled(rest), CELL, True)
+    return Cells(whole * _fill_columns(group) + _fill_columns(rest), CELL, True)
 
 
 def panel_columns(columns: int, group: int, ordered: bool = False) -> Cells:
     """The layout of a weight in panels: groups are filled up to multiples of 8 columns, and keep their size."""
     if not group or columns <= group:
-        return Cells(filled(columns, 8), 0, False)
+        return Cells(fill_up(columns, 8), 0, False)
     whole, rest = divmod(columns, group)
-    kept = filled(group, 8)
-    return Cells(whole * kept + filled(rest, 8), kept, ordered or kept != group)
+    kept = fill_up(group, 8)
+    return Cells(whole * kept + fill_up(rest, 8), kept, ordered or kept != group)
 
 
 def cut_columns(columns: int, groups: int) -> int:
@@ -75,13 +75,13 @@ def cut_columns(columns: int, groups: int) -> int:
     return max((columns + (CELL - 1) * min(columns, groups)) // CELL, 2) * CELL
 
 
-def filled(count: int, to: int) -> int:
+def fill_up(count: int, to: int) -> int:
     """The next multiple of ``to``."""
     return -(-count // to) * to
 
 
-def _filled(columns: int) -> int:
-    return filled(columns, CELL)
+def _fill_columns(columns: int) -> int:
+    return fill_up(columns, CELL)
 
 
 def half_of(group: int) -> int:
@@ -195,7 +195,7 @@ def _panel_bytes(scheme: Scheme, rows: int, columns: int, whole: int) -> int:
     each = kept.columns * scheme.bits // 8 + FACTOR
     each += 2 * groups if kept.group else 0
     each += 0 if scheme.symmetric else groups
-    return filled(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
+    return fill_up(rows, PANEL) * each + (4 * kept.columns if kept.gathered else 0)
 
 
 GIVEN = "the scales of QUANT_CONFIG's files"

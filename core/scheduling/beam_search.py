@@ -32,7 +32,7 @@ class Beam:
 
     score: float = 0.0
     last: TokenLogprob | None = None
-    before: Beam | None = None
+    parent: Beam | None = None
     index: int = 0
 
     def items(self) -> list[TokenLogprob]:
@@ -41,7 +41,7 @@ class Beam:
         beam: Beam | None = self
         while beam is not None and beam.last is not None:
             found.append(beam.last)
-            beam = beam.before
+            beam = beam.parent
         return found[::-1]
 
 
@@ -105,17 +105,17 @@ class BeamSearch:
         scale = self._length**self._rule.length_penalty
         for c in ended:
             stop = c.token if c.token in self._stops else None
-            self._found.append(FoundBeam(c.score / scale, self._grown(c, best), stop))
+            self._found.append(FoundBeam(c.score / scale, self._extend_beam(c, best), stop))
         self._found = sorted(self._found, key=lambda f: -f.score)[: self._width]
         alive = [] if full else [c for c in pool if c.token not in self._stops][: self._width]
-        self.running = [self._grown(c, best) for c in alive]
-        return self._goes_on()
+        self.running = [self._extend_beam(c, best) for c in alive]
+        return self._can_improve()
 
-    def found(self) -> list[FoundBeam]:
+    def best_beams(self) -> list[FoundBeam]:
         """The outputs, best first; ``width`` of them once the search is over."""
         return list(self._found)
 
-    def _goes_on(self) -> bool:
+    def _can_improve(self) -> bool:
         """Whether a running beam can still be better than the worst that has ended."""
         if not self.running:
             return False
@@ -127,7 +127,7 @@ class BeamSearch:
         reach = self._limit if early is None and penalty > 0 else self._length
         return bool(self.running[0].score / reach**penalty > self._found[-1].score)
 
-    def _grown(self, c: Continuation, best: Mapping[int, BestTokens]) -> Beam:
+    def _extend_beam(self, c: Continuation, best: Mapping[int, BestTokens]) -> Beam:
         ids, logprobs = best[c.beam.index]
         item = TokenLogprob(
             c.token, logprobs[c.rank], c.rank + 1, list(ids[: self._top]), list(logprobs[: self._top])

@@ -8,18 +8,18 @@ from collections import Counter
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling import ALL, MEAN
-from trencadis.core.graphs.misses import SKIP, UNPLANNED, WARMING
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.kv.spans import rows_at_once
+from trencadis.core.checkpoint.pooling_config import ALL, MEAN
+from trencadis.core.graphs.miss_reasons import SKIP, UNPLANNED, WARMING
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.media_spans import rows_at_once
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.beams import BeamGroup
-from trencadis.core.scheduling.builder import InFlightStep, logprob_of, reported
+from trencadis.core.scheduling.beam_group import BeamGroup
 from trencadis.core.scheduling.prefix_hits import publish_filled
 from trencadis.core.scheduling.scheduler import Scheduler
-from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, together
+from trencadis.core.scheduling.sequence import Sequence, SequenceStatus, positions_in, shared_union
+from trencadis.core.scheduling.step_builder import InFlightStep, logprob_of, report_token
 from trencadis.core.shapes.step_times import StepWork
-from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, with_rows
+from trencadis.core.step import HeadOutput, Pooled, StepOutput, TargetScores, UInt8, append_pooled
 
 
 class Lifecycle:
@@ -46,12 +46,12 @@ class Lifecycle:
         if request.id in self.requests:
             self.refuse(request, 400, f"request id {request.id!r} is in use")
             return
-        room = limits.max_model_len - len(request.tokens)
+        output_limit = limits.max_model_len - len(request.tokens)
         if bool(request.pool) != limits.pooling:
             self.refuse(request, 400, "this engine pools" if limits.pooling else "this engine generates")
             return
         scoring = request.params.max_tokens == 0 or limits.pooling
-        if not request.tokens or room < (0 if scoring else 1):
+        if not request.tokens or output_limit < (0 if scoring else 1):
             held = len(request.tokens)
             self.refuse(request, 400, f"the prompt of {held} tokens leaves no room in {limits.max_model_len}")
             return
@@ -60,7 +60,7 @@ class Lifecycle:
             return
         now = self.scheduler.clock()
         request.arrival = request.arrival or now
-        sequences = [self._make(request, i, room, now) for i in range(request.params.n)]
+        sequences = [self._make(request, i, output_limit, now) for i in range(request.params.n)]
         self.requests[request.id] = sequences
         self.sequences.update((seq.key, seq) for seq in sequences)
         if request.spans:
@@ -71,13 +71,13 @@ class Lifecycle:
             sequences[0].siblings = sequences[1:]
         self.scheduler.enqueue(sequences[0])
 
-    def _make(self, request: Request, index: int, room: int, now: float) -> Sequence:
+    def _make(self, request: Request, index: int, output_limit: int, now: float) -> Sequence:
         limits, p = self.scheduler.limits, request.params
         self._keys += 1
         grammar = request.rule is not None and bool(request.rule.grammar)
         endless = p.ignore_eos and not grammar  # a finished grammar ends the choice
         stops = tuple(p.stop_token_ids)
-        limit = 0 if request.pool else room if p.max_tokens is None else min(room, p.max_tokens)
+        limit = 0 if request.pool else output_limit if p.max_tokens is None else min(output_limit, p.max_tokens)
         seed = p.seed if p.seed is not None else zlib.crc32(request.id.encode()) ^ (limits.seed * 0x9E3779B1)
         return Sequence(
             key=self._keys,
@@ -88,11 +88,11 @@ class Lifecycle:
             limit=limit,
             most=len(request.tokens) + limit,
             plain=request.rule is None and p.logprobs is None,
-            stops=together(stops, () if endless else limits.eos),
-            banned=tuple(sorted(t for t in together(stops, limits.eos) if 0 <= t < limits.vocab)),
+            stops=shared_union(stops, () if endless else limits.eos),
+            banned=tuple(sorted(t for t in shared_union(stops, limits.eos) if 0 <= t < limits.vocab)),
             eos=tuple(t for t in limits.eos if 0 <= t < limits.vocab),
             unending=p.ignore_eos and grammar,
-            chain=Chain(request, limits.block_size),
+            block_hashes=BlockHashChain(request, limits.block_size),
             positions=None if request.positions is None else positions_in(request.positions),
             arrived=now,
             prompt_scores=[None] * len(request.tokens) if p.prompt_logprobs is not None and index == 0 else None,
@@ -103,7 +103,7 @@ class Lifecycle:
         for i in range(request.params.n):
             self._outbox.append(Delta(request.id, i, finish="error", status=status, message=message))
 
-    def media(self, request_id: str, index: int, pixels: UInt8) -> None:
+    def add_media(self, request_id: str, index: int, pixels: UInt8) -> None:
         """Takes uint8 pixels, flat or [slots, values], that were asked for; ignores them if the request is gone."""
         values = self.scheduler.limits.slot_values
         if values and pixels.size % values:
@@ -113,7 +113,7 @@ class Lifecycle:
         sequences = self.requests.get(request_id)
         if sequences:
             first = sequences[0]
-            self.scheduler.pixel_queue.arrived(first.key_of(first.request.spans[index]), pixels)
+            self.scheduler.pixel_queue.receive(first.key_of(first.request.spans[index]), pixels)
 
     def fail(self, request_id: str, status: int, message: str) -> None:
         """Ends all sequences of a request with an error."""
@@ -144,23 +144,23 @@ class Lifecycle:
             self._learn(step.work, output)
         if output.targets or output.pooled:
             self._of_prompts(output)
-        if step.seated:
-            self._seated(step.seated, output, buckets)
+        if step.persistent:
+            self._take_persistent(step.persistent, output, buckets)
             if self.scheduler.in_flight:  # the last token of a block that the next step fills has just arrived
                 publish_filled(self.scheduler.in_flight[0].filled, self.scheduler.limits, self.scheduler.pool)
         for seq in step.scheduled:
             seq.inflight -= 1
             row = output.samples.get(seq.key)
             if row is not None and output.head is not None:
-                (self._beam if seq.mates else self._token)(seq, output, output.head, row)
+                (self._take_beam if seq.mates else self._take_token)(seq, output, output.head, row)
             elif seq.scored:
-                self._computed(seq)
+                self._finish_prompt_only(seq)
             if seq.status is SequenceStatus.RUNNING:
                 self.scheduler.publish(seq)
             elif seq.status is SequenceStatus.LEAVING and seq.inflight == 0:
                 self.scheduler.release(seq)
         if self._drew:
-            self._turn_beams()
+            self._advance_beams()
         self._settle()
 
     def _learn(self, work: StepWork, output: StepOutput) -> None:
@@ -174,28 +174,28 @@ class Lifecycle:
         for key, scores in output.targets.items():
             self._score(self.sequences.get(key), scores)
         for key, values in output.pooled.items():
-            self._pooled(self.sequences.get(key), values)
+            self._add_pooled(self.sequences.get(key), values)
 
-    def _turn_beams(self) -> None:
+    def _advance_beams(self) -> None:
         drew, self._drew = self._drew, {}
         for group in drew.values():
-            if not group.turn(self.scheduler):
-                self._found(group)
+            if not group.advance(self.scheduler):
+                self._send_beams(group)
 
-    def _pooled(self, seq: Sequence | None, values: Pooled) -> None:
-        """Adds a chunk's rows; a sequence that left its place meanwhile computes its prompt again from the start."""
+    def _add_pooled(self, seq: Sequence | None, values: Pooled) -> None:
+        """Adds a chunk's rows; a sequence that was preempted meanwhile computes its prompt again from the start."""
         if seq is not None and seq.status is SequenceStatus.RUNNING:
-            seq.pooled = with_rows(seq.pooled, values, seq.request.pool == ALL)
+            seq.pooled = append_pooled(seq.pooled, values, seq.request.pool == ALL)
 
-    def _prompt_done(self, seq: Sequence) -> None:
+    def _count_prompt(self, seq: Sequence) -> None:
         """Counts the prompt of a request, once, with its first choice."""
         if seq.index == 0:
             self.totals.prompt_tokens += seq.prompt
             self.totals.prompt_cached += min(seq.stats.cached_tokens, seq.prompt)
 
-    def _computed(self, seq: Sequence) -> None:
-        """Ends a sequence that draws nothing, its whole prompt being computed."""
-        self._prompt_done(seq)
+    def _finish_prompt_only(self, seq: Sequence) -> None:
+        """Finishes a sequence that generates nothing once its whole prompt is computed."""
+        self._count_prompt(seq)
         if not seq.request.pool:
             self._finish(seq, "length")
             return
@@ -209,7 +209,7 @@ class Lifecycle:
         self._finish(seq, "stop")
 
     def _account(self, step: InFlightStep, output: StepOutput) -> tuple[Bucket, ...]:
-        """Adds the step's launches to the statistics of its sequences, but not of those that have a seat."""
+        """Adds the step's launches to the statistics of its sequences, but not of those in the persistent batch."""
         buckets = tuple(s.bucket for s in output.stats)
         launches, misses = len(buckets), sum(not s.planned for s in output.stats)
         for seq in step.scheduled:
@@ -217,7 +217,7 @@ class Lifecycle:
             seq.stats.misses += misses
             seq.first_buckets = seq.first_buckets or buckets
             seq.last_buckets = buckets
-        for seq in step.seated if misses else ():
+        for seq in step.persistent if misses else ():
             seq.stats.misses += misses
         if step.encoded:
             self._account_images(step.encoded, output)
@@ -229,7 +229,7 @@ class Lifecycle:
         for seq in {seq.key: seq for seq in encoded}.values():
             seq.stats.encode += seconds
 
-    def _token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
+    def _take_token(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         token = int(head.token[row])
         seq.resolve(token)
         if seq.ended:
@@ -241,11 +241,11 @@ class Lifecycle:
         delta.tokens.append(token)
         self.totals.generation_tokens += 1
         if not seq.first:
-            self._prompt_done(seq)
+            self._count_prompt(seq)
             seq.first = self.scheduler.clock()
         if seq.request.params.reports:
-            delta.logprobs = [*(delta.logprobs or []), reported(seq, head, row, token, output.scored.get(seq.key))]
-        produced = seq.known() - seq.prompt
+            delta.logprobs = [*(delta.logprobs or []), report_token(seq, head, row, token, output.scored.get(seq.key))]
+        produced = seq.count_known() - seq.prompt
         if token in seq.stops and seq.key not in output.text:
             self._finish(seq, "stop", stop_token=None if token in self.scheduler.limits.eos else token)
         elif produced >= seq.limit:
@@ -253,8 +253,10 @@ class Lifecycle:
         elif seq.request.rule is not None and seq.repeats(seq.request.rule.repetition):
             self._finish(seq, "repetition")
 
-    def _seated(self, sequences: list[Sequence], output: StepOutput, buckets: tuple[Bucket, ...]) -> None:
-        """``_token`` and the end of a step for sequences that have a seat, whose draws come first; most just go on."""
+    def _take_persistent(self, sequences: list[Sequence], output: StepOutput, buckets: tuple[Bucket, ...]) -> None:
+        """``_take_token`` and the end of a step for sequences of the persistent batch, whose draws come first; most
+        just go on.
+        """
         head, launches, leaving = output.head, len(buckets), SequenceStatus.LEAVING
         assert head is not None
         for row, (seq, token) in enumerate(zip(sequences, head.token[: len(sequences)].tolist(), strict=True)):
@@ -268,20 +270,20 @@ class Lifecycle:
                 self.totals.generation_tokens += 1
                 self._outbox.append(Delta(seq.request.id, seq.index, [token]))
             else:
-                self._token(seq, output, head, row)
+                self._take_token(seq, output, head, row)
             if seq.status is leaving and seq.inflight == 0:
                 self.scheduler.release(seq)
 
-    def _beam(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
+    def _take_beam(self, seq: Sequence, output: StepOutput, head: HeadOutput, row: int) -> None:
         if seq.ended:
             return
         group = self._drew[seq.request.id] = self._beams[seq.request.id]
         group.take(seq, head, row)
         if not seq.first:
-            self._prompt_done(seq)
+            self._count_prompt(seq)
             seq.first = self.scheduler.clock()
 
-    def _found(self, group: BeamGroup) -> None:
+    def _send_beams(self, group: BeamGroup) -> None:
         """Sends the answers of a beam search that is over."""
         prompt = group.sequences[0]
         for seq, found in ((end.sequence, end.found) for end in group.ends()):
@@ -301,7 +303,7 @@ class Lifecycle:
         if seq.delta is None:
             seq.delta = Delta(seq.request.id, seq.index)
             self._touched.append(seq)
-            if seq.known() - seq.prompt <= 1:
+            if seq.count_known() - seq.prompt <= 1:
                 seq.delta.cached_tokens, seq.delta.prompt_logprobs = seq.stats.cached_tokens, seq.prompt_scores
         return seq.delta
 
@@ -321,9 +323,9 @@ class Lifecycle:
         seq.ended = True
         self._ended[seq.request.id] = None
         if self.scheduler.fair is not None:
-            self.scheduler.fair.ended(seq)
+            self.scheduler.fair.note_ended(seq)
         if seq.siblings:
-            self._part(seq)
+            self._detach_siblings(seq)
         if seq.status is SequenceStatus.RUNNING:
             self.scheduler.leave(seq)
         else:
@@ -337,7 +339,7 @@ class Lifecycle:
             self.scheduler.order.remove(seq, self.scheduler.waiting)
             seq.status = SequenceStatus.DONE
 
-    def _part(self, seq: Sequence) -> None:
+    def _detach_siblings(self, seq: Sequence) -> None:
         """Lets siblings that wait for the prompt of ``seq`` compute it themselves."""
         for sibling in seq.siblings:
             if not sibling.ended:
@@ -385,7 +387,7 @@ class Lifecycle:
             self._media[key] -= 1
             if not self._media[key]:
                 del self._media[key]
-        self.scheduler.pixel_queue.gone(first.request.id, keys, self._media.keys())
+        self.scheduler.pixel_queue.forget_request(first.request.id, keys, self._media.keys())
 
     def collect(self) -> list[Delta]:
         """Deltas since the last call."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.report import EngineStats
-from trencadis.core.scheduling.limits import SchedulerLimits
+from trencadis.core.engine_stats import EngineStats
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import NOTHING_FOUND, Filled, PrefixFound, Sequence, SequenceStatus
 
 ON_HOST = 0
@@ -17,8 +17,8 @@ def cached_blocks(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> li
     """Blocks that hold the start of ``seq``, ON_HOST where host memory does; at least one token is left to compute."""
     if not limits.caching or not seq.reads_prefix:
         return []
-    limit = (seq.known() - 1) // limits.block_size
-    keys = seq.chain.extend(seq.tokens, limit * limits.block_size)
+    limit = (seq.count_known() - 1) // limits.block_size
+    keys = seq.block_hashes.extend(seq.tokens, limit * limits.block_size)
     if seq.found.version != pool.version:
         seq.found = PrefixFound(pool.version)
     hits = seq.found.blocks
@@ -39,8 +39,8 @@ def _with_host(hits: list[int], keys: list[bytes], pool: BlockPool) -> list[int]
     return hits
 
 
-def spared(seq: Sequence, hits: list[int], pool: BlockPool) -> int:
-    """How many free blocks fewer ``seq`` takes, which has just found ``hits``."""
+def count_spared_blocks(seq: Sequence, hits: list[int], pool: BlockPool) -> int:
+    """Returns how many free blocks fewer ``seq`` needs because of its prefix-cache hits."""
     found = seq.found
     new = [block for block in hits[found.counted :] if block != ON_HOST]
     used = found.used + len(new) - pool.idle(new)
@@ -55,7 +55,7 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
     What host memory holds gets a block, to which it is copied.
     """
     pool.share([block for block in hits if block != ON_HOST])
-    absent = [seq.chain.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
+    absent = [seq.block_hashes.keys[i] for i, block in enumerate(hits) if block == ON_HOST]
     back = iter(pool.restore(absent) if absent else ())
     seq.blocks = [block if block != ON_HOST else next(back) for block in hits]
     seq.computed, seq.published = len(hits) * size, len(hits)
@@ -68,9 +68,9 @@ def claim(seq: Sequence, hits: list[int], size: int, pool: BlockPool, totals: En
 
 def publish(seq: Sequence, pool: BlockPool, size: int) -> None:
     """Enters the full blocks of ``seq`` in the prefix cache; ``size``: tokens of a block."""
-    end = min(seq.computed, seq.known()) // size
+    end = min(seq.computed, seq.count_known()) // size
     for i in range(seq.published, end):
-        pool.publish(seq.blocks[i], seq.chain.key(seq.tokens, i))
+        pool.publish(seq.blocks[i], seq.block_hashes.key(seq.tokens, i))
     seq.published = max(seq.published, end)
 
 
@@ -80,8 +80,8 @@ def publish_filled(filled: Iterable[Filled], limits: SchedulerLimits, pool: Bloc
     for seq, block in filled if limits.caching else ():
         if seq.status is not SequenceStatus.RUNNING:
             continue
-        if seq.known() == (seq.published + 1) * size:
-            pool.publish(block, seq.chain.key(seq.tokens, seq.published))
-            seq.published = seq.chain.at  # one object for both, as each costs a look into memory
+        if seq.count_known() == (seq.published + 1) * size:
+            pool.publish(block, seq.block_hashes.key(seq.tokens, seq.published))
+            seq.published = seq.block_hashes.at  # one object for both, as each costs a look into memory
         else:
             publish(seq, pool, size)

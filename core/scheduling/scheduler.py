@@ -5,8 +5,8 @@ One total order (priority, arrival, key) serves admission, packing, preemption (
 running sequence always makes progress: it may take blocks and rows from any later one, and the pool holds one request
 of the full model length.
 
-A sequence that goes one token further in each step has a seat (``batch.py``). While tokens and blocks suffice for all
-that run, order decides nothing among them, and those that have a seat advance together.
+A sequence that goes one token further in each step has a row of the persistent batch (``batch.py``). While tokens and
+blocks suffice for all that run, order decides nothing among them, and those of the persistent batch advance together.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.report import EngineStats
-from trencadis.core.scheduling.batch import Lanes, settles
-from trencadis.core.scheduling.builder import InFlightStep, StepBuilder
-from trencadis.core.scheduling.encoder import Encoder, VisionBuilder, seen_spans, uncut
-from trencadis.core.scheduling.limits import SchedulerLimits
-from trencadis.core.scheduling.order import TotalOrder, media_order
-from trencadis.core.scheduling.packer import Packer
-from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, publish, publish_filled, spared
+from trencadis.core.engine_stats import EngineStats
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.scheduling.encoder_scheduler import (
+    EncoderScheduler,
+    VisionBuilder,
+    bidirectional_spans,
+    count_uncut,
+)
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.persistent_batch import MicroBatches, can_persist
+from trencadis.core.scheduling.prefix_hits import cached_blocks, claim, count_spared_blocks, publish, publish_filled
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Filled, MediaStart, Sequence, SequenceStatus, check_holders
-from trencadis.core.shapes.seen import BLIND
+from trencadis.core.scheduling.step_builder import InFlightStep, StepBuilder
+from trencadis.core.scheduling.total_order import TotalOrder, media_order
+from trencadis.core.shapes.cross_attention_inputs import NO_CROSS_ATTENTION
 from trencadis.core.shapes.step_times import StepTimes
 from trencadis.core.step import Draw, Int32, Row, Step
 
@@ -41,10 +46,10 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         pool: BlockPool,
-        arena: Arena,
+        arena: EncoderCache,
         slots: int,
         clock: Callable[[], float] = time.monotonic,
-        packer: Packer | None = None,
+        packer: ImagePacker | None = None,
         times: StepTimes | None = None,
     ) -> None:
         self.limits, self.times = limits, times
@@ -53,12 +58,12 @@ class Scheduler:
         self.clock = clock
         self.totals = EngineStats(kv_total=pool.size, arena_total=arena.capacity)
         """What was counted since the start; its lists hold what happened since they were reported."""
-        self.encoder = Encoder(arena, packer or Packer(budget=limits.encoder_slots), self.totals)
+        self.encoder = EncoderScheduler(arena, packer or ImagePacker(budget=limits.encoder_slots), self.totals)
         self.pixel_queue = self.encoder.pixel_queue
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
-        self.lanes = Lanes(limits.stages, limits.max_rows, limits.block_size)
+        self.micro_batches = MicroBatches(limits.stages, limits.max_rows, limits.block_size)
         self.with_media = 0  # live requests that have media
         self.slots = list(range(slots, 0, -1))
         self.in_flight: deque[InFlightStep] = deque()
@@ -86,36 +91,38 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next Step, or None where nothing can run. Every Step encodes or advances something."""
-        for seq in self.order.displaced(self.running):
+        for seq in self.order.choose_displaced(self.running):
             self.leave(seq)
         if self.order.moves and (self.with_media or self.admits):
             self.order.sort(self.waiting)
-        for lane in self.lanes.free(step.lane for step in self.in_flight):
-            before, self.lanes.now = self.lanes.now, lane
+        for micro_batch in self.micro_batches.list_free(step.micro_batch for step in self.in_flight):
+            before, self.micro_batches.current = self.micro_batches.current, micro_batch
             step = self._schedule()
             if step is not None:
                 return step
-            self.lanes.now = before
+            self.micro_batches.current = before
         return None
 
     def _schedule(self) -> Step | None:
-        """The next Step of the lane."""
-        self.lanes.begin(self.running)
-        self.lanes.batch.leave_spent()
-        unseated = [] if self.lanes.all_seated else self._unseated()
-        vision = self.encoder.begin(self._in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
+        """The next Step of the micro-batch."""
+        self.micro_batches.begin_step(self.running)
+        self.micro_batches.batch.leave_spent()
+        others = [] if self.micro_batches.is_all_persistent else self._list_unbatched()
+        vision = (
+            self.encoder.begin(self._media_in_order(), self._skips_vision()) if self.with_media else VisionBuilder()
+        )
         builder = StepBuilder(self.steps + 1, self.limits.max_tokens, vision)
-        builder.decoding = len(self.lanes.batch.sequences) + sum(seq.due == 1 for seq in unseated)
+        builder.decoding = len(self.micro_batches.batch.sequences) + sum(seq.due == 1 for seq in others)
         if self.times is not None:
-            builder.bounded(self.times)
-        if self.lanes.batch.serve(builder, unseated, self.limits, self.pool):
-            if unseated:
-                self._serve(unseated, builder)
+            builder.bound_prompts(self.times)
+        if self.micro_batches.batch.grant_all(builder, others, self.limits, self.pool):
+            if others:
+                self._advance_sequences(others, builder)
         else:
-            self._serve_in_order(builder)
-        grown, filled = self.lanes.batch.advance(builder.grown, builder.number)
+            self._advance_all_in_order(builder)
+        grown, filled = self.micro_batches.batch.advance(builder.grown, builder.number)
         publish_filled((f for f in filled if f[0].pending == 1), self.limits, self.pool)  # others await tokens
-        if not builder.preempted and not any(self.lanes.short):
+        if not builder.preempted and not any(self.micro_batches.lacks_blocks):
             self._admit(builder)
         self._had_vision = self._starved_text = False
         if self.with_media:
@@ -124,22 +131,24 @@ class Scheduler:
 
     def _step(self, builder: StepBuilder, grown: Int32, filled: list[Filled]) -> Step | None:
         """The Step that ``builder`` holds, now in flight."""
-        images, seated = tuple(builder.vision.images), [*self.lanes.batch.sequences]
-        if not builder.rows and not images and not seated:
+        images, persistent = tuple(builder.vision.images), [*self.micro_batches.batch.sequences]
+        if not builder.rows and not images and not persistent:
             return None
         self.steps += 1
-        lane, room, owners = self.lanes.now, builder.room, builder.vision.owners
-        work = None if room is None else builder.work(room, self.clock())
-        self.in_flight.append(InFlightStep(self.steps, seated, filled, builder.scheduled, owners, lane, work))
+        micro_batch, chunk_budget, owners = self.micro_batches.current, builder.chunk_budget, builder.vision.owners
+        work = None if chunk_budget is None else builder.work(chunk_budget, self.clock())
+        self.in_flight.append(
+            InFlightStep(self.steps, persistent, filled, builder.scheduled, owners, micro_batch, work)
+        )
         for seq in builder.scheduled:
             seq.inflight += 1
         closings, self._closings = tuple(self._closings), []
         moves = () if self.pool.host is None else self.pool.host.take_moves()
-        change = self.lanes.batch.change(grown)
+        change = self.micro_batches.batch.take_change(grown)
         rows, resets = tuple(builder.rows), tuple(builder.resets)
-        return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, lane)
+        return Step(self.steps, rows, images, resets, tuple(builder.openings), closings, moves, change, micro_batch)
 
-    def _serve(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
+    def _advance_sequences(self, sequences: Iterable[Sequence], builder: StepBuilder) -> None:
         """Advances sequences that run, in order, while tokens are left."""
         for seq in sequences:
             if builder.tokens == 0:
@@ -148,16 +157,20 @@ class Scheduler:
                 builder.decoding -= seq.due == 1
                 self._advance(seq, builder)
 
-    def _serve_in_order(self, builder: StepBuilder) -> None:
-        """Advances all that run in this lane, as far as tokens and blocks go; the others lose their seats."""
+    def _advance_all_in_order(self, builder: StepBuilder) -> None:
+        """Advances all that run in this micro-batch, as far as tokens and blocks go; the others leave the persistent
+        batch.
+        """
         self.order.sort(self.running)
-        self._serve([seq for seq in self.running if seq.lane == self.lanes.now], builder)
-        self.lanes.batch.leave_all([s for s in self.lanes.batch.sequences if s.scheduled != builder.number])
+        self._advance_sequences([seq for seq in self.running if seq.micro_batch == self.micro_batches.current], builder)
+        self.micro_batches.batch.leave_all(
+            [s for s in self.micro_batches.batch.sequences if s.scheduled != builder.number]
+        )
 
-    def _unseated(self) -> list[Sequence]:
-        """Those that run without a seat, in order."""
+    def _list_unbatched(self) -> list[Sequence]:
+        """Those that run outside of the persistent batch, in order."""
         self.order.sort(self.running)
-        return [seq for seq in self.running if seq.seat < 0 and seq.lane == self.lanes.now]
+        return [seq for seq in self.running if seq.batch_row < 0 and seq.micro_batch == self.micro_batches.current]
 
     def _skips_vision(self) -> bool:
         """Whether this step has no VISION launch, so that a text-only request waits for at most one of them."""
@@ -167,29 +180,29 @@ class Scheduler:
 
     def _end_vision(self, builder: StepBuilder) -> None:
         """Encodes ahead, asks for pixels, and notes what the next step must know of this one."""
-        self.encoder.end(builder.vision, self._in_order())
-        mine = (seq for seq in self.running if seq.lane == self.lanes.now)
+        self.encoder.end(builder.vision, self._media_in_order())
+        mine = (seq for seq in self.running if seq.micro_batch == self.micro_batches.current)
         self._had_vision, self._starved_text = bool(builder.vision.images), builder.starves(chain(mine, self.waiting))
 
-    def _in_order(self) -> Iterable[MediaStart]:
-        """Sequences that have media, in the total order; those that have a seat are beyond theirs."""
-        running = (seq for seq in self.running if seq.seat < 0)
+    def _media_in_order(self) -> Iterable[MediaStart]:
+        """Yields sequences with media in the total order; those in the persistent batch have passed theirs."""
+        running = (seq for seq in self.running if seq.batch_row < 0)
         return media_order(running, self.waiting[: self.limits.max_rows], self.limits, self.pool)
 
     def _advance(self, seq: Sequence, builder: StepBuilder) -> None:
         if self.limits.long_from and seq.due and seq.outgrows(self.limits.long_from):
-            self._preempt(seq, builder)  # its keys turn by the table of short requests: they are computed again
+            self._preempt(seq, builder)  # its keys are rotated by the table of short requests: they are computed again
             return
         count = builder.most(seq, self.limits)
         count = self._up_to_image(seq, count, builder) if seq.request.spans else count
         if count > 0:
             count = self._allocate_blocks(seq, count, builder)
-            count = uncut(seq, count) if self.limits.joined else count
+            count = count_uncut(seq, count) if self.limits.bidirectional_images else count
         if count > 0 and not (self.limits.whole and count < seq.due):
-            if seq.seat < 0:
+            if seq.batch_row < 0:
                 self._add_row(seq, count, builder)
             else:
-                self.lanes.batch.serve_one(seq, builder)
+                self.micro_batches.batch.grant_one(seq, builder)
 
     def _up_to_image(self, seq: Sequence, count: int, builder: StepBuilder) -> int:
         """How many of the next ``count`` tokens come before an image that is not resident."""
@@ -206,16 +219,18 @@ class Scheduler:
         size = self.limits.block_size
         need = -(-(seq.computed + count) // size) - len(seq.blocks)
         free = max(self.pool.free - builder.reserved, 0)
-        have = need if need <= free else self._make_room(seq, need, builder)
-        self.lanes.short[self.lanes.now] |= have < need
+        have = need if need <= free else self._preempt_for_blocks(seq, need, builder)
+        self.micro_batches.lacks_blocks[self.micro_batches.current] |= have < need
         if have < min(need, 0):
             return 0
         if have > 0:
             seq.blocks += self.pool.take(have) or []
         return min(count, len(seq.blocks) * size - seq.computed)
 
-    def _make_room(self, seq: Sequence, need: int, builder: StepBuilder) -> int:
-        """Preempts later sequences; returns how many of ``need`` blocks are free; -1: they soon are, ``seq`` waits."""
+    def _preempt_for_blocks(self, seq: Sequence, need: int, builder: StepBuilder) -> int:
+        """Preempts later sequences; returns how many of ``need`` blocks are free, or -1 if they will be free soon
+        and ``seq`` waits.
+        """
         while need > self.pool.free - builder.reserved:
             # Free once their last launch is fetched: blocks that only leaving sequences hold.
             pending = sum(self.pool.references(b) == 1 for gone in self.leaving for b in gone.blocks)
@@ -233,8 +248,8 @@ class Scheduler:
         """Adds the Row of ``seq`` and marks its tokens computed; a row that reaches the end draws the next token."""
         seq.scheduled = builder.number
         start, end = seq.computed, seq.computed + count
-        if builder.room is not None and seq.due > 1:
-            builder.room.take(start, count)
+        if builder.chunk_budget is not None and seq.due > 1:
+            builder.chunk_budget.take(start, count)
         seq.entered = seq.entered or self.clock()
         if seq.fresh_state:
             builder.reset(seq, self._biased)
@@ -249,13 +264,21 @@ class Scheduler:
             draws = [builder.draw(seq)]
             if seq.siblings:
                 draws += self._fork(seq, builder)
-            if settles(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
-                self.lanes.batch.join(seq, len(builder.rows))
+            if can_persist(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
+                self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
-        spans = seen_spans(seq, start, end, self.limits) if self.limits.whole or self.limits.joined else ()
-        sight = self.encoder.sight_of(seq, start, end) if any(s.shown for s in seq.request.spans) else BLIND
-        some = images, tuple(draws), targets, 0, pool, spans, sight
+        spans = (
+            bidirectional_spans(seq, start, end, self.limits)
+            if self.limits.whole or self.limits.bidirectional_images
+            else ()
+        )
+        cross_attention = (
+            self.encoder.cross_attention_of(seq, start, end)
+            if any(s.cross_attention_rows for s in seq.request.spans)
+            else NO_CROSS_ATTENTION
+        )
+        some = images, tuple(draws), targets, 0, pool, spans, cross_attention
         builder.rows.append(Row(seq.key, seq.slot, start, tokens, blocks, positions, *some))
         self.publish(seq)
 
@@ -279,7 +302,7 @@ class Scheduler:
             sibling.branch(seq, full, self.limits.block_size)
             self.pool.share(sibling.blocks)
             builder.reset(sibling, self._biased)
-            self.start_running(sibling, seq.lane)
+            self.start_running(sibling, seq.micro_batch)
             drawn.append(builder.draw(sibling))
             builder.scheduled.append(sibling)
             sibling.scheduled = builder.number
@@ -294,13 +317,18 @@ class Scheduler:
         A sequence that can compute little before an image is encoded stays in the queue, and others pass it.
         """
         size, at, self.held_back = self.limits.block_size, 0, 0
-        while at < len(self.waiting) and builder.open and self.admits and self.lanes.room(len(self.waiting) - at):
+        while (
+            at < len(self.waiting)
+            and builder.open
+            and self.admits
+            and self.micro_batches.can_admit(len(self.waiting) - at)
+        ):
             seq = self.waiting[at]
-            if self.fair is not None and self.fair.reserves(seq):
-                at = self.fair.other(self.waiting, at)
+            if self.fair is not None and self.fair.keeps_rows_from(seq):
+                at = self.fair.find_other(self.waiting, at)
                 continue
             if self.limits.long_from and seq.outgrows(self.limits.long_from):
-                seq.long, seq.chain = True, Chain(seq.request, size, long=True)
+                seq.long, seq.block_hashes = True, BlockHashChain(seq.request, size, long=True)
             hits = cached_blocks(seq, self.limits, self.pool)
             # With nothing running there is nothing to preempt, so the queue's head must not need more images at a time
             # than fit into the arena.
@@ -308,7 +336,7 @@ class Scheduler:
             if seq.request.spans and self.encoder.holds_back(seq, start, builder.vision, first):
                 self.held_back, at = self.held_back + 1, at + 1
                 continue
-            need = -(-len(seq.tokens) // size) - (spared(seq, hits, self.pool) if hits else 0)
+            need = -(-len(seq.tokens) // size) - (count_spared_blocks(seq, hits, self.pool) if hits else 0)
             if need > self.pool.free - builder.reserved:
                 return
             if not self.limits.chunked and len(seq.tokens) - start > builder.tokens:
@@ -319,13 +347,13 @@ class Scheduler:
             seq.slot = self.slots.pop()
             seq.fresh_state = True
             self.totals.prefix_queries += len(seq.tokens)
-            self.start_running(seq, self.lanes.now)
+            self.start_running(seq, self.micro_batches.current)
             self._advance(seq, builder)
 
-    def start_running(self, seq: Sequence, lane: int | None = None) -> None:
-        """Puts a sequence that has its slot among those that run; no ``lane``: into the one with the fewest."""
+    def start_running(self, seq: Sequence, micro_batch: int | None = None) -> None:
+        """Puts a sequence that has its slot among those that run; no ``micro_batch``: into the one with the fewest."""
         seq.status = SequenceStatus.RUNNING
-        self.lanes.enter(seq, self.lanes.least if lane is None else lane)
+        self.micro_batches.add(seq, self.micro_batches.smallest if micro_batch is None else micro_batch)
         self.order.start(seq, self.running)
 
     # Images
@@ -337,7 +365,7 @@ class Scheduler:
         key = seq.key_of(span)
         if key not in builder.vision.chosen:
             return False
-        while not self.arena.fits(span.held) and self._yields_rows(seq, builder):
+        while not self.arena.fits(span.arena_rows) and self._yields_rows(seq, builder):
             self._preempt(self.running[-1], builder)
         return self.encoder.encode(key, builder.vision, seq.key)
 
@@ -356,7 +384,7 @@ class Scheduler:
             self.park(victim)
 
     def park(self, seq: Sequence) -> bool:
-        """Takes blocks and slots from the beams that wait for ``seq``: they must not keep it from running."""
+        """Preempts waiting beams so that ``seq`` can run; returns whether any was preempted."""
         resting = [mate for mate in seq.mates if mate.resting]
         for mate in resting:
             self.leave(mate)
@@ -367,7 +395,7 @@ class Scheduler:
         self.totals.preemptions += seq.requeue
         seq.stats.preemptions += seq.requeue
         self.order.stop(seq, self.running)
-        self.lanes.gone(seq)
+        self.micro_batches.remove(seq)
         if seq.request.spans:
             self.arena.unpin_all(seq.key)
         if seq.opened:
@@ -394,5 +422,5 @@ class Scheduler:
         holders = [*self.running, *self.leaving]
         self.pool.check([seq.blocks for seq in holders])
         self.arena.check()
-        self.lanes.check(self.running)
+        self.micro_batches.check(self.running)
         check_holders(holders, self.waiting, self.slots, self.limits.block_size)

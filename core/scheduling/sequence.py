@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.pooling import ALL, FIRST, LAST, MEAN
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.masks.repetition import repeats
-from trencadis.core.masks.rule import Repetition
+from trencadis.core.checkpoint.pooling_config import ALL, FIRST, LAST, MEAN
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.masks.constraints import Repetition
+from trencadis.core.masks.repetition_detection import repeats
 from trencadis.core.request import Delta, Request, RequestStats, TokenLogprob
-from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.scheduling.random_numbers import uniform
 from trencadis.core.step import PENDING, Int32, Opening, Pooled, PoolSpan, Sample
 
 SHAPING = (Stage.PREFILL, Stage.DECODE, Stage.FRESH, Stage.CONTEXT, Stage.VISION)
@@ -67,13 +67,13 @@ class Sequence:
     limit: int  # outputs at most
     stops: frozenset[int]  # ids that end it
     banned: tuple[int, ...]  # ids masked until min_tokens
-    chain: Chain
+    block_hashes: BlockHashChain
     eos: tuple[int, ...] = ()  # ids that end a text
     unending: bool = False  # EOS is drawn only where its grammar leaves nothing else
     most: int = 0  # tokens that it has when its last output is drawn
     plain: bool = False  # a token of it is told by its id alone, and no rule looks at it
     positions: Int32 | None = None  # [3, prompt]
-    long: bool = False  # its keys turn by the table of long requests
+    long: bool = False  # its keys are rotated by the table of long requests
     siblings: list[Sequence] = field(default_factory=list)  # they branch off when the prompt is computed
     mates: list[Sequence] = field(default_factory=list)  # beam search: all beams of the request, this one among them
     drawn: bool = False  # a beam whose best next tokens are known; it waits until its group has chosen
@@ -84,20 +84,20 @@ class Sequence:
     pending: int = 0
     inflight: int = 0
     scheduled: int = 0  # number of the last Step that computes it
-    seat: int = -1  # its place in ``RunningBatch``; -1: none, so that a Step describes it by a Row
-    lane: int = 0  # while it runs: the steps that may name it
+    batch_row: int = -1  # its row in ``PersistentBatch``; -1: none, so that a Step describes it by a Row
+    micro_batch: int = 0  # while it runs: the steps that may name it
     requeue: bool = False
     ended: bool = False
     published: int = 0
     found: PrefixFound = NOTHING_FOUND
-    opened: bool = False  # the ranks' desks follow it
+    opened: bool = False  # the ranks' matchers follow it
     fresh_state: bool = True  # sampler state must be (re)built before its next sample
-    images_seen: set[int] = field(default_factory=set)
+    images_counted: set[int] = field(default_factory=set)
     entered: float = 0.0
     first: float = 0.0
     arrived: float = 0.0
-    place: float | None = None  # in virtual time, under fair scheduling
-    charged: float = 0.0  # tokens that its place was reckoned with
+    virtual_start: float | None = None  # in virtual time, under fair scheduling
+    charged: float = 0.0  # tokens that its virtual start was computed with
     stats: RequestStats = field(default_factory=RequestStats)
     first_buckets: tuple[Bucket, ...] = ()
     last_buckets: tuple[Bucket, ...] = ()
@@ -143,14 +143,14 @@ class Sequence:
         return f"{self.request.salt}\0{span.digest}" if self.request.salt else span.digest
 
     def outgrows(self, limit: int) -> bool:
-        """Whether it is too long for the rotary table that its keys turn by; ``limit`` 0: there is one table."""
+        """True if the sequence is too long for the rotary table of its keys; ``limit`` 0: there is one table."""
         return 0 < limit < len(self.tokens) and not self.long
 
     def positions_of(self, start: int, count: int) -> Int32:
         """Rotary positions int32 [3, count] of tokens [start, start + count)."""
         if self.positions is None:
             found = _on_all_axes(np.arange(start, start + count, dtype=np.int32))
-            if self.long:  # core/layers/rope.py
+            if self.long:  # core/layers/rotary_embedding.py
                 found[0] = 0
             return found
         return self._positions_from(self.positions, start, start + count)
@@ -169,7 +169,7 @@ class Sequence:
         return self.request.rule is not None and self.request.rule.masks
 
     def opening(self) -> Opening:
-        """What the ranks' desks must know to follow it from here on."""
+        """What the ranks' matchers must know to follow it from here on."""
         assert self.request.rule is not None and self.pending == 0
         stops = tuple(sorted(t for t in self.request.params.stop_token_ids if t in self.banned and t not in self.eos))
         endless = self.request.params.ignore_eos and not self.unending
@@ -231,13 +231,13 @@ class Sequence:
         self.blocks = seq.blocks[:count]
         self.computed, self.published = count * size, count
         self.entered = seq.entered
-        self.long, self.chain = seq.long, seq.chain.branch() if seq.long else self.chain
-        self.chain.behind(seq.chain, seq.tokens, count)
+        self.long, self.block_hashes = seq.long, seq.block_hashes.branch() if seq.long else self.block_hashes
+        self.block_hashes.continue_from(seq.block_hashes, seq.tokens, count)
         self.stats.cached_tokens = self.computed
 
     def repeats(self, pattern: Repetition | None) -> bool:
         """Whether its output ends in ``pattern`` again and again; not before min_tokens."""
-        end = self.known()
+        end = self.count_known()
         if pattern is None or end - self.prompt < self.request.params.min_tokens:
             return False
         return repeats(self.tokens[max(self.prompt, end - pattern.most * pattern.count) : end], pattern)
@@ -251,11 +251,11 @@ class Sequence:
         return self.stats
 
     def wait(self) -> None:
-        """Begins to wait; what it found of its start may have been of other tokens."""
+        """Resets the cached prefix lookup when the sequence starts to wait."""
         self.status, self.requeue, self.found = SequenceStatus.WAITING, False, NOTHING_FOUND
 
-    def known(self) -> int:
-        """Number of tokens whose id is on the host."""
+    def count_known(self) -> int:
+        """Number of tokens whose ids are known on the host."""
         return len(self.tokens) - self.pending
 
     def resolve(self, token: int) -> None:
@@ -306,6 +306,6 @@ def _on_all_axes(positions: Int32) -> Int32:
 
 
 @lru_cache(maxsize=64)
-def together(ids: tuple[int, ...], more: tuple[int, ...]) -> frozenset[int]:
+def shared_union(ids: tuple[int, ...], more: tuple[int, ...]) -> frozenset[int]:
     """Both as one set, which those that have the same share: a step looks into the set of each row."""
     return frozenset(ids) | frozenset(more)

@@ -56,9 +56,9 @@ class StepTimes:
     slot: float = 0.0
     last: float = 0.0
 
-    def room(self, rows: int, slots: int) -> ChunkRoom:
-        """For prompts of a step of ``rows`` that decode; ``slots``: of images that it may encode."""
-        return ChunkRoom(self, rows, self.decoding(rows) + self.slot * slots)
+    def chunk_budget(self, rows: int, slots: int) -> ChunkBudget:
+        """Returns the budget for prompt chunks in a step with ``rows`` decoding rows and ``slots`` image slots."""
+        return ChunkBudget(self, rows, self.decoding(rows) + self.slot * slots)
 
     def work(self, context: int, tokens: int) -> float:
         """The operations of ``tokens`` behind ``context`` others."""
@@ -71,19 +71,19 @@ class StepTimes:
         wanted = rows.bit_length()
         return self.decode[min(self.decode, key=lambda known: (abs(known - wanted), known))]
 
-    def place(self, tokens: int, rows: int) -> int:
-        """The place in ``sizes`` of a launch of ``tokens`` of prompts beside ``rows``."""
+    def size_index(self, tokens: int, rows: int) -> int:
+        """Returns the index in ``sizes`` of a launch of ``tokens`` prompt tokens and ``rows`` decoding rows."""
         return min(bisect_left(self.sizes, tokens + rows * self.mixed), len(self.sizes) - 1)
 
-    def unit(self, place: int) -> float | None:
+    def unit(self, index: int) -> float | None:
         """Seconds a unit of work in chunks of a size, or of the next smaller one, or larger one, that is known."""
-        below = [at for at in self.units if at <= place]
+        below = [at for at in self.units if at <= index]
         if below:
             return self.units[max(below)]
         return self.units[min(self.units)] if self.units else None
 
     def learn(self, did: StepWork, now: float, regular: bool = True) -> None:
-        """A step came back at ``now``; not ``regular``: it waited for a compiler and says nothing about others.
+        """Updates the averages with a finished step; steps that waited for a compiler (not ``regular``) are ignored.
 
         It began when it was submitted, or when the one before it came back if that was later.
         """
@@ -96,19 +96,19 @@ class StepTimes:
             return
         rest = max(seconds - self.decoding(max(did.rows, 1)), 0.05 * seconds)
         if did.slots:
-            chunk = (self.unit(self.place(did.tokens, did.rows)) or 0.0) * did.work
+            chunk = (self.unit(self.size_index(did.tokens, did.rows)) or 0.0) * did.work
             self.slot = _mean(self.slot or None, max(rest - chunk, 0.0) / did.slots)
             return
-        place = self.place(did.tokens, did.rows)
-        learned = self.units[place] = _mean(self.units.get(place), rest / did.work)
+        index = self.size_index(did.tokens, did.rows)
+        learned = self.units[index] = _mean(self.units.get(index), rest / did.work)
         for other, unit in self.units.items():
-            if other > place and unit > learned:
+            if other > index and unit > learned:
                 self.units[other] = unit + RECOVERY * (learned - unit)
 
 
 @dataclass(slots=True)
-class ChunkRoom:
-    """What prompts may still take of one step: everything where no row decodes, so that nobody waits for its end.
+class ChunkBudget:
+    """Budget for prompt chunks in one step; unlimited if no row decodes.
 
     Args:
         base: seconds that the step takes without prompts.
@@ -134,7 +134,7 @@ class ChunkRoom:
             count = min(size - beside - self.tokens, wanted)
             if count <= 0:
                 break
-            unit = times.unit(times.place(self.tokens + count, self.rows))
+            unit = times.unit(times.size_index(self.tokens + count, self.rows))
             if unit is None:
                 break
             if self.base + unit * (self.work + times.work(context, count)) <= times.target:
@@ -144,8 +144,8 @@ class ChunkRoom:
     def _smallest(self) -> int:
         """Tokens of the smallest launch beside the decoding rows that holds a chunk of the smallest size."""
         sizes, beside = self.times.sizes, self.rows * self.times.mixed
-        place = bisect_left(sizes, sizes[0] + beside)
-        return sizes[place] - beside if place < len(sizes) else sizes[0]
+        index = bisect_left(sizes, sizes[0] + beside)
+        return sizes[index] - beside if index < len(sizes) else sizes[0]
 
     def take(self, context: int, tokens: int) -> None:
         """A prompt got ``tokens``."""

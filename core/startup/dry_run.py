@@ -9,39 +9,39 @@ from dataclasses import dataclass, field
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage, capturable
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
+from trencadis.core.engine_stats import LedgerRow
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.ranks import shares
-from trencadis.core.launches.pipe import own_plan
-from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.executor.rank_info import can_share
+from trencadis.core.launches.stage_transfer import own_plan
 from trencadis.core.memory import graph_budget as budget
-from trencadis.core.memory import host_weights
-from trencadis.core.memory.asked_kv import check_kv_asked, kv_asked, kv_flag
-from trencadis.core.memory.estimate import Sized, before, costliest
-from trencadis.core.memory.graph_budget import GraphSelection, Price
-from trencadis.core.memory.host_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
+from trencadis.core.memory import weight_offload
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.memory.cpu_cache_plan import CacheOptions, CachePlan, arena_rows, arena_units, plan_cpu
+from trencadis.core.memory.estimate import MemoryEstimator, costliest_buckets, estimate_memory_in_use
+from trencadis.core.memory.graph_budget import GraphPrice, GraphSelection
 from trencadis.core.memory.input_bytes import attending
 from trencadis.core.memory.ledger import (
     POOLS,
-    Before,
-    Division,
+    DeviceTooSmall,
     GraphSettings,
     Ledger,
-    NoRoom,
-    check_room,
-    divide,
+    MemoryInUse,
+    MemorySplit,
+    check_capacity,
+    divide_memory,
     pool_of,
     unused_line,
     utilisation_that_fits,
 )
-from trencadis.core.memory.measured import Measured
-from trencadis.core.memory.units import gib
-from trencadis.core.report import LedgerRow
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
-from trencadis.core.startup import host_side
-from trencadis.core.startup.crossing import smaller
-from trencadis.core.startup.forms import check_kv, form_notes
+from trencadis.core.memory.measurement_cache import Measurements
+from trencadis.core.memory.requested_kv import check_requested_kv, kv_flag, requested_kv_bytes
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.startup import host_offload
+from trencadis.core.startup.cross_attention_checks import suggest_smaller_settings
+from trencadis.core.startup.format_checks import check_kv_format, format_notes
 
 BUILT_FOR_FEW = 128, 2048
 BUILT_FOR_MANY = 256, 8192
@@ -62,7 +62,7 @@ class PlannedDevice:
 
 
 @dataclass(frozen=True)
-class Planned:
+class StartupPlan:
     """Everything that is known before weights are loaded.
 
     ``formula``: names of figures that were not measured. ``host``: what lies in host memory, of all ranks.
@@ -70,10 +70,10 @@ class Planned:
 
     plan: Plan
     limits: ShapeLimits
-    sized: Sized
+    estimator: MemoryEstimator
     ledger: Ledger
     settings: GraphSettings
-    prices: tuple[Price, ...]
+    prices: tuple[GraphPrice, ...]
     selection: GraphSelection
     seconds: Mapping[Bucket, float]
     formula: tuple[str, ...]
@@ -84,7 +84,7 @@ class Planned:
     @property
     def concurrency(self) -> float:
         """Requests of the full model length that the KV cache holds at a time."""
-        return self.ledger.division.blocks * self.limits.block_size / self.limits.max_model_len
+        return self.ledger.memory_split.blocks * self.limits.block_size / self.limits.max_model_len
 
 
 def graph_settings(config: EngineConfig, policy: Policy) -> GraphSettings:
@@ -124,7 +124,7 @@ def shape_limits(config: EngineConfig, model: ModelConfig, policy: Policy, image
         least_slots=max(images.least_slots, 1),
         image_tile=images.tile,
         squares=images.squares,
-        pictures=tuple((one, low or together, high or together) for one, low, high in images.pictures),
+        images=tuple((one, low or together, high or together) for one, low, high in images.images),
         units=arena_units(model, config.encoder_cache_images, config.max_num_seqs or seqs) if images.slots else 0,
     )
 
@@ -136,26 +136,40 @@ class DryRun:
     config: EngineConfig
     model: ModelConfig
     policy: Policy
-    asked: BucketOptions
+    bucket_options: BucketOptions
     images: ImageNeeds
     device: PlannedDevice
-    measured: Measured | None = None
+    measured: Measurements | None = None
     at_most: int = 0
 
     @property
-    def sized(self) -> Sized:
+    def estimator(self) -> MemoryEstimator:
         """The model on one device."""
         device, policy, asked = self.device, self.policy, self.config
         block, inputs = asked.block_size or policy.block_sizes[0], attending(policy, asked.attention_backend)
-        graphs, form, seen = policy.graph_memory, policy.quantised, policy.seen_work
-        return Sized(self.model, device.itemsize, device.ranks, inputs, block, graphs, form, policy.aligned, seen)
+        graphs, weight_format, cross_attention_bytes = (
+            policy.graph_memory,
+            policy.quantised,
+            policy.cross_attention_bytes,
+        )
+        return MemoryEstimator(
+            self.model,
+            device.itemsize,
+            device.ranks,
+            inputs,
+            block,
+            graphs,
+            weight_format,
+            policy.aligned,
+            cross_attention_bytes,
+        )
 
     @property
     def multimodal(self) -> bool:
         """Whether text and VISION graphs share the bytes for prompts."""
-        return self.model.sees
+        return self.model.encodes_images
 
-    def planned(self) -> Planned:
+    def plan_startup(self) -> StartupPlan:
         """The plan and the ledger of one device.
 
         A model length that the user did not ask for is lowered to what the KV cache holds.
@@ -164,8 +178,8 @@ class DryRun:
             StartupError: it does not fit; the line names the setting that would.
         """
         try:
-            return self._planned()
-        except NoRoom as error:
+            return self._plan_with_graphs()
+        except DeviceTooSmall as error:
             raise StartupError(f"{error}; {self._remedy(error.blocks)}.") from None
 
     def _remedy(self, blocks: int) -> str:
@@ -176,49 +190,55 @@ class DryRun:
         if blocks > 0:
             shorter = dataclasses.replace(config, max_model_len=blocks * limits.block_size)
             trials.append((f"--max-model-len {shorter.max_model_len}", dataclasses.replace(self, config=shorter)))
-        for setting, changed in smaller(limits).items():
+        for setting, changed in suggest_smaller_settings(limits).items():
             trials.append((setting, dataclasses.replace(self, config=dataclasses.replace(config, **changed))))
-        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and shares(self.model, n)):
+        for ranks in (n for n in (2, 4, 8, 16) if n > self.device.ranks and can_share(self.model, n)):
             device = dataclasses.replace(self.device, ranks=ranks)
             trials.append((f"--tensor-parallel-size {ranks}", dataclasses.replace(self, config=config, device=device)))
         for setting, start in trials:
             try:
-                start._planned()
+                start._plan_with_graphs()
             except StartupError:
                 continue
             return f"{setting} --gpu-memory-utilization 1.0 fits"
         return "more devices, or smaller image limits (max_pixels in --mm-processor-kwargs), would be needed"
 
-    def _planned(self) -> Planned:
-        check_kv(self.device.name, self.model, self.policy)
-        host_side.check(self.config, self.policy, self.device.name)
+    def _plan_with_graphs(self) -> StartupPlan:
+        check_kv_format(self.device.name, self.model, self.policy)
+        host_offload.check_offload(self.config, self.policy, self.device.name)
         limits = shape_limits(self.config, self.model, self.policy, self.images)
         if self.at_most:
             limits = dataclasses.replace(limits, max_model_len=min(self.at_most, limits.max_model_len))
         if not self.policy.rules:
-            return self._unplanned(limits)
+            return self._plan_without_graphs(limits)
         plan = self._plan(limits)
         settings = self._settings(plan)
         notes: list[str] = []
         if self.config.max_model_len is None:
             shorter = self._longest(limits, settings)
             if shorter.max_model_len < limits.max_model_len:
-                notes.append(self._lowered(limits, plan, settings, shorter.max_model_len))
+                notes.append(self._note_lowered_length(limits, plan, settings, shorter.max_model_len))
                 limits, plan = shorter, self._plan(shorter)
-        ledger = self._room(plan, limits, settings)
+        ledger = self._ledger_without_graphs(plan, limits, settings)
         prices = self._prices(plan)
         wanted = [p for p in prices if capturable(self.policy, p.bucket) and not settings.eager]
-        selection = budget.choose(wanted, ledger.division, settings, self.policy.pool_cost)
+        selection = budget.select_graphs(wanted, ledger.memory_split, settings, self.policy.pool_cost)
         ledger = dataclasses.replace(ledger, spent=dict(selection.spent))
         mode = self.policy.graphless
         notes += [f"graphs: none in {mode}; VLLM_GRAPH_RESERVED_MEM counts 0 there."] if mode else []
         advice = self._advice(limits, ledger, selection, wanted, settings)
-        forms = form_notes(self.model, self.device.itemsize, self.policy)
-        lines = (*plan.notes, *notes, *forms, *host_side.notes(self.config, self.sized, limits.block_size), *advice)
-        return Planned(
+        forms = format_notes(self.model, self.device.itemsize, self.policy)
+        lines = (
+            *plan.notes,
+            *notes,
+            *forms,
+            *host_offload.offload_notes(self.config, self.estimator, limits.block_size),
+            *advice,
+        )
+        return StartupPlan(
             plan,
             limits,
-            self.sized,
+            self.estimator,
             ledger,
             settings,
             tuple(prices),
@@ -227,11 +247,11 @@ class DryRun:
             self._formula(plan, limits),
             lines,
             self._arena_rows(limits),
-            host_side.rows(self.config, self.sized, limits.block_size),
+            host_offload.offload_rows(self.config, self.estimator, limits.block_size),
         )
 
     def _plan(self, limits: ShapeLimits) -> Plan:
-        return own_plan(make_plan(self.policy, limits, self.asked, self.model), self.model.share)
+        return own_plan(make_plan(self.policy, limits, self.bucket_options, self.model), self.model.share)
 
     def _settings(self, plan: Plan) -> GraphSettings:
         """The configured shares, or with ``--graph-memory auto`` 1.1 x each pool's measured need."""
@@ -242,15 +262,15 @@ class DryRun:
         prices = [p for p in self._prices(plan) if capturable(self.policy, p.bucket)]
         by_pool = [[p for p in prices if pool_of(p.bucket.stage) == pool] for pool in POOLS]
         text, vision, decode = (-(-11 * budget.set_cost(found, self.policy.pool_cost) // 10) for found in by_pool)
-        return dataclasses.replace(settings, asked=(text, vision, decode))
+        return dataclasses.replace(settings, requested=(text, vision, decode))
 
-    def _prices(self, plan: Plan) -> list[Price]:
+    def _prices(self, plan: Plan) -> list[GraphPrice]:
         """The price of every planned graph: measured, or by a formula that measurements scale."""
         rule, known = self.policy.pool_cost, self.measured.graphs if self.measured else {}
-        formulas = [self.sized.price(b, rule) for b in plan.buckets]
-        return budget.prices_by(known, formulas, lambda b: self.sized.price(b, rule).alone, rule)
+        formulas = [self.estimator.price(b, rule) for b in plan.buckets]
+        return budget.prices_by(known, formulas, lambda b: self.estimator.price(b, rule).alone, rule)
 
-    def _unplanned(self, limits: ShapeLimits) -> Planned:
+    def _plan_without_graphs(self, limits: ShapeLimits) -> StartupPlan:
         """The plan of a device without graphs, whose KV cache follows the CPU's rule."""
         wanted = CacheOptions(
             limits.block_size, limits.max_rows, self.config.max_model_len, self.config.kv_cache_memory_bytes,
@@ -262,18 +282,18 @@ class DryRun:
         limits = dataclasses.replace(limits, max_model_len=found.max_model_len)
         plan, settings = self._plan(limits), dataclasses.replace(graph_settings(self.config, self.policy), eager=True)
         ledger = self._host_ledger(plan, limits, found)
-        selection = budget.choose([], ledger.division, settings, self.policy.pool_cost)
+        selection = budget.select_graphs([], ledger.memory_split, settings, self.policy.pool_cost)
         notes, missing = [*plan.notes, *found.notes], -dict(ledger.rows())["margin"]
-        notes += form_notes(self.model, self.device.itemsize, self.policy)
-        notes += host_side.notes(self.config, self.sized, limits.block_size)
+        notes += format_notes(self.model, self.device.itemsize, self.policy)
+        notes += host_offload.offload_notes(self.config, self.estimator, limits.block_size)
         if self.device.ranks > 1:
             notes.append(f"{self.device.ranks} ranks share this memory: {ONE_RANK}.")
         if missing > 0:
             notes.append(f"{gib(missing)} are missing: lower --max-num-batched-tokens or --kv-cache-memory-bytes.")
-        return Planned(
+        return StartupPlan(
             plan,
             limits,
-            self.sized,
+            self.estimator,
             ledger,
             settings,
             (),
@@ -286,37 +306,41 @@ class DryRun:
 
     def _host_ledger(self, plan: Plan, limits: ShapeLimits, found: CachePlan) -> Ledger:
         """The rows of one rank; the machine's other ranks take as much each and count as other use."""
-        taken = before(self.sized, plan, limits, self.device.total, self.device.others, found.arena_rows)
+        taken = estimate_memory_in_use(
+            self.estimator, plan, limits, self.device.total, self.device.others, found.arena_rows
+        )
         step = Bucket(Stage.PREFILL, (limits.max_tokens, limits.max_rows))
-        taken = dataclasses.replace(taken, activations=self.sized.activations(step, limits.block_size))
-        kv = (found.num_blocks + RESERVED_BLOCKS) * self.sized.block_bytes(limits.block_size)
+        taken = dataclasses.replace(taken, activations=self.estimator.activations(step, limits.block_size))
+        kv = (found.num_blocks + RESERVED_BLOCKS) * self.estimator.block_bytes(limits.block_size)
         shared = (self.device.ranks - 1) * (taken.taken - taken.others + kv)
         taken = dataclasses.replace(taken, others=taken.others + shared)
-        return Ledger(taken, Division(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
+        return Ledger(taken, MemorySplit(max(taken.free, 0), 0, kv, found.num_blocks, 0, 0, 0))
 
-    def _room(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
+    def _ledger_without_graphs(self, plan: Plan, limits: ShapeLimits, settings: GraphSettings) -> Ledger:
         """The ledger without graphs, whose KV cache holds one full-length request."""
-        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+        taken, block = self._memory_in_use(plan, limits), self.estimator.block_bytes(limits.block_size)
         args = (taken, self.config.gpu_memory_utilization, self.policy.utilisation_of, settings, block, self.multimodal)
-        division = check_room(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
-        asked = kv_asked(self.config, block)
+        memory_split = check_capacity(*args, needed=limits.row_blocks, max_model_len=limits.max_model_len)
+        asked = requested_kv_bytes(self.config, block)
         if asked is not None:
             flag = kv_flag(self.config)
-            check_kv_asked(flag, asked, division)
-            division = divide(*args, kv_bytes=asked)
-            if division.blocks < limits.row_blocks:
+            check_requested_kv(flag, asked, memory_split)
+            memory_split = divide_memory(*args, kv_bytes=asked)
+            if memory_split.blocks < limits.row_blocks:
                 raise StartupError(
-                    f"{flag} holds {division.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
+                    f"{flag} holds {memory_split.blocks} blocks; one request of --max-model-len {limits.max_model_len} "
                     f"needs {limits.row_blocks}, padding {RESERVED_BLOCKS} more."
                 )
-        return Ledger(taken, division)
+        return Ledger(taken, memory_split)
 
     def _holds(self, limits: ShapeLimits, settings: GraphSettings) -> bool:
         """Whether the KV cache holds one full-length request under ``limits``."""
-        taken, block = self._before(self._plan(limits), limits), self.sized.block_bytes(limits.block_size)
+        taken, block = self._memory_in_use(self._plan(limits), limits), self.estimator.block_bytes(limits.block_size)
         utilisation, of = self.config.gpu_memory_utilization, self.policy.utilisation_of
-        asked = kv_asked(self.config, block)
-        return divide(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+        asked = requested_kv_bytes(self.config, block)
+        return (
+            divide_memory(taken, utilisation, of, settings, block, self.multimodal, asked).blocks >= limits.row_blocks
+        )
 
     def _longest(self, limits: ShapeLimits, settings: GraphSettings) -> ShapeLimits:
         """``limits`` with the longest model length, in whole blocks, that fits the KV cache; unchanged if none does."""
@@ -333,13 +357,13 @@ class DryRun:
         wanted = CacheOptions(limits.block_size, limits.max_rows, arena_images=self.config.encoder_cache_images)
         return arena_rows(self.model, wanted, self.images.tokens, limits.max_model_len)
 
-    def _before(self, plan: Plan, limits: ShapeLimits) -> Before:
+    def _memory_in_use(self, plan: Plan, limits: ShapeLimits) -> MemoryInUse:
         rows = self._arena_rows(limits)
-        taken = before(self.sized, plan, limits, self.device.total, self.device.others, rows)
+        taken = estimate_memory_in_use(self.estimator, plan, limits, self.device.total, self.device.others, rows)
         graphs, copying = not graph_settings(self.config, self.policy).eager, self._copying
         copies, moved = (
-            self.sized.copies(copying, limits.block_size, graphs),
-            host_weights.moved(self.config, self.sized),
+            self.estimator.copies(copying, limits.block_size, graphs),
+            weight_offload.plan_offload(self.config, self.estimator),
         )
         taken = dataclasses.replace(taken, weights=taken.weights - moved.bytes, copies=copies + moved.buffers)
         return dataclasses.replace(taken, activations=self._activations(plan, limits)[0])
@@ -354,14 +378,14 @@ class DryRun:
         known = self.measured.activations if self.measured else {}
 
         def formula(bucket: Bucket) -> int:
-            return self.sized.activations(bucket, limits.block_size)
+            return self.estimator.activations(bucket, limits.block_size)
 
-        chosen = costliest(plan, formula)
+        chosen = costliest_buckets(plan, formula)
         most = max((known.get(b) or formula(b) for b in chosen), default=0)
-        return max(most, self.sized.copying(self._copying, limits.block_size)), all(b in known for b in chosen)
+        return max(most, self.estimator.copying(self._copying, limits.block_size)), all(b in known for b in chosen)
 
-    def _lowered(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
-        taken, block = self._before(plan, limits), self.sized.block_bytes(limits.block_size)
+    def _note_lowered_length(self, limits: ShapeLimits, plan: Plan, settings: GraphSettings, length: int) -> str:
+        taken, block = self._memory_in_use(plan, limits), self.estimator.block_bytes(limits.block_size)
         of = self.policy.utilisation_of
         larger = utilisation_that_fits(taken, of, settings, block, self.multimodal, limits.row_blocks)
         hint = f"; --gpu-memory-utilization {larger:.2f} would hold it" if larger else ""
@@ -372,29 +396,29 @@ class DryRun:
         limits: ShapeLimits,
         ledger: Ledger,
         selection: GraphSelection,
-        prices: list[Price],
+        prices: list[GraphPrice],
         settings: GraphSettings,
     ) -> list[str]:
         """Lines about a graph budget that is too small or too large."""
         if settings.eager:
             return []
-        block = self.sized.block_bytes(limits.block_size)
+        block = self.estimator.block_bytes(limits.block_size)
         least = (limits.row_blocks + RESERVED_BLOCKS) * block
         rule = self.policy.pool_cost
-        holds = budget.reserve_that_holds(prices, ledger.division, settings, rule, self.multimodal, least)
-        lines = [budget.exhausted_line(selection, holds, ledger.division)]
-        if settings.asked is None and holds is not None and not selection.missing:
+        holds = budget.reserve_that_holds(prices, ledger.memory_split, settings, rule, self.multimodal, least)
+        lines = [budget.exhausted_line(selection, holds, ledger.memory_split)]
+        if settings.requested is None and holds is not None and not selection.missing:
             lines.append(unused_line(ledger, block, settings.reserved, holds))
         return [line for line in lines if line]
 
     def _seconds(self, plan: Plan) -> dict[Bucket, float]:
         """Seconds of compiling and capturing each bucket."""
         known = self.measured.seconds if self.measured else {}
-        return {b: known.get(b, self.sized.seconds(b)) for b in plan.buckets}
+        return {b: known.get(b, self.estimator.seconds(b)) for b in plan.buckets}
 
     def _formula(self, plan: Plan, limits: ShapeLimits) -> tuple[str, ...]:
         """Names of the figures that were not measured."""
-        m = self.measured or Measured()
+        m = self.measured or Measurements()
         activations = self._activations(plan, limits)[1]
         known = {"graphs": bool(m.graphs), "warm-up seconds": bool(m.seconds), "activations": activations}
         return tuple(name for name, value in known.items() if not value)

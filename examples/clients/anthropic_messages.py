@@ -1,7 +1,7 @@
-"""anthropic: an answer at once, the same as it is written, a picture, and a prompt's tokens."""
+"""anthropic: an answer at once, the same as it is written, an image, and a prompt's tokens."""
 
 from anthropic import Anthropic
-from connect import options, picture_base64
+from connect import image_base64, options
 
 o = options()
 client = Anthropic(base_url=o.server, api_key=o.key)
@@ -17,7 +17,7 @@ with client.messages.stream(model=o.model, max_tokens=60, messages=talk) as stre
 print("\nstop_reason:", stream.get_final_message().stop_reason)
 
 picture = [
-    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture_base64()}},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image_base64()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 seen = client.messages.create(model=o.model, max_tokens=40, messages=[{"role": "user", "content": picture}])

@@ -1,4 +1,4 @@
-"""What every example needs: the server's address, the model's name, a picture, a tool."""
+"""What every example needs: the server's address, the model's name, an image, a tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parents[2] / "assets" / "demo_picture.png"
-"""A red circle, a blue square and others; any picture does."""
+"""A red circle, a blue square and others; any image does."""
 
 
 def options() -> argparse.Namespace:
@@ -34,14 +34,14 @@ def first_model(base_url: str, key: str) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-def picture_base64() -> str:
-    """The picture's bytes in base64."""
+def image_base64() -> str:
+    """The image's bytes in base64."""
     return base64.b64encode(PICTURE.read_bytes()).decode()
 
 
-def picture_url() -> str:
-    """The picture as a data URL."""
-    return f"data:image/png;base64,{picture_base64()}"
+def image_url() -> str:
+    """The image as a data URL."""
+    return f"data:image/png;base64,{image_base64()}"
 
 
 def get_weather(city: str) -> str:

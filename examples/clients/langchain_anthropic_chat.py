@@ -1,6 +1,6 @@
-"""langchain-anthropic: text, a stream, a picture, and a tool that is called."""
+"""langchain-anthropic: text, a stream, an image, and a tool that is called."""
 
-from connect import get_weather, options, picture_base64
+from connect import get_weather, image_base64, options
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -12,7 +12,7 @@ print("answer:", model.invoke("Who are you?").text)
 print("stream:", "".join(chunk.text for chunk in model.stream("Who are you?")))
 
 picture = [
-    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture_base64()}},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image_base64()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 print("picture:", model.invoke([HumanMessage(picture)]).text)

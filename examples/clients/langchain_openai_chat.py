@@ -1,6 +1,6 @@
-"""langchain-openai: text, a stream, a picture, and a tool that is called."""
+"""langchain-openai: text, a stream, an image, and a tool that is called."""
 
-from connect import get_weather, options, picture_url
+from connect import get_weather, image_url, options
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -12,7 +12,7 @@ print("answer:", model.invoke("Who are you?").content)
 print("stream:", "".join(chunk.content for chunk in model.stream("Who are you?")))
 
 picture = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 print("picture:", model.invoke([HumanMessage(picture)]).content)

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from connect import options, picture_url
+from connect import image_url, options
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 
 class Finding(BaseModel):
-    """A shape in a picture."""
+    """A shape in an image."""
 
     shape: Literal["circle", "square", "triangle", "star", "heart"]
     colour: Literal["red", "green", "blue"]
@@ -18,7 +18,7 @@ class Finding(BaseModel):
 o = options()
 model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_completion_tokens=400, temperature=0)
 picture = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 for method in ("json_schema", "function_calling"):

@@ -1,11 +1,11 @@
-"""LiteLLM: text, a stream, a picture, and a tool that is called."""
+"""LiteLLM: text, a stream, an image, and a tool that is called."""
 
 import os
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks a server for prices
 
 import litellm
-from connect import options, picture_url
+from connect import image_url, options
 
 o = options()
 where = {"model": f"openai/{o.model}", "api_base": o.base_url, "api_key": o.key, "max_tokens": 100, "temperature": 0}
@@ -15,7 +15,7 @@ stream = litellm.completion(messages=talk, stream=True, **where)
 print("stream:", "".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
 picture = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 answer = litellm.completion(messages=[{"role": "user", "content": picture}], **where)

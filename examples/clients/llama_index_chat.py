@@ -1,4 +1,4 @@
-"""LlamaIndex: text, a stream, a picture, and a tool that is called."""
+"""LlamaIndex: text, a stream, an image, and a tool that is called."""
 
 from connect import PICTURE, get_weather, options
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock

@@ -1,6 +1,6 @@
-"""openai: an answer at once, the same answer as it is written, and a question about a picture."""
+"""openai: an answer at once, the same answer as it is written, and a question about an image."""
 
-from connect import options, picture_url
+from connect import image_url, options
 from openai import OpenAI
 
 o = options()
@@ -22,7 +22,7 @@ for chunk in stream:
         print(f"\n{chunk.usage.completion_tokens} tokens; at once: {answer.usage.completion_tokens}")
 
 content = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 seen = client.chat.completions.create(

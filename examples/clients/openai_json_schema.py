@@ -3,7 +3,7 @@
 import json
 from typing import Literal
 
-from connect import options, picture_url
+from connect import image_url, options
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -18,7 +18,7 @@ class Finding(BaseModel):
 o = options()
 client = OpenAI(base_url=o.base_url, api_key=o.key)
 content = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 answer = client.chat.completions.parse(

@@ -2,7 +2,7 @@
 
 import json
 
-from connect import options, picture_url
+from connect import image_url, options
 from openai import OpenAI
 
 o = options()
@@ -21,7 +21,7 @@ tools = [
     }
 ]  # fmt: skip
 content = [
-    {"type": "image_url", "image_url": {"url": picture_url()}},
+    {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 for choice in ("required", {"type": "function", "function": {"name": "report"}}):

@@ -1,6 +1,6 @@
-"""openai's Responses: text, its events, a picture, a call and its result."""
+"""openai's Responses: text, its events, an image, a call and its result."""
 
-from connect import get_weather, options, picture_url
+from connect import get_weather, image_url, options
 from openai import OpenAI
 
 o = options()
@@ -20,7 +20,7 @@ with client.responses.stream(input="Who are you?", **ask) as stream:
 print("\nevents:", kinds[0], "...", kinds[-1])
 
 picture = [
-    {"type": "input_image", "image_url": picture_url(), "detail": "auto"},
+    {"type": "input_image", "image_url": image_url(), "detail": "auto"},
     {"type": "input_text", "text": "What shape is the red one?"},
 ]
 print("picture:", client.responses.create(input=[{"role": "user", "content": picture}], **ask).output_text)

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.checkpoint.decoder_fields import full_attention, gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families.llama import PREFIXES
-from trencadis.core.models.family import BARE, GENERATE, Described, Family, StoredNames
+from trencadis.core.models.family import BARE, GENERATE, Family, ParsedConfig, StoredNames
 
 
-def multiplier(c: Fields, key: str) -> float:
+def multiplier(c: JsonFields, key: str) -> float:
     """A positive number; transformers' default of each is 1."""
     return c.number(key, 0, 1e6, 1.0, above=True)
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """GraniteConfig."""
     full_attention(c)
     bias, mlp = c.boolean("attention_bias", False), c.boolean("mlp_bias", False)
     text = gated_decoder(c, heads_of(c, absent=True), tied, positions=2048, qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
     # ``attention_multiplier`` stands in the place of head_dim ** -0.5; what a rotary type does to scores stays.
     rotary = text.score_scale * text.head_dim**0.5
-    return Described(
+    return ParsedConfig(
         replace(
             text,
             scale=rotary * multiplier(c, "attention_multiplier"),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trencadis.core.checkpoint.decoder_fields import gated_decoder, heads_of
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import RMS_ONE
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import DECODER_PREFIXES
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import Prepared
-from trencadis.multimodal.texts import PARTS
-from trencadis.multimodal.tiles.config import SiglipTower
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES, SIGLIP, placeholder, tile_fields
+from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.vit.config import SiglipVisionConfig
+from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, SIGLIP, read_image_token, read_vit_fields
 
 GEMMA = {
     "vocab_size": 257152, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
@@ -22,12 +22,12 @@ GEMMA = {
 IMAGE_TOKEN = 256000
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """PaliGemmaConfig."""
     c.only("model_type", ("gemma",), "gemma")
-    if c.given("use_bidirectional_attention"):
+    if c.is_given("use_bidirectional_attention"):
         c.only("use_bidirectional_attention", (True,))
-    held = c.over(GEMMA)
+    held = c.with_defaults(GEMMA)
     heads, bias = heads_of(held, default=256), c.boolean("attention_bias", False)
     text = gated_decoder(
         held, heads, tied, positions=8192, act=("hidden_act", "gelu_pytorch_tanh"), qkv_bias=bias, out_bias=bias,
@@ -35,19 +35,20 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
     )  # fmt: skip
     root.only("projection_dim", (text.hidden,), 2048)
     v = root.within("vision_config")
-    vision = SiglipTower(**tile_fields(v, ("siglip_vision_model",), SIGLIP, text.hidden), projector="")
-    c.only("num_image_tokens", (vision.tokens,), vision.tokens)
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
+    vision = SiglipVisionConfig(**read_vit_fields(v, ("siglip_vision_model",), SIGLIP, text.hidden), projector="")
+    c.only("num_image_tokens", (vision.rows_per_tile,), vision.rows_per_tile)
+    return ParsedConfig(text, vision, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
 
 
 def expand(
-    tokens: Sequence[int], image_token: int, media: Sequence[Prepared], places: Sequence[int], video_token: int = -1,
+    tokens: Sequence[int], image_token: int, media: Sequence[PreparedImage], places: Sequence[int],
+    video_token: int = -1,
     encode: Callable[[str], list[int]] | None = None,
 ) -> tuple[list[int], list[MediaSpan]]:  # fmt: skip
-    """A prompt is its pictures, the token that begins a text, the text, the end of a line."""
+    """A prompt is its images, the token that begins a text, the text, the end of a line."""
     assert encode is not None
     begin, end = encode("<bos>"), encode("\n")
-    first = len(begin) if list(tokens[:1]) == begin else 0  # the tokenizer's own, before the pictures
+    first = len(begin) if list(tokens[:1]) == begin else 0  # the tokenizer's own, before the images
     text = places[-1] + 1
     behind = list(tokens[text:])
     behind = [*([] if behind[:1] == begin else begin), *behind, *([] if behind[-1:] == end else end)]
@@ -68,13 +69,13 @@ FAMILY = Family(
             "vision_tower.": "visual.",
             "model.multi_modal_projector.linear.": "visual.projector.linear_1.",
             "multi_modal_projector.linear.": "visual.projector.linear_1.",
-            **PARTS,
+            **DECODER_PREFIXES,
         },
         (*BLOCK_NAMES, ("visual.post_layernorm.", "visual.last_norm.")),
     ),
     make="paligemma_tower:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.tiles.processor:image_needs",
+        needs="trencadis.multimodal.vit.processor:image_needs",
         sizes="paligemma_processor:image_sizes",
         processor="paligemma_processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

@@ -6,9 +6,9 @@ from paligemma_processor import colours_of
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.tiles.model import TileModel
+from trencadis.multimodal.vit.model import TileVisionModel
 
 
-def make(config: ModelConfig, backend: Backend) -> TileModel:
-    """The factory that the family's record names. SigLIP is what ``TileModel`` is without a family's changes."""
-    return TileModel(config, backend, colours_of(config))
+def make(config: ModelConfig, backend: Backend) -> TileVisionModel:
+    """The factory that the family's record names. SigLIP is what ``TileVisionModel`` is without a family's changes."""
+    return TileVisionModel(config, backend, colours_of(config))

@@ -1,4 +1,4 @@
-"""A picture and a question, by the bundled demo or the checkpoint that the command line names."""
+"""An image and a question, by the bundled demo or the checkpoint that the command line names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trencadis import LLM, SamplingParams
 
 
 def drawn() -> Image.Image:
-    """A picture to ask about."""
-    picture = Image.new("RGB", (300, 200), "white")
-    ImageDraw.Draw(picture).ellipse((90, 40, 210, 160), fill="red")
-    return picture
+    """An image to ask about."""
+    image = Image.new("RGB", (300, 200), "white")
+    ImageDraw.Draw(image).ellipse((90, 40, 210, 160), fill="red")
+    return image
 
 
 def main(model: str = "") -> str:
@@ -23,7 +23,7 @@ def main(model: str = "") -> str:
         chat = [{"role": "user", "content": [{"type": "image", "image": drawn()}, words]}]
         (output,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=32))
     print(output.outputs[0].text)
-    print(f"{output.num_image_tokens} of {len(output.prompt_token_ids)} prompt tokens are the picture's")
+    print(f"{output.num_image_tokens} of {len(output.prompt_token_ids)} prompt tokens are the image's")
     return output.outputs[0].text
 
 

@@ -1,1 +1,1 @@
-"""Gemma-3 with pictures: SigLIP's tower, means of its patches, tokens of a picture that see each other."""
+"""Gemma-3 with images: SigLIP's tower, means of its patches, tokens of an image that see each other."""

@@ -6,27 +6,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trencadis.core.checkpoint.vision_config import SharedMatrix
-from trencadis.multimodal.tiles.config import SiglipTower
+from trencadis.multimodal.vit.config import SiglipVisionConfig
 
 
 @dataclass(frozen=True)
-class MeanTower(SiglipTower):
-    """A picture is one tile without a class token; a row is the mean of a cell's patches, normed and projected."""
+class Gemma3VisionConfig(SiglipVisionConfig):
+    """Configuration of Gemma-3's SigLIP tower: an image is one tile; a row is the normed and projected mean of a
+    cell's patches.
+    """
 
     @property
-    def projection(self) -> int:
+    def projector_weights(self) -> int:
         """Weights of the projector, which no checkpoint quantises."""
         return self.hidden * self.out_hidden
 
-    def exit_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+    def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
         yield from ()
 
-    def _exit(self) -> int:
-        return self.projection
+    def _projector_weights(self) -> int:
+        return self.projector_weights
 
-    def beside(self, ranks: int) -> int:
+    def other_weights(self, ranks: int) -> int:
         """The table of places, the last norm and the projector, whole on every rank."""
-        return (self.side**2 + 1) * self.hidden + self.norm + self.projection
+        return (self.side**2 + 1) * self.hidden + self.norm_weights + self.projector_weights
 
     def tables(self, unit: int = 1) -> int:
         """Besides, the projector's norm: weights of 1 and a fraction are float32."""

@@ -1,4 +1,4 @@
-"""Gemma-3 with pictures as a family: the text models' decoder, SigLIP's tower, means of its patches."""
+"""Gemma-3 with images as a family: the text models' decoder, SigLIP's tower, means of its patches."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import gemma3
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.gemma3.config import MeanTower
-from trencadis.multimodal.texts import PREFIXES
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES, SIGLIP, tile_fields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.multimodal.hf_text_config import PREFIXES
+from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, SIGLIP, read_vit_fields
 
-TEXT: Mapping[str, Any] = {
+TEXT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 """Gemma3TextConfig's values of keys that the hub's text_config leaves out."""
 
-TOKENS = {"placed_token_id": ("boi_token", 255_999), "image_token_id": ("image_token", 262_144)}
+MEDIA_TOKENS = {"placed_token_id": ("boi_token", 255_999), "image_token_id": ("image_token", 262_144)}
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Gemma3Config."""
     if c is root:
         root.refuse("text_config", "it must be an object")
     c.only("model_type", ("gemma3_text",), "gemma3_text")
-    text = replace(gemma3.describe(root, c.over(TEXT), tied).text, joined=True)
-    media = {key: _token(root, name, default, text.vocab) for key, (name, default) in TOKENS.items()}
-    return Described(text, _vision(root, root.within("vision_config"), text.hidden), media)
+    text = replace(gemma3.describe(root, c.with_defaults(TEXT_DEFAULTS), tied).text, bidirectional_images=True)
+    media = {key: _read_token(root, name, default, text.vocab) for key, (name, default) in MEDIA_TOKENS.items()}
+    return ParsedConfig(text, _read_vision(root, root.within("vision_config"), text.hidden), media)
 
 
-def _token(root: Fields, name: str, default: int, vocab: int) -> int:
+def _read_token(root: JsonFields, name: str, default: int, vocab: int) -> int:
     """An id, under the hub's name or the one that transformers may write."""
     found = default
     for key in (f"{name}_index", f"{name}_id"):
-        if root.given(key):
+        if root.is_given(key):
             found = root.integer(key, 0, vocab - 1)
     if found >= vocab:
         root.refuse(f"{name}_index", "it must be in the vocabulary")
     return found
 
 
-def _vision(root: Fields, c: Fields, width: int) -> MeanTower:
-    fields = tile_fields(c, ("siglip_vision_model",), SIGLIP, width)
+def _read_vision(root: JsonFields, c: JsonFields, width: int) -> Gemma3VisionConfig:
+    fields = read_vit_fields(c, ("siglip_vision_model",), SIGLIP, width)
     tokens = root.integer("mm_tokens_per_image", default=256)
     side, across = fields["image"] // fields["patch"], math.isqrt(tokens)
     if across**2 != tokens or side % across or WINDOW_SLOTS % (side // across) ** 2:
         root.refuse("mm_tokens_per_image", f"implemented: squares of 1, 2, 4 or 8 patches a side, and there are {side}")
-    return MeanTower(**{**fields, "merge": side // across}, projector="")
+    return Gemma3VisionConfig(**{**fields, "merge": side // across}, projector="")
 
 
 FAMILY = Family(
@@ -69,7 +69,7 @@ FAMILY = Family(
     ),
     make="trencadis.multimodal.gemma3.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.tiles.processor:image_needs",
+        needs="trencadis.multimodal.vit.processor:image_needs",
         sizes="trencadis.multimodal.gemma3.processor:image_sizes",
         processor="trencadis.multimodal.gemma3.processor:from_checkpoint",
         tokens={"image_token_index": "<image_soft_token>"},

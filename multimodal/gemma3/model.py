@@ -1,4 +1,4 @@
-"""Gemma-3 with pictures: its decoder, SigLIP's tower on packed slots, and the means of cells of patches."""
+"""Gemma-3 with images: its decoder, SigLIP's tower on packed slots, and the means of cells of patches."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.layers.linear import Linear
 from trencadis.core.layers.norm import LayerNorm, RMSNorm
-from trencadis.core.layers.source import Source
-from trencadis.multimodal.colours import HALF, Colours
-from trencadis.multimodal.gemma3.config import MeanTower
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
 from trencadis.multimodal.gemma3.processor import read_settings
-from trencadis.multimodal.tiles.model import TileModel
-from trencadis.multimodal.tiles.processor import has_settings
+from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation
+from trencadis.multimodal.vit.model import TileVisionModel
+from trencadis.multimodal.vit.processor import has_processor_settings
 
 
-class MeanExit:
+class Gemma3Projector:
     """The end of a VISION launch: the last norm, the mean of each cell, its norm and the projector."""
 
-    def __init__(self, backend: Backend, c: MeanTower) -> None:
+    def __init__(self, backend: Backend, c: Gemma3VisionConfig) -> None:
         self.ops, self.hidden, self.width = backend.ops, c.hidden, c.out_hidden
         self.norm = LayerNorm(self.ops, c.hidden, c.eps)
         self.cell_norm = RMSNorm(self.ops, c.hidden, c.eps, above_one=True)
-        self.project = Linear(self.ops, backend.comm)
+        self.projection = Linear(self.ops, backend.comm)
 
-    def load(self, source: Source) -> None:
+    def load(self, source: WeightSource) -> None:
         at = "visual.projector"
         self.norm.load(source, "visual.last_norm")
         self.cell_norm.load(source, f"{at}.mm_soft_emb_norm")
         stored = source.take(f"{at}.mm_input_projection_weight", (self.hidden, self.width))
-        self.project.pack(stored.t().contiguous(), None)
+        self.projection.pack(stored.t().contiguous(), None)
 
     def __call__(self, x: Tensor, residual: Tensor, rows: Tensor, arena: Tensor) -> None:
         """Stores tokens in ``arena[rows]``; x and residual are [cells, values of a cell]."""
         slots = self.norm(x.reshape(-1, self.hidden), residual.reshape(-1, self.hidden))[0]
         mean = slots.view(len(rows), -1, self.hidden).float().mean(1).to(slots.dtype)
-        self.ops.scatter_rows(arena, rows, self.project(self.cell_norm(mean)[0]))
+        self.ops.scatter_rows(arena, rows, self.projection(self.cell_norm(mean)[0]))
 
     def nbytes(self) -> int:
-        """Without the cells' norm, which ``MeanTower.tables`` counts: it is float32 on every device."""
-        return self.norm.nbytes() + self.project.bytes
+        """Without the cells' norm, which ``Gemma3VisionConfig.tables`` counts: it is float32 on every device."""
+        return self.norm.nbytes() + self.projection.bytes
 
 
-class Gemma3Seeing(TileModel):
+class Gemma3VLModel(TileVisionModel):
     """``core.models.interface.VisionModel``."""
 
-    def __init__(self, config: ModelConfig, backend: Backend, colours: Colours) -> None:
-        super().__init__(config, backend, colours)
-        assert isinstance(config.vision, MeanTower)
-        self.tell = MeanExit(backend, config.vision)  # type: ignore[assignment]
+    def __init__(self, config: ModelConfig, backend: Backend, normalisation: PixelNormalisation) -> None:
+        super().__init__(config, backend, normalisation)
+        assert isinstance(config.vision, Gemma3VisionConfig)
+        self.projector = Gemma3Projector(backend, config.vision)  # type: ignore[assignment]
 
 
-def make(config: ModelConfig, backend: Backend) -> Gemma3Seeing:
+def make(config: ModelConfig, backend: Backend) -> Gemma3VLModel:
     """The factory that the family's record names."""
-    assert isinstance(config.vision, MeanTower)
-    known = has_settings(config.path)
-    return Gemma3Seeing(config, backend, read_settings(config.path, config.vision) if known else HALF)
+    assert isinstance(config.vision, Gemma3VisionConfig)
+    known = has_processor_settings(config.path)
+    return Gemma3VLModel(config, backend, read_settings(config.path, config.vision) if known else IMAGENET_STANDARD)

@@ -1,4 +1,4 @@
-"""Gemma-3's image processor: a picture is made one square, whatever its sides were."""
+"""Gemma-3's image processor: an image is made one square, whatever its sides were."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.colours import HALF, Colours, read_colours
-from trencadis.multimodal.gemma3.config import MeanTower
-from trencadis.multimodal.processor import ImageOutline, TakenRows
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.multimodal.gemma3.config import Gemma3VisionConfig
+from trencadis.multimodal.normalisation import IMAGENET_STANDARD, PixelNormalisation, read_normalisation
+from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    settings_file,
-    shared_fields,
-    tower_of,
+    check_processor_kwargs,
+    get_vision_config,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
 BILINEAR = 2
-KINDS = ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil")
+PROCESSOR_TYPES = ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil")
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
 
 @dataclass(frozen=True)
-class SquareProcessor(TileProcessor):
-    """``multimodal.processor.Processor`` of pictures of one tile, between two marks."""
+class Gemma3ImageProcessor(TileImageProcessor):
+    """``multimodal.processor.Processor`` of images of one tile, between two marks."""
 
-    kind: str = "trencadis.multimodal.gemma3.processor:SquareProcessor"
+    kind: str = "trencadis.multimodal.gemma3.processor:Gemma3ImageProcessor"
 
-    def outline(self, height: int, width: int) -> ImageOutline:
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
         side = self.image, self.image
-        return self.outlined(side, 1, self.cells, (BEGIN, TakenRows(0, 0, self.cells), END))
+        return self.make_geometry(side, 1, self.rows_per_tile, (BEGIN, PlaceholderRun(0, 0, self.rows_per_tile), END))
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
         return [np.asarray(image.resize((self.image, self.image), Image.Resampling.BILINEAR))]
 
 
-def read_settings(path: Path, v: MeanTower) -> Colours:
-    """The colours of a checkpoint's processor; raises StartupError for a value that is not implemented."""
-    c = settings_file(path)
-    c.only("image_processor_type", KINDS, KINDS[0])
+def read_settings(path: Path, v: Gemma3VisionConfig) -> PixelNormalisation:
+    """The pixel normalisation of a checkpoint's processor; raises StartupError for a value that is not implemented."""
+    c = read_processor_settings(path)
+    c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     c.only("do_resize", (True,), True)
     c.only("do_pan_and_scan", (None, False), None)
     c.only("resample", (BILINEAR,), BILINEAR)
-    c.only("image_seq_length", (v.tokens,), v.tokens)
+    c.only("image_seq_length", (v.rows_per_tile,), v.rows_per_tile)
     size = c.within("size", {"height": 224, "width": 224})
     for key in ("height", "width"):
         size.only(key, (v.image,), 224)
-    return read_colours(c, HALF)
+    return read_normalisation(c, IMAGENET_STANDARD)
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> SquareProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Gemma3ImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    check_options(asked)
-    assert isinstance(config.vision, MeanTower)
-    return SquareProcessor(**shared_fields(config.vision, read_settings(config.path, config.vision)))
+    check_processor_kwargs(mm_kwargs)
+    assert isinstance(config.vision, Gemma3VisionConfig)
+    return Gemma3ImageProcessor(**shared_processor_fields(config.vision, read_settings(config.path, config.vision)))
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    return SquareProcessor(**shared_fields(tower_of(config))).sizes
+    return Gemma3ImageProcessor(**shared_processor_fields(get_vision_config(config))).compute_geometry

@@ -1,1 +1,1 @@
-"""Idefics3: tiles of a picture, each behind a token of its row and column, and the whole picture behind them."""
+"""Idefics3: tiles of an image, each behind a token of its row and column, and the whole image behind them."""

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.texts import text_of
-from trencadis.multimodal.tiles.config import SiglipTower
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import read_text_config
+from trencadis.multimodal.vit.config import SiglipVisionConfig
+from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 128257
-USUAL = Usual(1152, 16, 12, 3072, 224, 32, 1e-6, "gelu_pytorch_tanh")
-KINDS = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")
+VIT_DEFAULTS = ViTDefaults(1152, 16, 12, 3072, 224, 32, 1e-6, "gelu_pytorch_tanh")
+VISION_MODEL_TYPES = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")
 """model_type of the tower; older files repeat the model's."""
 
-MOST_MERGE = 8
+MAX_MERGE = 8
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Idefics3Config."""
-    text = text_of(root, c, tied, ("llama",))
-    merge = root.integer("scale_factor", 1, MOST_MERGE, 2)
-    fields = tile_fields(root.within("vision_config"), KINDS, USUAL, text.hidden, merge, exact=False)
-    vision = SiglipTower(**fields, projector="", projector_bias=False)
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
+    text = read_text_config(root, c, tied, ("llama",))
+    merge = root.integer("scale_factor", 1, MAX_MERGE, 2)
+    fields = read_vit_fields(
+        root.within("vision_config"), VISION_MODEL_TYPES, VIT_DEFAULTS, text.hidden, merge, exact=False
+    )
+    vision = SiglipVisionConfig(**fields, projector="", projector_bias=False)
+    return ParsedConfig(
+        text, vision, {"image_token_id": read_image_token(root, text.vocab, vision.rows_per_tile, IMAGE_TOKEN)}
+    )
 
 
 FAMILY = Family(

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
-from trencadis.multimodal.idefics3.processor import colours_of
-from trencadis.multimodal.tiles.model import TileModel
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.idefics3.processor import load_normalisation
+from trencadis.multimodal.vit.model import TileVisionModel
 
 
-def buckets(side: int) -> Tensor:
+def bucketize_positions(side: int) -> Tensor:
     """int64 [side]: the place of each line of a full tile, as transformers finds it in float32.
 
     It compares i x (1 / side) with multiples of 1 / side, so that rounding may give a line its neighbour's place.
@@ -22,18 +22,18 @@ def buckets(side: int) -> Tensor:
     return torch.bucketize(torch.clamp(lines, max=1.0 - 1e-6), edges, right=True)
 
 
-class SplitModel(TileModel):
+class Idefics3Model(TileVisionModel):
     """A decoder with SigLIP."""
 
-    def places(self, source: Source, at: str) -> Tensor:
+    def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
         table = source.take(f"{at}.position_embedding.weight", (c.side**2, c.hidden))
-        lines = buckets(c.side)
+        lines = bucketize_positions(c.side)
         index = (lines[:, None] * c.side + lines[None, :]).reshape(-1).to(table.device)
         patches = table.index_select(0, index) + source.take(f"{at}.patch_embedding.bias", (c.hidden,))
         return torch.cat([torch.zeros_like(table[:1]), patches])
 
 
-def make(config: ModelConfig, backend: Backend) -> SplitModel:
+def make(config: ModelConfig, backend: Backend) -> Idefics3Model:
     """The factory that the family's record names."""
-    return SplitModel(config, backend, colours_of(config))
+    return Idefics3Model(config, backend, load_normalisation(config))

@@ -1,6 +1,6 @@
 """Idefics3's image processor: the longer side to a length, both sides to whole tiles, and the result once more, small.
 
-A picture is resampled twice before it is cut, as transformers does it.
+An image is resampled twice before it is cut, as transformers does it.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.multimodal.colours import Colours, read_colours
-from trencadis.multimodal.processor import ImageOutline, Layout, TakenRows
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
+from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    has_settings,
-    settings_file,
-    shared_fields,
-    squares,
-    tower_of,
+    check_processor_kwargs,
+    cut_squares,
+    get_vision_config,
+    has_processor_settings,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
-KINDS = tuple(f"{name}ImageProcessor{end}" for name in ("Idefics3", "SmolVLM") for end in ("", "Fast", "Pil"))
+PROCESSOR_TYPES = tuple(f"{name}ImageProcessor{end}" for name in ("Idefics3", "SmolVLM") for end in ("", "Fast", "Pil"))
 LANCZOS = 1
-LONGEST, MOST_LONGEST = 4 * 364, 4096
+DEFAULT_LONGEST_EDGE, MAX_LONGEST_EDGE = 4 * 364, 4096
 FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
-GREY = Colours((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+DEFAULT_NORMALISATION = PixelNormalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SplitProcessor(TileProcessor):
+class Idefics3ImageProcessor(TileImageProcessor):
     """``multimodal.processor.Processor`` of tiles with names.
 
-    ``longest``: pixels of the longer side; ``split``: whether pictures are cut into tiles.
+    ``longest``: pixels of the longer side; ``split``: whether images are cut into tiles.
     """
 
-    longest: int = LONGEST
+    longest: int = DEFAULT_LONGEST_EDGE
     split: bool = True
-    kind: str = "trencadis.multimodal.idefics3.processor:SplitProcessor"
+    kind: str = "trencadis.multimodal.idefics3.processor:Idefics3ImageProcessor"
 
-    def outline(self, height: int, width: int) -> ImageOutline:
-        first = lengthened(height, width, self.longest)
-        grid = self._grid(first)
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        first = resize_longest_edge(height, width, self.longest)
+        grid = self._tile_grid(first)
         rows, columns = grid
         count = rows * columns + (rows * columns > 1)
         area = first[0] * first[1] + rows * columns * self.image**2
         resized = (rows * self.image, columns * self.image)
-        return self.outlined(resized, count, count * self.cells, named(grid, self.cells), area)
+        return self.make_geometry(
+            resized, count, count * self.rows_per_tile, layout_named_tiles(grid, self.rows_per_tile), area
+        )
 
-    def _grid(self, size: Size) -> Size:
-        """Rows and columns of tiles of a picture whose longer side has its length."""
+    def _tile_grid(self, size: Size) -> Size:
+        """Rows and columns of tiles of an image whose longer side has its length."""
         if not self.split:
             return 1, 1
         height, width = size
@@ -67,19 +69,19 @@ class SplitProcessor(TileProcessor):
         rows = math.ceil(height / self.image)
         return rows, math.ceil(int(rows * self.image * (width / height)) / self.image)
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        first = lengthened(height, width, self.longest)
-        rows, columns = self._grid(first)
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+        first = resize_longest_edge(height, width, self.longest)
+        rows, columns = self._tile_grid(first)
         for lines, across in (first, (rows * self.image, columns * self.image)):
             image = image.resize((across, lines), Image.Resampling.LANCZOS)
-        cut = squares(image, self.image)
+        cut = cut_squares(image, self.image)
         if len(cut) == 1:
             return cut
         return [*cut, np.asarray(image.resize((self.image, self.image), Image.Resampling.LANCZOS))]
 
 
-def lengthened(height: int, width: int, longest: int) -> Size:
-    """(height, width) with the longer side at ``longest`` pixels, the shorter rounded down, then up to an even number.
+def resize_longest_edge(height: int, width: int, longest: int) -> Size:
+    """Returns (height, width) with the longer side at ``longest`` pixels and the shorter side even.
 
     Both sides stay within 4096.
     """
@@ -93,54 +95,68 @@ def lengthened(height: int, width: int, longest: int) -> Size:
     return max(height, 1), max(width, 1)
 
 
-def named(grid: Size, rows: int) -> Layout:
-    """Tiles row by row behind their names, then the whole picture; ``rows``: of a tile."""
+def layout_named_tiles(grid: Size, rows: int) -> Layout:
+    """Returns the layout of the tiles row by row, each after its ``<row_r_col_c>`` text, then of the whole image."""
     if grid == (1, 1):
-        return f"{FAKE}{GLOBAL}", TakenRows(0, 0, rows), FAKE
-    layout: list[str | TakenRows] = []
+        return f"{FAKE}{GLOBAL}", PlaceholderRun(0, 0, rows), FAKE
+    layout: list[str | PlaceholderRun] = []
     for row in range(grid[0]):
         for column in range(grid[1]):
             before = "\n" if row and not column else ""
             layout.append(f"{before}{FAKE}<row_{row + 1}_col_{column + 1}>")
-            layout.append(TakenRows(row * grid[1] + column, 0, rows))
-    return *layout, f"\n\n{FAKE}{GLOBAL}", TakenRows(grid[0] * grid[1], 0, rows), FAKE
+            layout.append(PlaceholderRun(row * grid[1] + column, 0, rows))
+    return *layout, f"\n\n{FAKE}{GLOBAL}", PlaceholderRun(grid[0] * grid[1], 0, rows), FAKE
 
 
-def _settings(config: ModelConfig) -> dict[str, Any]:
+def _read_settings(config: ModelConfig) -> dict[str, Any]:
     """The processor's fields; without a file those of the class, for plans."""
-    v = tower_of(config)
-    if not has_settings(config.path):
-        return shared_fields(v, GREY)
-    c = settings_file(config.path)
-    c.only("image_processor_type", KINDS, KINDS[0])
+    v = get_vision_config(config)
+    if not has_processor_settings(config.path):
+        return shared_processor_fields(v, DEFAULT_NORMALISATION)
+    c = read_processor_settings(config.path)
+    c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     c.only("do_resize", (True,), True)
     c.only("resample", (LANCZOS,), LANCZOS)
     c.within("max_image_size", {"longest_edge": 364}).only("longest_edge", (v.image,), 364)
-    longest = c.within("size", {"longest_edge": LONGEST}).integer("longest_edge", 2, MOST_LONGEST)
+    longest = c.within("size", {"longest_edge": DEFAULT_LONGEST_EDGE}).integer("longest_edge", 2, MAX_LONGEST_EDGE)
     split = c.boolean("do_image_splitting", True)
-    return {**shared_fields(v, read_colours(c, GREY)), "longest": longest, "split": split}
+    return {
+        **shared_processor_fields(v, read_normalisation(c, DEFAULT_NORMALISATION)),
+        "longest": longest,
+        "split": split,
+    }
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest picture's."""
-    check_options(asked)
-    v, made = tower_of(config), SplitProcessor(**_settings(config))
+def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Every item is one tile; the arena holds the largest image's."""
+    check_processor_kwargs(mm_kwargs)
+    v, made = get_vision_config(config), Idefics3ImageProcessor(**_read_settings(config))
     side = math.ceil((made.longest + 1) / v.image) if made.split else 1
-    return ImageNeeds(v.tile, v.tile, v.tokens * (side * side + (side > 1)), tile=v.tile)
+    return ImageNeeds(
+        v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (side * side + (side > 1)), tile=v.slots_per_tile
+    )
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> SplitProcessor:
+def from_checkpoint(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Idefics3ImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    check_options(asked)
-    settings_file(config.path)
-    return SplitProcessor(**_settings(config))
+    check_processor_kwargs(mm_kwargs)
+    read_processor_settings(config.path)
+    return Idefics3ImageProcessor(**_read_settings(config))
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    return SplitProcessor(**_settings(config)).sizes
+    return Idefics3ImageProcessor(**_read_settings(config)).compute_geometry
 
 
-def colours_of(config: ModelConfig) -> Colours:
+def load_normalisation(config: ModelConfig) -> PixelNormalisation:
     """How a checkpoint's processor makes values of bytes."""
-    return read_colours(settings_file(config.path), GREY) if has_settings(config.path) else GREY
+    return (
+        read_normalisation(read_processor_settings(config.path), DEFAULT_NORMALISATION)
+        if has_processor_settings(config.path)
+        else DEFAULT_NORMALISATION
+    )

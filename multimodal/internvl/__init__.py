@@ -1,1 +1,1 @@
-"""InternVL3: tiles of a picture and the picture once more, small."""
+"""InternVL3: tiles of an image and the image once more, small."""

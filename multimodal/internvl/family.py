@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.texts import PREFIXES, text_of
-from trencadis.multimodal.tiles.config import TileTower
-from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
+from trencadis.multimodal.vit.config import TileVisionConfig
+from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 151667
-USUAL = Usual(1024, 16, 24, 4096, 448, 14, 1e-6, "gelu")
-RATIOS = {1.0: 1, 0.5: 2, 0.25: 4}
+VIT_DEFAULTS = ViTDefaults(1024, 16, 24, 4096, 448, 14, 1e-6, "gelu")
+MERGE_BY_DOWNSAMPLE_RATIO = {1.0: 1, 0.5: 2, 0.25: 4}
 
 
 @dataclass(frozen=True)
-class InternTower(TileTower):
+class InternVisionConfig(TileVisionConfig):
     """InternViT with 300M weights: a class token, and what each layer adds is scaled."""
 
     cell_norm: ClassVar[bool] = True
     layer_scale: ClassVar[bool] = True
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """InternVLConfig."""
-    text = text_of(root, c, tied, ("qwen2", "qwen3", "llama"))
+    text = read_text_config(root, c, tied, ("qwen2", "qwen3", "llama"))
     ratio = root.number("downsample_ratio", 0, 1, 0.5, above=True)
-    if ratio not in RATIOS:
+    if ratio not in MERGE_BY_DOWNSAMPLE_RATIO:
         root.refuse("downsample_ratio", "implemented: 1, 0.5, 0.25")
     root.only("vision_feature_select_strategy", ("default",), "default")
     root.only("vision_feature_layer", (-1,), -1)
@@ -39,10 +39,12 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
         ("use_mean_pooling", True),
     ):  # fmt: skip
         v.only(key, (only,), only)
-    fields = tile_fields(v, ("internvl_vision",), USUAL, text.hidden, RATIOS[ratio])
+    fields = read_vit_fields(v, ("internvl_vision",), VIT_DEFAULTS, text.hidden, MERGE_BY_DOWNSAMPLE_RATIO[ratio])
     projector = activation_of(root, "projector_hidden_act", "gelu")
-    vision = InternTower(**fields, projector=projector, qkv_bias=v.boolean("attention_bias", False))
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
+    vision = InternVisionConfig(**fields, projector=projector, qkv_bias=v.boolean("attention_bias", False))
+    return ParsedConfig(
+        text, vision, {"image_token_id": read_image_token(root, text.vocab, vision.rows_per_tile, IMAGE_TOKEN)}
+    )
 
 
 FAMILY = Family(

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
-from trencadis.multimodal.internvl.processor import colours_of
-from trencadis.multimodal.tiles.model import TileModel
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.internvl.processor import load_normalisation
+from trencadis.multimodal.vit.model import TileVisionModel
 
 
-class InternModel(TileModel):
+class InternVLModel(TileVisionModel):
     """A decoder with InternViT."""
 
-    def places(self, source: Source, at: str) -> Tensor:
+    def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
         table = source.take(f"{at}.position_embeddings", (1, c.side**2 + 1, c.hidden))[0]
         bias = source.take(f"{at}.patch_embedding.bias", (c.hidden,))
         return torch.cat([table[:1] + source.take(f"{at}.cls_token", (1, 1, c.hidden))[0], table[1:] + bias])
 
 
-def make(config: ModelConfig, backend: Backend) -> InternModel:
+def make(config: ModelConfig, backend: Backend) -> InternVLModel:
     """The factory that the family's record names."""
-    return InternModel(config, backend, colours_of(config.path))
+    return InternVLModel(config, backend, load_normalisation(config.path))

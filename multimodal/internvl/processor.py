@@ -1,4 +1,4 @@
-"""InternVL3's image processor: the grid of tiles whose aspect ratio is nearest, and the whole picture as one more."""
+"""InternVL3's image processor: the grid of tiles whose aspect ratio is nearest, and the whole image as one more."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ import numpy as np
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.multimodal.colours import CLIP, Colours, read_colours
-from trencadis.multimodal.processor import ImageOutline, Layout
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.processor import ImageGeometry, Layout
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    has_settings,
-    settings_file,
-    shared_fields,
-    squares,
-    tower_of,
-    whole_tiles,
+    check_processor_kwargs,
+    cut_squares,
+    get_vision_config,
+    has_processor_settings,
+    layout_tiles,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
-KINDS = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorFast", "GotOcr2ImageProcessorPil")
+PROCESSOR_TYPES = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorFast", "GotOcr2ImageProcessorPil")
 BICUBIC = 3
-MOST_TILES = 64
+MAX_TILES = 64
 START, END = "<img>", "</img>"
-"""Tokens around the rows of a picture."""
+"""Tokens around the rows of an image."""
 
 
 @dataclass(frozen=True)
-class InternProcessor(TileProcessor):
-    """``multimodal.processor.Processor`` of ``least`` to ``most`` tiles, and one more where there are several."""
+class InternVLImageProcessor(TileImageProcessor):
+    """``multimodal.processor.Processor`` of ``min_patches`` to ``max_patches`` tiles, and one more where there are
+    several.
+    """
 
-    least: int = 1
-    most: int = 12
-    kind: str = "trencadis.multimodal.internvl.processor:InternProcessor"
+    min_patches: int = 1
+    max_patches: int = 12
+    kind: str = "trencadis.multimodal.internvl.processor:InternVLImageProcessor"
 
-    def outline(self, height: int, width: int) -> ImageOutline:
-        columns, rows = grid_of(height, width, self.image, self.least, self.most)
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        columns, rows = choose_tile_grid(height, width, self.image, self.min_patches, self.max_patches)
         count = columns * rows + (columns * rows > 1)
-        layout: Layout = (START, *whole_tiles(count, self.cells), END)
-        return self.outlined((rows * self.image, columns * self.image), count, count * self.cells, layout)
+        layout: Layout = (START, *layout_tiles(count, self.rows_per_tile), END)
+        return self.make_geometry((rows * self.image, columns * self.image), count, count * self.rows_per_tile, layout)
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        columns, rows = grid_of(height, width, self.image, self.least, self.most)
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+        columns, rows = choose_tile_grid(height, width, self.image, self.min_patches, self.max_patches)
         resized = image.resize((columns * self.image, rows * self.image), Image.Resampling.BICUBIC)
-        cut = squares(resized, self.image)
+        cut = cut_squares(resized, self.image)
         if len(cut) == 1:
             return cut
         return [*cut, np.asarray(image.resize((self.image, self.image), Image.Resampling.BICUBIC))]
 
 
 @lru_cache(maxsize=16)
-def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+def _tile_grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
     """(columns, rows) of ``least`` to ``most`` tiles, the fewest first."""
     numbers = range(1, most + 1)
     return tuple(
@@ -65,55 +67,63 @@ def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def grid_of(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """(columns, rows) of the grid whose aspect ratio is nearest to the picture's.
+def choose_tile_grid(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """(columns, rows) of the grid whose aspect ratio is nearest to the image's.
 
-    Of equal ones the larger, while its area is under twice the picture's.
+    Of equal ones the larger, while its area is under twice the image's.
     """
     best, distance = (1, 1), float("inf")
-    for columns, rows in _grids(least, most):
+    for columns, rows in _tile_grids(least, most):
         away = abs(width / height - columns / rows)
         if away < distance or (away == distance and width * height > 0.5 * side * side * columns * rows):
             best, distance = (columns, rows), away
     return best
 
 
-def _settings(config: ModelConfig) -> tuple[Colours, int, int]:
+def _read_settings(config: ModelConfig) -> tuple[PixelNormalisation, int, int]:
     """Colours, and the fewest and most tiles; without a file the class's defaults, for plans."""
-    if not has_settings(config.path):
+    if not has_processor_settings(config.path):
         return CLIP, 1, 12
-    c = settings_file(config.path)
-    c.only("image_processor_type", KINDS, KINDS[0])
+    c = read_processor_settings(config.path)
+    c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     c.only("do_resize", (True,), True)
     c.only("resample", (BICUBIC,), BICUBIC)
-    size, image = c.within("size", {"height": 384, "width": 384}), tower_of(config).image
+    size, image = c.within("size", {"height": 384, "width": 384}), get_vision_config(config).image
     for key in ("height", "width"):
         size.only(key, (image,), 384)
-    most = c.integer("max_patches", 1, MOST_TILES, 12)
-    return read_colours(c), c.integer("min_patches", 1, most, 1), most
+    most = c.integer("max_patches", 1, MAX_TILES, 12)
+    return read_normalisation(c), c.integer("min_patches", 1, most, 1), most
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest picture's."""
-    check_options(asked)
-    v, (_, _, most) = tower_of(config), _settings(config)
-    return ImageNeeds(v.tile, v.tile, v.tokens * (most + (most > 1)), tile=v.tile)
+def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Every item is one tile; the arena holds the largest image's."""
+    check_processor_kwargs(mm_kwargs)
+    v, (_, _, most) = get_vision_config(config), _read_settings(config)
+    return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * (most + (most > 1)), tile=v.slots_per_tile)
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> InternProcessor:
+def from_checkpoint(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> InternVLImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    check_options(asked)
-    settings_file(config.path)
-    colours, least, most = _settings(config)
-    return InternProcessor(**shared_fields(tower_of(config), colours), least=least, most=most)
+    check_processor_kwargs(mm_kwargs)
+    read_processor_settings(config.path)
+    normalisation, least, most = _read_settings(config)
+    return InternVLImageProcessor(
+        **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
+    )
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    colours, least, most = _settings(config)
-    return InternProcessor(**shared_fields(tower_of(config), colours), least=least, most=most).sizes
+    normalisation, least, most = _read_settings(config)
+    return InternVLImageProcessor(
+        **shared_processor_fields(get_vision_config(config), normalisation), min_patches=least, max_patches=most
+    ).compute_geometry
 
 
-def colours_of(path: Path) -> Colours:
+def load_normalisation(path: Path) -> PixelNormalisation:
     """How a checkpoint's processor makes values of bytes."""
-    return read_colours(settings_file(path)) if has_settings(path) else CLIP
+    return read_normalisation(read_processor_settings(path)) if has_processor_settings(path) else CLIP

@@ -5,39 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.core.checkpoint.decoder_fields import activation_of
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.lines.config import LineTower
-from trencadis.multimodal.llava.clip import ClipTower
-from trencadis.multimodal.pixtral.fields import USUAL, tower_fields
-from trencadis.multimodal.pixtral.names import NAMES
-from trencadis.multimodal.texts import PREFIXES, text_of
-from trencadis.multimodal.tiles.fields import BLOCK_NAMES, Usual, placeholder, tile_fields
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
+from trencadis.multimodal.llava.clip_config import ClipVisionConfig
+from trencadis.multimodal.pixtral.pixtral_hf_config import VIT_DEFAULTS, read_pixtral_fields
+from trencadis.multimodal.pixtral.pixtral_weight_names import WEIGHT_NAMES
+from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.vit.hf_vision_config import BLOCK_NAMES, ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 32000
-CLIP_USUAL = Usual(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
+CLIP_DEFAULTS = ViTDefaults(768, 12, 12, 3072, 224, 32, 1e-5, "quick_gelu")
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """LlavaConfig; its vision_config says whether it is Pixtral-12B."""
-    seen = root.within("vision_config")
-    if seen.values.get("model_type") == "pixtral":
-        text = text_of(root, c, tied, ("mistral",))
+    vision_fields = root.within("vision_config")
+    if vision_fields.values.get("model_type") == "pixtral":
+        text = read_text_config(root, c, tied, ("mistral",))
         root.only("vision_feature_select_strategy", ("full",), "default")
-        lines = LineTower(**tower_fields(root, seen, text.hidden, USUAL, biased=True))
-        return Described(text, lines, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
-    text = text_of(root, c, tied, ("llama",))
-    vision = ClipTower(**clip_fields(root, seen, text.hidden))
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
+        pixtral = PixtralVisionConfig(
+            **read_pixtral_fields(root, vision_fields, text.hidden, VIT_DEFAULTS, biased=True)
+        )
+        return ParsedConfig(text, pixtral, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
+    text = read_text_config(root, c, tied, ("llama",))
+    vision = ClipVisionConfig(**read_clip_fields(root, vision_fields, text.hidden))
+    return ParsedConfig(
+        text, vision, {"image_token_id": read_image_token(root, text.vocab, vision.rows_per_tile, IMAGE_TOKEN)}
+    )
 
 
-def clip_fields(root: Fields, c: Fields, width: int) -> dict[str, Any]:
-    """The fields of a ``ClipTower`` that ends with the layer that is read; ``width``: the decoder's hidden size."""
+def read_clip_fields(root: JsonFields, c: JsonFields, width: int) -> dict[str, Any]:
+    """The fields of a ``ClipVisionConfig`` that ends with the layer that is read; ``width``: the decoder's hidden
+    size.
+    """
     root.only("vision_feature_select_strategy", ("default",), "default")
-    fields = tile_fields(c, ("clip_vision_model",), CLIP_USUAL, width)
+    fields = read_vit_fields(c, ("clip_vision_model",), CLIP_DEFAULTS, width)
     layers = fields["depth"]
-    asked = root.integer("vision_feature_layer", -layers - 1, layers, -2)
-    depth = asked if asked >= 0 else layers + 1 + asked
+    feature_layer = root.integer("vision_feature_layer", -layers - 1, layers, -2)
+    depth = feature_layer if feature_layer >= 0 else layers + 1 + feature_layer
     if depth < 1:
         root.refuse("vision_feature_layer", f"implemented: the output of one of the {layers} layers")
     projector = activation_of(root, "projector_hidden_act", "gelu")
@@ -52,7 +58,7 @@ FAMILY = Family(
     model_type="llava",
     architectures={"LlavaForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(PREFIXES, (*CLIP_NAMES, *NAMES)),
+    names=StoredNames(PREFIXES, (*CLIP_NAMES, *WEIGHT_NAMES)),
     make="trencadis.multimodal.llava.model:make",
     vision=VisionSide(
         needs="trencadis.multimodal.llava.processor:image_needs",

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
-from trencadis.multimodal.colours import CLIP
-from trencadis.multimodal.lines.config import LineTower
-from trencadis.multimodal.llava.clip import read_settings
-from trencadis.multimodal.llava.processor import KINDS
+from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava.processor import PROCESSOR_TYPES
+from trencadis.multimodal.normalisation import CLIP
 from trencadis.multimodal.pixtral import model as pixtral
-from trencadis.multimodal.tiles.model import TileModel
-from trencadis.multimodal.tiles.processor import has_settings, tower_of
+from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.vit.model import TileVisionModel
+from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
 
 
-class ClipModel(TileModel):
+class LlavaModel(TileVisionModel):
     """A decoder with CLIP's tower."""
 
-    def places(self, source: Source, at: str) -> Tensor:
+    def load_position_table(self, source: WeightSource, at: str) -> Tensor:
         c = self.tower
         table = source.take(f"{at}.position_embedding.weight", (c.side**2 + 1, c.hidden))
         return torch.cat([table[:1] + source.take(f"{at}.class_embedding", (c.hidden,)), table[1:]])
@@ -29,7 +29,9 @@ class ClipModel(TileModel):
 
 def make(config: ModelConfig, backend: Backend) -> Decoder:
     """The factory that the family's record names."""
-    if isinstance(config.vision, LineTower):
+    if isinstance(config.vision, PixtralVisionConfig):
         return pixtral.make(config, backend)
-    known = has_settings(config.path)
-    return ClipModel(config, backend, read_settings(config.path, tower_of(config).image, KINDS) if known else CLIP)
+    known = has_processor_settings(config.path)
+    return LlavaModel(
+        config, backend, read_settings(config.path, get_vision_config(config).image, PROCESSOR_TYPES) if known else CLIP
+    )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.llava.clip import ClipTower
-from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, clip_fields
-from trencadis.multimodal.texts import PREFIXES, text_of
-from trencadis.multimodal.tiles.fields import placeholder
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
+from trencadis.multimodal.llava.clip_config import ClipVisionConfig
+from trencadis.multimodal.llava.family import CLIP_NAMES, IMAGE_TOKEN, read_clip_fields
+from trencadis.multimodal.vit.hf_vision_config import read_image_token
 
-MOST_TILES = 64
-USUAL = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+MAX_TILES = 64
+DEFAULT_GRID_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 NEWLINE = 0
 """The one constant row."""
 
@@ -21,38 +21,44 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class GridTower(ClipTower):
-    """CLIP over tiles; ``grids``: (height, width) in pixels of what a picture may be resized to and cut into tiles."""
+class LlavaNextVisionConfig(ClipVisionConfig):
+    """CLIP over tiles; ``grid_pinpoints``: (height, width) in pixels of what an image may be resized to and cut into
+    tiles.
+    """
 
-    grids: tuple[Size, ...] = ()
+    grid_pinpoints: tuple[Size, ...] = ()
     constants: ClassVar[int] = 1
 
     @property
-    def most_tiles(self) -> int:
-        """Those of the largest grid, and the whole picture once more."""
-        return 1 + max(h * w for h, w in self.grids) // self.image**2
+    def max_tiles(self) -> int:
+        """Those of the largest grid, and the whole image once more."""
+        return 1 + max(h * w for h, w in self.grid_pinpoints) // self.image**2
 
 
-def grids_of(c: Fields, image: int) -> tuple[Size, ...]:
+def read_grid_pinpoints(c: JsonFields, image: int) -> tuple[Size, ...]:
     """``image_grid_pinpoints``; raises StartupError for sizes that are not whole tiles, or too many of them."""
     key, found = "image_grid_pinpoints", []
-    given = c.values.get(key) if c.given(key) else [*map(list, USUAL)]
+    given = c.values.get(key) if c.is_given(key) else [*map(list, DEFAULT_GRID_PINPOINTS)]
     for pair in given if isinstance(given, list) else [None]:
-        sides = Fields({"pair": pair}, c.where).integers("pair", image, length=2) if isinstance(pair, list) else (1, 1)
-        if any(side % image for side in sides) or sides[0] * sides[1] > MOST_TILES * image**2:
-            c.refuse(key, f"it must be pairs of multiples of {image}, of {MOST_TILES} tiles at most")
+        sides = (
+            JsonFields({"pair": pair}, c.where).integers("pair", image, length=2) if isinstance(pair, list) else (1, 1)
+        )
+        if any(side % image for side in sides) or sides[0] * sides[1] > MAX_TILES * image**2:
+            c.refuse(key, f"it must be pairs of multiples of {image}, of {MAX_TILES} tiles at most")
         found.append((sides[0], sides[1]))
-    if not found or len(found) > MOST_TILES:
-        c.refuse(key, f"it must have 1 to {MOST_TILES} pairs")
+    if not found or len(found) > MAX_TILES:
+        c.refuse(key, f"it must have 1 to {MAX_TILES} pairs")
     return tuple(found)
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """LlavaNextConfig."""
-    text = text_of(root, c, tied, ("llama", "mistral", "qwen2"))
-    fields = clip_fields(root, root.within("vision_config"), text.hidden)
-    vision = GridTower(**fields, grids=grids_of(root, fields["image"]))
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, vision.tokens, IMAGE_TOKEN)})
+    text = read_text_config(root, c, tied, ("llama", "mistral", "qwen2"))
+    fields = read_clip_fields(root, root.within("vision_config"), text.hidden)
+    vision = LlavaNextVisionConfig(**fields, grid_pinpoints=read_grid_pinpoints(root, fields["image"]))
+    return ParsedConfig(
+        text, vision, {"image_token_id": read_image_token(root, text.vocab, vision.rows_per_tile, IMAGE_TOKEN)}
+    )
 
 
 FAMILY = Family(
@@ -65,7 +71,7 @@ FAMILY = Family(
     ),
     make="trencadis.multimodal.llava_next.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.tiles.processor:image_needs",
+        needs="trencadis.multimodal.vit.processor:image_needs",
         sizes="trencadis.multimodal.llava_next.processor:image_sizes",
         processor="trencadis.multimodal.llava_next.processor:from_checkpoint",
         tokens={"image_token_index": "<image>"},

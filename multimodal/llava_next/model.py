@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: CLIP's tower over tiles, and a constant row that ends each line of a picture."""
+"""LLaVA-NeXT: CLIP's tower over tiles, and a constant row that ends each line of an image."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
-from trencadis.multimodal.colours import CLIP
-from trencadis.multimodal.llava.clip import read_settings
-from trencadis.multimodal.llava.model import ClipModel
-from trencadis.multimodal.llava_next.processor import KINDS
-from trencadis.multimodal.tiles.processor import has_settings, tower_of
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava.model import LlavaModel
+from trencadis.multimodal.llava_next.processor import PROCESSOR_TYPES
+from trencadis.multimodal.normalisation import CLIP
+from trencadis.multimodal.vit.processor import get_vision_config, has_processor_settings
 
 
-class GridModel(ClipModel):
+class LlavaNextModel(LlavaModel):
     """A decoder with CLIP's tower, and the newline row."""
 
-    def constant_rows(self, source: Source) -> Tensor:
+    def load_constant_rows(self, source: WeightSource) -> Tensor:
         return source.take("visual.image_newline", (self.tower.out_hidden,))[None]
 
 
-def make(config: ModelConfig, backend: Backend) -> GridModel:
+def make(config: ModelConfig, backend: Backend) -> LlavaNextModel:
     """The factory that the family's record names."""
-    known = has_settings(config.path)
-    return GridModel(config, backend, read_settings(config.path, tower_of(config).image, KINDS) if known else CLIP)
+    known = has_processor_settings(config.path)
+    return LlavaNextModel(
+        config, backend, read_settings(config.path, get_vision_config(config).image, PROCESSOR_TYPES) if known else CLIP
+    )

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT's image processor: the whole picture as one tile, and the tiles of the grid that fits it best."""
+"""LLaVA-NeXT's image processor: the whole image as one tile, and the tiles of the grid that fits it best."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.llava.clip import read_settings
-from trencadis.multimodal.llava_next.family import NEWLINE, GridTower, Size, grids_of
-from trencadis.multimodal.processor import ImageOutline, Layout, TakenRows
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.multimodal.llava.clip_config import read_settings
+from trencadis.multimodal.llava_next.family import NEWLINE, LlavaNextVisionConfig, Size, read_grid_pinpoints
+from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    settings_file,
-    shared_fields,
-    squares,
+    check_processor_kwargs,
+    cut_squares,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
-KINDS = ("LlavaNextImageProcessor", "LlavaNextImageProcessorFast", "LlavaNextImageProcessorPil")
+PROCESSOR_TYPES = ("LlavaNextImageProcessor", "LlavaNextImageProcessorFast", "LlavaNextImageProcessorPil")
 
 
 @dataclass(frozen=True)
-class GridProcessor(TileProcessor):
-    """``multimodal.processor.Processor`` of a picture and its grid; ``grids`` as in ``GridTower``."""
+class LlavaNextImageProcessor(TileImageProcessor):
+    """``multimodal.processor.Processor`` of an image and its grid; ``grid_pinpoints`` as in
+    ``LlavaNextVisionConfig``.
+    """
 
-    grids: tuple[Size, ...] = ()
-    kind: str = "trencadis.multimodal.llava_next.processor:GridProcessor"
+    grid_pinpoints: tuple[Size, ...] = ()
+    kind: str = "trencadis.multimodal.llava_next.processor:LlavaNextImageProcessor"
 
-    def outline(self, height: int, width: int) -> ImageOutline:
-        grid = best_grid((height, width), self.grids)
-        kept, layout = self._laid_out(height, width, grid)
-        tokens = sum(piece.tokens for piece in layout if isinstance(piece, TakenRows))
-        return self.outlined(grid, 1 + len(kept), tokens, layout, 2 * grid[0] * grid[1])
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        grid = select_best_resolution((height, width), self.grid_pinpoints)
+        kept, layout = self._layout(height, width, grid)
+        tokens = sum(piece.tokens for piece in layout if isinstance(piece, PlaceholderRun))
+        return self.make_geometry(grid, 1 + len(kept), tokens, layout, 2 * grid[0] * grid[1])
 
-    def _laid_out(self, height: int, width: int, grid: Size) -> tuple[tuple[int, ...], Layout]:
+    def _layout(self, height: int, width: int, grid: Size) -> tuple[tuple[int, ...], Layout]:
         side = self.image // self.patch
         whole = (grid[0] // self.image * side, grid[1] // self.image * side)
-        return lines(side, whole, unpadded((height, width), whole))
+        return layout_grid(side, whole, count_padding_patches((height, width), whole))
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
         base = image.resize((self.image, self.image), Image.Resampling.BICUBIC)
-        grid = best_grid((height, width), self.grids)
-        rows, columns = fitted((height, width), grid)
+        grid = select_best_resolution((height, width), self.grid_pinpoints)
+        rows, columns = fit_into_grid((height, width), grid)
         canvas = Image.new("RGB", (grid[1], grid[0]))
-        place = ((grid[1] - columns) // 2, (grid[0] - rows) // 2)
-        canvas.paste(image.resize((columns, rows), Image.Resampling.BICUBIC), place)
-        kept, _ = self._laid_out(height, width, grid)
-        cut = squares(canvas, self.image)
+        corner = ((grid[1] - columns) // 2, (grid[0] - rows) // 2)
+        canvas.paste(image.resize((columns, rows), Image.Resampling.BICUBIC), corner)
+        kept, _ = self._layout(height, width, grid)
+        cut = cut_squares(canvas, self.image)
         return [np.asarray(base), *(cut[i] for i in kept)]
 
 
-def best_grid(size: Size, grids: tuple[Size, ...]) -> Size:
-    """The grid in which a picture of ``size`` (height, width) keeps most pixels, then the one that wastes least."""
+def select_best_resolution(size: Size, grids: tuple[Size, ...]) -> Size:
+    """The grid in which an image of ``size`` (height, width) keeps most pixels, then the one that wastes least."""
     height, width = size
 
     def rank(grid: Size) -> tuple[int, int]:
@@ -70,8 +72,8 @@ def best_grid(size: Size, grids: tuple[Size, ...]) -> Size:
     return max(grids, key=rank)
 
 
-def fitted(size: Size, grid: Size) -> Size:
-    """(height, width) of a picture that is resized into ``grid`` as a whole."""
+def fit_into_grid(size: Size, grid: Size) -> Size:
+    """Returns (height, width) of an image resized to fit into ``grid`` with its aspect ratio kept."""
     height, width = size
     across, down = grid[1] / width, grid[0] / height
     if across < down:
@@ -79,8 +81,8 @@ def fitted(size: Size, grid: Size) -> Size:
     return grid[0], min(math.ceil(width * down), grid[1])
 
 
-def unpadded(size: Size, whole: Size) -> Size:
-    """Rows and columns of patches that are left out at each edge, of ``whole`` (rows, columns): they are padding."""
+def count_padding_patches(size: Size, whole: Size) -> Size:
+    """Counts the padding rows and columns of patches at each edge of a grid of ``whole`` (rows, columns) patches."""
     height, width = size
     rows, columns = whole
     if width / height > columns / rows:
@@ -89,8 +91,8 @@ def unpadded(size: Size, whole: Size) -> Size:
 
 
 @lru_cache(maxsize=256)
-def lines(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Layout]:
-    """Which tiles of the grid have tokens, and the layout: the whole picture's tile, then the grid line by line.
+def layout_grid(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Layout]:
+    """Which tiles of the grid have tokens, and the layout: the whole image's tile, then the grid line by line.
 
     Args:
         side: patches along a side of a tile.
@@ -102,28 +104,32 @@ def lines(side: int, whole: Size, cut: Size) -> tuple[tuple[int, ...], Layout]:
     down = range(rows.start // side, -(-rows.stop // side)) if rows else range(0)
     kept = tuple(r * across + c for r in down for c in shown)
     item = {tile: 1 + i for i, tile in enumerate(kept)}
-    layout: list[str | TakenRows] = [TakenRows(0, 0, side * side)]
+    layout: list[str | PlaceholderRun] = [PlaceholderRun(0, 0, side * side)]
     for row in rows:
         for c in shown:
             first, last = max(columns.start, c * side), min(columns.stop, (c + 1) * side)
             if first < last:
                 at = row % side * side + first - c * side
-                layout.append(TakenRows(item[row // side * across + c], at, last - first))
-        layout.append(TakenRows(item[row // side * across + shown[-1]], 0, 1, NEWLINE))
+                layout.append(PlaceholderRun(item[row // side * across + c], at, last - first))
+        layout.append(PlaceholderRun(item[row // side * across + shown[-1]], 0, 1, NEWLINE))
     return kept, tuple(layout)
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> GridProcessor:
+def from_checkpoint(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> LlavaNextImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    check_options(asked)
-    v, c = cast(GridTower, config.vision), settings_file(config.path)
-    colours = read_settings(config.path, v.image, KINDS)
-    if grids_of(c, v.image) != v.grids:
+    check_processor_kwargs(mm_kwargs)
+    v, c = cast(LlavaNextVisionConfig, config.vision), read_processor_settings(config.path)
+    normalisation = read_settings(config.path, v.image, PROCESSOR_TYPES)
+    if read_grid_pinpoints(c, v.image) != v.grid_pinpoints:
         raise StartupError(f"{c.where}: image_grid_pinpoints are not those of config.json")
-    return GridProcessor(**shared_fields(v, colours), grids=v.grids)
+    return LlavaNextImageProcessor(**shared_processor_fields(v, normalisation), grid_pinpoints=v.grid_pinpoints)
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    v = cast(GridTower, config.vision)
-    return GridProcessor(**shared_fields(v), grids=v.grids).sizes
+    v = cast(LlavaNextVisionConfig, config.vision)
+    return LlavaNextImageProcessor(**shared_processor_fields(v), grid_pinpoints=v.grid_pinpoints).compute_geometry

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.lines.config import LineTower
-from trencadis.multimodal.pixtral.fields import MERGES, USUAL, tower_fields
-from trencadis.multimodal.pixtral.names import NAMES, SIDE
-from trencadis.multimodal.texts import PREFIXES, text_of
-from trencadis.multimodal.tiles.fields import placeholder
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.hf_text_config import PREFIXES, read_text_config
+from trencadis.multimodal.pixtral.pixtral_hf_config import MERGE_SIZES, VIT_DEFAULTS, read_pixtral_fields
+from trencadis.multimodal.pixtral.pixtral_weight_names import VISION_SIDE, WEIGHT_NAMES
+from trencadis.multimodal.pixtral_tower.config import PixtralVisionConfig
+from trencadis.multimodal.vit.hf_vision_config import read_image_token
 
 IMAGE_TOKEN = 10
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Mistral3Config."""
-    text = text_of(root, c, tied, ("mistral",))
-    merge = root.integer("spatial_merge_size", 1, MERGES[-1], 2)
-    if merge not in MERGES:
-        root.refuse("spatial_merge_size", f"implemented: {', '.join(map(str, MERGES))}")
+    text = read_text_config(root, c, tied, ("mistral",))
+    merge = root.integer("spatial_merge_size", 1, MERGE_SIZES[-1], 2)
+    if merge not in MERGE_SIZES:
+        root.refuse("spatial_merge_size", f"implemented: {', '.join(map(str, MERGE_SIZES))}")
     v = root.within("vision_config")
-    usual = USUAL._replace(patch=14, image=1540)
-    fields = tower_fields(root, v, text.hidden, usual, biased=False)
-    vision = LineTower(**fields, merge=merge, merged=True, merge_eps=text.eps)
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
+    usual = VIT_DEFAULTS._replace(patch=14, image=1540)
+    fields = read_pixtral_fields(root, v, text.hidden, usual, biased=False)
+    vision = PixtralVisionConfig(**fields, merge=merge, has_merger=True, merge_eps=text.eps)
+    return ParsedConfig(text, vision, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
 
 
 FAMILY = Family(
@@ -31,9 +31,9 @@ FAMILY = Family(
     model_type="mistral3",
     architectures={"Mistral3ForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(PREFIXES, NAMES),
+    names=StoredNames(PREFIXES, WEIGHT_NAMES),
     make="trencadis.multimodal.pixtral.model:make",
-    vision=VisionSide(**SIDE),
+    vision=VisionSide(**VISION_SIDE),
     pooling=None,
     tied=True,
     ignored=frozenset({"vocab_size"}),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.mllama.processor import settings
-from trencadis.multimodal.stacks.model import TwoStackModel
+from trencadis.multimodal.mllama.processor import read_normalisation_settings
+from trencadis.multimodal.mllama_tower.model import MllamaModel
 
 
-def make(config: ModelConfig, backend: Backend) -> TwoStackModel:
+def make(config: ModelConfig, backend: Backend) -> MllamaModel:
     """The factory that the family's record names."""
-    return TwoStackModel(config, backend, settings(config))
+    return MllamaModel(config, backend, read_normalisation_settings(config))

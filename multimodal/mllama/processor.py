@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision's image processor: the arrangement of tiles that scales a picture least, black beside and below."""
+"""Llama-3.2-Vision's image processor: the arrangement of tiles that scales an image least, black beside and below."""
 
 from __future__ import annotations
 
@@ -10,108 +10,115 @@ from typing import Any
 from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
-from trencadis.multimodal.colours import CLIP, Colours, read_colours
-from trencadis.multimodal.processor import ImageOutline, TakenRows
-from trencadis.multimodal.stacks.config import Grid, TwoStackTower, grids
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.multimodal.mllama_tower.config import MllamaVisionConfig, TileGrid, supported_aspect_ratios
+from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    has_settings,
-    settings_file,
-    shared_fields,
-    squares,
+    check_processor_kwargs,
+    cut_squares,
+    has_processor_settings,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
-KINDS = ("MllamaImageProcessor", "MllamaImageProcessorFast", "MllamaImageProcessorPil")
+PROCESSOR_TYPES = ("MllamaImageProcessor", "MllamaImageProcessorFast", "MllamaImageProcessorPil")
 BILINEAR = 2
 HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
-class CanvasProcessor(TileProcessor):
-    """``multimodal.processor.Processor`` of pictures of up to ``most`` tiles, which are one item."""
+class MllamaImageProcessor(TileImageProcessor):
+    """``multimodal.processor.Processor`` of images of up to ``max_image_tiles`` tiles, which are one item."""
 
-    most: int = 4
-    kind: str = "trencadis.multimodal.mllama.processor:CanvasProcessor"
+    max_image_tiles: int = 4
+    kind: str = "trencadis.multimodal.mllama.processor:MllamaImageProcessor"
 
-    def outline(self, height: int, width: int) -> ImageOutline:
-        rows, columns = self.grid_of(height, width)
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        rows, columns = self.choose_aspect_ratio(height, width)
         side, tiles = self.image // self.patch, rows * columns
         each = side**2 + 1
-        resized = self.fitted(height, width)
+        resized = self.fit_to_canvas(height, width)
         area = max(resized[0] * resized[1], tiles * self.image**2)
-        grid, layout = (1, rows * side, columns * side), (TakenRows(0, 0, 1, shown=tiles * each),)
-        return ImageOutline(resized, grid, 1, self.slots, area, self.most * each, layout)
+        grid, layout = (1, rows * side, columns * side), (PlaceholderRun(0, 0, 1, visible_rows=tiles * each),)
+        return ImageGeometry(resized, grid, 1, self.slots, area, self.max_image_tiles * each, layout)
 
-    def grid_of(self, height: int, width: int) -> Grid:
+    def choose_aspect_ratio(self, height: int, width: int) -> TileGrid:
         """(rows, columns): the least enlargement, else the least reduction; of equal ones the fewest tiles."""
-        scales = {g: min(g[0] * self.image / height, g[1] * self.image / width) for g in grids(self.most)}
+        scales = {
+            g: min(g[0] * self.image / height, g[1] * self.image / width)
+            for g in supported_aspect_ratios(self.max_image_tiles)
+        }
         larger = [scale for scale in scales.values() if scale >= 1]
         best = min(larger) if larger else max(scales.values())
         return min((g for g, scale in scales.items() if scale == best), key=lambda g: g[0] * g[1])
 
-    def fitted(self, height: int, width: int) -> Grid:
-        """(height, width) to which a picture is resized: one side fills the canvas, or keeps its length."""
-        rows, columns = self.grid_of(height, width)
+    def fit_to_canvas(self, height: int, width: int) -> TileGrid:
+        """(height, width) to which an image is resized: one side fills the canvas, or keeps its length."""
+        rows, columns = self.choose_aspect_ratio(height, width)
         tall = min(max(height, self.image), rows * self.image)
         wide = min(max(width, self.image), columns * self.image)
         if wide / width < tall / height:
             return min(floor(height * (wide / width)) or 1, tall), wide
         return tall, min(floor(width * (tall / height)) or 1, wide)
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        rows, columns = self.grid_of(height, width)
-        tall, wide = self.fitted(height, width)
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+        rows, columns = self.choose_aspect_ratio(height, width)
+        tall, wide = self.fit_to_canvas(height, width)
         canvas = Image.new("RGB", (columns * self.image, rows * self.image))
         canvas.paste(image.resize((wide, tall), Image.Resampling.BILINEAR))
-        return squares(canvas, self.image)
+        return cut_squares(canvas, self.image)
 
 
-def _tower(config: ModelConfig) -> TwoStackTower:
-    assert isinstance(config.vision, TwoStackTower)
+def _vision_config(config: ModelConfig) -> MllamaVisionConfig:
+    assert isinstance(config.vision, MllamaVisionConfig)
     return config.vision
 
 
-def settings(config: ModelConfig) -> Colours:
-    """The colours of a checkpoint's processor, or without a file CLIP's, for plans.
+def read_normalisation_settings(config: ModelConfig) -> PixelNormalisation:
+    """The pixel normalisation of a checkpoint's processor, or without a file CLIP's, for plans.
 
     Raises:
         StartupError: a value that is not implemented.
     """
-    if not has_settings(config.path):
+    if not has_processor_settings(config.path):
         return CLIP
-    v, c = _tower(config), settings_file(config.path)
-    c.only("image_processor_type", KINDS, KINDS[0])
+    v, c = _vision_config(config), read_processor_settings(config.path)
+    c.only("image_processor_type", PROCESSOR_TYPES, PROCESSOR_TYPES[0])
     for key in ("do_resize", "do_pad"):
         c.only(key, (True,), True)
     c.only("resample", (BILINEAR,), BILINEAR)
-    c.only("max_image_tiles", (v.tiles,), 4)
+    c.only("max_image_tiles", (v.max_num_tiles,), 4)
     size = c.within("size", {"height": 224, "width": 224})
     for key in ("height", "width"):
         size.only(key, (v.image,), 224)
-    return read_colours(c, Colours(HALF, HALF))
+    return read_normalisation(c, PixelNormalisation(HALF, HALF))
 
 
-def _made(config: ModelConfig, asked: Mapping[str, Any]) -> CanvasProcessor:
-    check_options(asked)
-    v = _tower(config)
-    return CanvasProcessor(**shared_fields(v, settings(config)), most=v.tiles)
+def _build_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> MllamaImageProcessor:
+    check_processor_kwargs(mm_kwargs)
+    v = _vision_config(config)
+    return MllamaImageProcessor(
+        **shared_processor_fields(v, read_normalisation_settings(config)), max_image_tiles=v.max_num_tiles
+    )
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every picture takes all tiles; the arena holds as many rows of each."""
-    check_options(asked)
-    v = _tower(config)
-    return ImageNeeds(v.tile, v.tile, v.unit, tile=v.tile)
+def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Every image takes all tiles; the arena holds as many rows of each."""
+    check_processor_kwargs(mm_kwargs)
+    v = _vision_config(config)
+    return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.cross_attention_rows, tile=v.slots_per_tile)
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> CanvasProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> MllamaImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    settings_file(config.path)
-    return _made(config, asked)
+    read_processor_settings(config.path)
+    return _build_processor(config, mm_kwargs)
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    return _made(config, asked).sizes
+    return _build_processor(config, mm_kwargs).compute_geometry

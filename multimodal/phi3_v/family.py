@@ -5,33 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.families import phi3
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.llava.clip import ClipTower
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.llava.clip_config import ClipVisionConfig
 from trencadis.multimodal.llava.family import CLIP_NAMES
-from trencadis.multimodal.tiles.fields import Usual, placeholder, tile_fields
-from trencadis.multimodal.tiles.fine import PLANES
+from trencadis.multimodal.vit.fixed_point_pixels import PLANES
+from trencadis.multimodal.vit.hf_vision_config import ViTDefaults, read_image_token, read_vit_fields
 
 IMAGE_TOKEN = 32044
-TOWER = "openai/clip-vit-large-patch14-336"
-USUAL = Usual(1024, 16, 24, 4096, 336, 14, 1e-5, "quick_gelu")
+CLIP_MODEL = "openai/clip-vit-large-patch14-336"
+VIT_DEFAULTS = ViTDefaults(1024, 16, 24, 4096, 336, 14, 1e-5, "quick_gelu")
 """The published tower, whose sizes config.json does not repeat; those that a file states hold."""
 
 MERGE = 2
 NEWLINE, SEPARATOR = range(2)
-"""Constant rows: behind each line of cells, and between a picture's tiles and the whole."""
+"""Constant rows: behind each line of cells, and between an image's tiles and the whole."""
 
 
 @dataclass(frozen=True)
-class CropTower(ClipTower):
+class Phi3VVisionConfig(ClipVisionConfig):
     """CLIP over tiles whose values have three bytes each (``fine``)."""
 
     constants: ClassVar[int] = 2
-    planes: ClassVar[int] = PLANES
+    bytes_per_value: ClassVar[int] = PLANES
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Phi3VConfig."""
     text = phi3.describe(root, c, tied).text
     joins = root.within("embd_layer")
@@ -42,18 +42,18 @@ def describe(root: Fields, c: Fields, tied: bool) -> Described:
         joins.only(key, (only,))
     p = root.within("img_processor")
     p.only("name", ("clip_vision_model",))
-    p.only("model_name", (TOWER,))
+    p.only("model_name", (CLIP_MODEL,))
     p.only("type_feature", ("patch",), "patch")
-    fields = tile_fields(p, ("clip_vision_model",), USUAL, text.hidden, MERGE)
+    fields = read_vit_fields(p, ("clip_vision_model",), VIT_DEFAULTS, text.hidden, MERGE)
     layers = fields["depth"]
     depth = layers + 1 + p.integer("layer_idx", -layers, -1, -2)
-    vision = CropTower(**{**fields, "depth": depth})
+    vision = Phi3VVisionConfig(**{**fields, "depth": depth})
     p.only("image_dim_out", (vision.hidden,))
-    p.only("num_img_tokens", (vision.tokens,))
-    return Described(text, vision, {"image_token_id": placeholder(root, text.vocab, 0, IMAGE_TOKEN)})
+    p.only("num_img_tokens", (vision.rows_per_tile,))
+    return ParsedConfig(text, vision, {"image_token_id": read_image_token(root, text.vocab, 0, IMAGE_TOKEN)})
 
 
-_AT = "model.vision_embed_tokens."
+_VISION_PREFIX = "model.vision_embed_tokens."
 FAMILY = Family(
     name="Phi-3.5-vision",
     model_type="phi3_v",
@@ -61,12 +61,12 @@ FAMILY = Family(
     config=describe,
     names=StoredNames(
         {
-            f"{_AT}img_processor.vision_model.": "visual.",
-            f"{_AT}img_processor.": "visual.",
-            f"{_AT}img_projection.0.": "visual.projector.linear_1.",
-            f"{_AT}img_projection.2.": "visual.projector.linear_2.",
-            f"{_AT}wte.": "embed_tokens.",
-            _AT: "visual.",
+            f"{_VISION_PREFIX}img_processor.vision_model.": "visual.",
+            f"{_VISION_PREFIX}img_processor.": "visual.",
+            f"{_VISION_PREFIX}img_projection.0.": "visual.projector.linear_1.",
+            f"{_VISION_PREFIX}img_projection.2.": "visual.projector.linear_2.",
+            f"{_VISION_PREFIX}wte.": "embed_tokens.",
+            _VISION_PREFIX: "visual.",
             "model.": "",
             "lm_head.": "lm_head.",
         },

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.source import Source
-from trencadis.multimodal.llava.model import ClipModel
-from trencadis.multimodal.phi3_v.processor import settings
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.llava.model import LlavaModel
+from trencadis.multimodal.phi3_v.processor import load_processor
 
 
-class CropModel(ClipModel):
+class Phi3VModel(LlavaModel):
     """A decoder with CLIP's tower over tiles, and the rows between them."""
 
-    def constant_rows(self, source: Source) -> Tensor:
+    def load_constant_rows(self, source: WeightSource) -> Tensor:
         """The end of a line and the separator, as the projector makes them of a cell's values."""
         width = self.tower.cell_width
         line, whole = source.take("visual.sub_GN", (1, 1, 1, width)), source.take("visual.glb_GN", (1, 1, width))
-        return self.projected(source, torch.cat([line.view(1, width), whole.view(1, width)]))
+        return self.project_cells(source, torch.cat([line.view(1, width), whole.view(1, width)]))
 
 
-def make(config: ModelConfig, backend: Backend) -> CropModel:
+def make(config: ModelConfig, backend: Backend) -> Phi3VModel:
     """The factory that the family's record names."""
-    return CropModel(config, backend, settings(config, {}))
+    return Phi3VModel(config, backend, load_processor(config, {}))

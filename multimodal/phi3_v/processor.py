@@ -1,4 +1,4 @@
-"""Phi-3-V's image processor: a picture cut into up to ``num_crops`` tiles, and the whole of it as one more."""
+"""Phi-3-V's image processor: an image cut into up to ``num_crops`` tiles, and the whole of it as one more."""
 
 from __future__ import annotations
 
@@ -13,123 +13,133 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.layout import aligned
-from trencadis.multimodal.colours import CLIP, read_colours
-from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, CropTower
-from trencadis.multimodal.processor import ImageOutline, Layout, TakenRows
-from trencadis.multimodal.tiles import fine
-from trencadis.multimodal.tiles.processor import (
-    TileProcessor,
+from trencadis.core.shared_constants import align_up
+from trencadis.multimodal.normalisation import CLIP, read_normalisation
+from trencadis.multimodal.phi3_v.family import NEWLINE, SEPARATOR, Phi3VVisionConfig
+from trencadis.multimodal.processor import ImageGeometry, Layout, PlaceholderRun
+from trencadis.multimodal.vit import fixed_point_pixels
+from trencadis.multimodal.vit.processor import (
+    TileImageProcessor,
     UInt8,
-    check_options,
-    has_settings,
-    settings_file,
-    shared_fields,
-    squares,
-    tower_of,
+    check_processor_kwargs,
+    cut_squares,
+    get_vision_config,
+    has_processor_settings,
+    read_processor_settings,
+    shared_processor_fields,
 )
 
-KIND = "Phi3VImageProcessor"
-CROPS, MOST_CROPS = 4, 64
+PROCESSOR_TYPE = "Phi3VImageProcessor"
+DEFAULT_NUM_CROPS, MAX_NUM_CROPS = 4, 64
 WHITE = (255, 255, 255)
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class CropProcessor(TileProcessor):
-    """``multimodal.processor.Processor`` of a picture's tiles and the whole; ``crops``: most tiles of the former."""
+class Phi3VImageProcessor(TileImageProcessor):
+    """``multimodal.processor.Processor`` of an image's tiles and the whole; ``num_crops``: most tiles of the former."""
 
-    crops: int = CROPS
-    kind: str = "trencadis.multimodal.phi3_v.processor:CropProcessor"
-    planes: ClassVar[int] = CropTower.planes
+    num_crops: int = DEFAULT_NUM_CROPS
+    kind: str = "trencadis.multimodal.phi3_v.processor:Phi3VImageProcessor"
+    bytes_per_value: ClassVar[int] = Phi3VVisionConfig.bytes_per_value
 
-    def with_tiles(self, tiles: int | None, param: str) -> CropProcessor:
+    def with_num_crops(self, tiles: int | None, param: str) -> Phi3VImageProcessor:
         if tiles is None:
             return self
-        if tiles > self.crops:
+        if tiles > self.num_crops:
             where = f"{param}.num_crops" if param else "num_crops"
-            raise BadRequest(f"num_crops={tiles} is above this server's {self.crops}.", param=where)
-        return replace(self, crops=tiles)
+            raise BadRequest(f"num_crops={tiles} is above this server's {self.num_crops}.", param=where)
+        return replace(self, num_crops=tiles)
 
-    def outline(self, height: int, width: int) -> ImageOutline:
-        rows, columns = (aligned(side, self.image) for side in self.fitted(height, width))
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        rows, columns = (align_up(side, self.image) for side in self.fit_to_crops(height, width))
         grid = rows // self.image, columns // self.image
-        layout = lines(grid, self.image // self.patch // self.merge)
-        tokens = sum(piece.tokens for piece in layout if isinstance(piece, TakenRows))
+        layout = layout_crops(grid, self.image // self.patch // self.merge)
+        tokens = sum(piece.tokens for piece in layout if isinstance(piece, PlaceholderRun))
         tiles = grid[0] * grid[1] + 1
         # Bytes count, since memory and replies of workers are bounded by pixels of three bytes.
-        return self.outlined((rows, columns), tiles, tokens, layout, self.planes * tiles * self.image**2)
+        return self.make_geometry((rows, columns), tiles, tokens, layout, self.bytes_per_value * tiles * self.image**2)
 
-    def fitted(self, height: int, width: int) -> Size:
-        """(height, width) to which a picture is resized: as many whole tiles along its longer side as fit."""
+    def fit_to_crops(self, height: int, width: int) -> Size:
+        """(height, width) to which an image is resized: as many whole tiles along its longer side as fit."""
         ratio, across = max(height, width) / min(height, width), 1
-        while (across + 1) * ceil((across + 1) / ratio) <= self.crops:
+        while (across + 1) * ceil((across + 1) / ratio) <= self.num_crops:
             across += 1
         longer = across * self.image
         shorter = int(longer / ratio)
         return (shorter, longer) if width >= height else (longer, shorter)
 
-    def tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
-        """An upright picture is turned on its side, and back when it is done: rounding depends on the order of axes."""
-        rows, columns = self.fitted(height, width)
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+        """An upright image is turned on its side, and back when it is done: rounding depends on the order of axes."""
+        rows, columns = self.fit_to_crops(height, width)
         if upright := width < height:
             image, rows, columns = image.transpose(Image.Transpose.TRANSPOSE), columns, rows
-        canvas = Image.new("RGB", (columns, aligned(rows, self.image)), WHITE)
+        canvas = Image.new("RGB", (columns, align_up(rows, self.image)), WHITE)
         above = (canvas.height - rows) // 2
         canvas.paste(image.resize((columns, rows), Image.Resampling.BILINEAR), (0, above))
         if upright:
             canvas = canvas.transpose(Image.Transpose.TRANSPOSE)
-        whole = fine.shrunk(np.asarray(canvas), self.image)
-        return [*map(fine.coarse, squares(canvas, self.image)), fine.fine(whole)]
+        whole = fixed_point_pixels.downscale_bicubic(np.asarray(canvas), self.image)
+        return [
+            *map(fixed_point_pixels.encode_bytes, cut_squares(canvas, self.image)),
+            fixed_point_pixels.encode_fixed_point(whole),
+        ]
 
 
 @lru_cache(maxsize=256)
-def lines(grid: Size, side: int) -> Layout:
-    """Tiles line by line, each line with its end; a separator; the whole picture in the same way.
+def layout_crops(grid: Size, side: int) -> Layout:
+    """Tiles line by line, each line with its end; a separator; the whole image in the same way.
 
     ``grid``: rows and columns of tiles; ``side``: cells along a side of a tile.
     """
     whole = grid[0] * grid[1]
-    layout: list[str | TakenRows] = []
+    layout: list[str | PlaceholderRun] = []
     for line in range(grid[0] * side):
         first, at = line // side * grid[1], line % side * side
-        layout += [TakenRows(first + column, at, side) for column in range(grid[1])]
-        layout.append(TakenRows(first + grid[1] - 1, 0, 1, NEWLINE))
-    layout.append(TakenRows(whole, 0, 1, SEPARATOR))
+        layout += [PlaceholderRun(first + column, at, side) for column in range(grid[1])]
+        layout.append(PlaceholderRun(first + grid[1] - 1, 0, 1, NEWLINE))
+    layout.append(PlaceholderRun(whole, 0, 1, SEPARATOR))
     for line in range(side):
-        layout += [TakenRows(whole, line * side, side), TakenRows(whole, 0, 1, NEWLINE)]
+        layout += [PlaceholderRun(whole, line * side, side), PlaceholderRun(whole, 0, 1, NEWLINE)]
     return tuple(layout)
 
 
-def settings(config: ModelConfig, asked: Mapping[str, Any]) -> CropProcessor:
+def load_processor(config: ModelConfig, mm_kwargs: Mapping[str, Any]) -> Phi3VImageProcessor:
     """The processor of a checkpoint folder; without a file that of the published one, for plans."""
-    v, given = tower_of(config), check_options(asked, tiles=True)
-    colours, crops = CLIP, CROPS
-    if has_settings(config.path):
-        c = settings_file(config.path)
-        c.only("image_processor_type", (KIND,), KIND)
+    v, given = get_vision_config(config), check_processor_kwargs(mm_kwargs, tiles=True)
+    normalisation, crops = CLIP, DEFAULT_NUM_CROPS
+    if has_processor_settings(config.path):
+        c = read_processor_settings(config.path)
+        c.only("image_processor_type", (PROCESSOR_TYPE,), PROCESSOR_TYPE)
         for key in ("do_convert_rgb", "do_rescale", "do_normalize"):
             c.only(key, (True,), True)
-        c.only("num_img_tokens", (v.tokens,), v.tokens)
-        colours, crops = read_colours(c), c.integer("num_crops", most=MOST_CROPS, default=1)
-    if given is not None and given > MOST_CROPS:
-        raise StartupError(f"--mm-processor-kwargs: num_crops={given} is above {MOST_CROPS}")
-    return CropProcessor(**shared_fields(v, colours), crops=crops if given is None else given)
+        c.only("num_img_tokens", (v.rows_per_tile,), v.rows_per_tile)
+        normalisation, crops = read_normalisation(c), c.integer("num_crops", most=MAX_NUM_CROPS, default=1)
+    if given is not None and given > MAX_NUM_CROPS:
+        raise StartupError(f"--mm-processor-kwargs: num_crops={given} is above {MAX_NUM_CROPS}")
+    return Phi3VImageProcessor(**shared_processor_fields(v, normalisation), num_crops=crops if given is None else given)
 
 
-def image_needs(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """Every item is one tile; the arena holds the largest picture's."""
-    v = tower_of(config)
-    return ImageNeeds(v.tile, v.tile, v.tokens * (1 + settings(config, asked).crops), tile=v.tile)
+def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Every item is one tile; the arena holds the largest image's."""
+    v = get_vision_config(config)
+    return ImageNeeds(
+        v.slots_per_tile,
+        v.slots_per_tile,
+        v.rows_per_tile * (1 + load_processor(config, mm_kwargs).num_crops),
+        tile=v.slots_per_tile,
+    )
 
 
-def from_checkpoint(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> CropProcessor:
+def from_checkpoint(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> Phi3VImageProcessor:
     """The processor of a checkpoint folder; raises StartupError."""
-    settings_file(config.path)
-    return settings(config, asked)
+    read_processor_settings(config.path)
+    return load_processor(config, mm_kwargs)
 
 
-def image_sizes(config: ModelConfig, asked: Mapping[str, Any], alignment: str = "pad") -> Callable[..., ImageOutline]:
+def image_sizes(
+    config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Callable[..., ImageGeometry]:
     """What an image becomes by its height and width."""
-    return settings(config, asked).sizes
+    return load_processor(config, mm_kwargs).compute_geometry

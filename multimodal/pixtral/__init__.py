@@ -1,1 +1,1 @@
-"""Pixtral's tower: pictures of any size, whose lines end with a token."""
+"""Pixtral's tower: images of any size, whose lines end with a token."""

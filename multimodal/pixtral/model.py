@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.multimodal.lines.model import LineModel
-from trencadis.multimodal.pixtral.processor import colours_of
+from trencadis.multimodal.pixtral.processor import load_normalisation
+from trencadis.multimodal.pixtral_tower.model import PixtralModel
 
 
-def make(config: ModelConfig, backend: Backend) -> LineModel:
+def make(config: ModelConfig, backend: Backend) -> PixtralModel:
     """The factory that records of its families name."""
-    return LineModel(config, backend, colours_of(config))
+    return PixtralModel(config, backend, load_normalisation(config))

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, WIDEST
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
-from trencadis.multimodal.qwen2_vl.config_fields import PREFIXES, aliases, axial_theta, described, patches, widths
-from trencadis.multimodal.qwen2_vl.geometry import FACTOR, WINDOW_CELLS
-from trencadis.multimodal.qwen2_vl.media_tokens import NAMES
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.media_tokens import TOKEN_NAMES
+from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR, WINDOW_CELLS
+from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
+    PREFIXES,
+    check_aliases,
+    check_patch_sizes,
+    read_config,
+    read_rope_theta,
+    read_widths,
+)
 
 SILU = ("silu", "swish")
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen2_5_VLConfig, flat as on the hub or nested."""
-    return described(root, c, tied, _vision)
+    return read_config(root, c, tied, _read_vision)
 
 
-def _vision(c: Fields, text_hidden: int) -> Qwen25Tower:
+def _read_vision(c: JsonFields, text_hidden: int) -> Qwen25VisionConfig:
     c.only("hidden_act", SILU, "silu")
-    patches(c)
+    check_patch_sizes(c)
     window = WINDOW_CELLS * FACTOR
     if c.integer("window_size", default=window) // FACTOR != WINDOW_CELLS:
         c.refuse("window_size", f"implemented: windows of {window} pixels")
-    hidden, heads, out_hidden = widths(c, "hidden_size", "out_hidden_size", text_hidden)
+    hidden, heads, out_hidden = read_widths(c, "hidden_size", "out_hidden_size", text_hidden)
     depth = c.integer("depth", most=MOST_LAYERS)
-    aliases(c, depth, heads, hidden)
-    return Qwen25Tower(
+    check_aliases(c, depth, heads, hidden)
+    return Qwen25VisionConfig(
         depth=depth,
         hidden=hidden,
         heads=heads,
@@ -35,7 +42,7 @@ def _vision(c: Fields, text_hidden: int) -> Qwen25Tower:
         out_hidden=out_hidden,
         full_layers=c.integers("fullatt_block_indexes", -MOST_LAYERS, MOST_LAYERS),
         tokens_per_second=c.number("tokens_per_second", 0, 10000, 4),
-        rope_theta=axial_theta(c),
+        rope_theta=read_rope_theta(c),
     )
 
 
@@ -47,11 +54,11 @@ FAMILY = Family(
     names=StoredNames(PREFIXES),
     make="trencadis.multimodal.qwen2_5_vl.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.qwen2_vl.needs:windowed_needs",
-        sizes="trencadis.multimodal.qwen2_vl.needs:windowed_sizes",
-        processor="trencadis.multimodal.qwen2_vl.processor:windowed",
-        tokens=NAMES,
-        positions="trencadis.multimodal.qwen2_vl.mrope:timed_positions",
+        needs="trencadis.multimodal.qwen2_vl.image_budget:windowed_needs",
+        sizes="trencadis.multimodal.qwen2_vl.image_budget:windowed_resize_rule",
+        processor="trencadis.multimodal.qwen2_vl.processor:load_windowed_processor",
+        tokens=TOKEN_NAMES,
+        positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_seconds",
         windows=True,
     ),
     defaults={"fp32_softmax": True},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trencadis.core.backend import Backend
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.qwen2_5_vl.packing import pack
+from trencadis.multimodal.qwen2_5_vl.window_packing import pack_windows
 from trencadis.multimodal.qwen2_vl.model import Qwen2VL
 
 
@@ -16,7 +16,7 @@ class Qwen25VL(Qwen2VL):
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out in windows of 64 slots; the rest of ``slots`` is padding."""
-        return pack(images, slots)
+        return pack_windows(images, slots)
 
 
 def make(config: ModelConfig, backend: Backend) -> Qwen25VL:

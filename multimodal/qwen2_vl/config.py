@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trencadis.core.checkpoint.vision_config import SharedMatrix, SlotForm
-from trencadis.multimodal.qwen2_vl.geometry import CHANNELS, MERGE, PATCH, TEMPORAL
-from trencadis.multimodal.vit import ViTConfig
+from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, MERGE, PATCH, TEMPORAL
+from trencadis.multimodal.vit.base_config import ViTConfig
 
-TILE = 1024
+ATTENTION_TILE = 1024
 """Query slots of one tile of full attention on a device that cuts it."""
 
-CUT_SLOTS = 64 * TILE
+CUT_ABOVE_SLOTS = 64 * ATTENTION_TILE
 """Slots above which full attention is cut in the middle."""
 
 
 @dataclass(frozen=True)
-class Qwen25Tower(ViTConfig):
+class Qwen25VisionConfig(ViTConfig):
     """Qwen2.5-VL: RMS norms, gated MLPs, windows of 8 x 8 patches except in ``full_layers``; then cells are merged."""
 
     full_layers: tuple[int, ...]
@@ -28,9 +28,9 @@ class Qwen25Tower(ViTConfig):
     channels: int = CHANNELS
     tokens_per_second: float = 2.0
     rope_theta: float = 10000.0
-    filled: ClassVar[bool] = True
+    pads_to_unit: ClassVar[bool] = True
     layer_norm: ClassVar[bool] = False
-    columns: ClassVar[tuple[str, ...]] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_in: ClassVar[tuple[str, ...]] = ("mlp.gate_proj", "mlp.up_proj")
 
     @property
     def activation(self) -> str:
@@ -50,33 +50,33 @@ class Qwen25Tower(ViTConfig):
     def whole(self) -> int:
         return len(self.full_layers)
 
-    def exit_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+    def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
         merged = self.hidden * self.merge**2
         yield SharedMatrix("visual.merger.mlp.0", -(-merged // ranks), merged, merged)
         yield SharedMatrix("visual.merger.mlp.2", self.out_hidden, -(-merged // ranks), merged)
 
-    def beside(self, ranks: int) -> int:
+    def other_weights(self, ranks: int) -> int:
         merged = self.hidden * self.merge**2
         inner = -(-merged // ranks)
-        return self.norm + merged * inner + inner + inner * self.out_hidden + self.out_hidden
+        return self.norm_weights + merged * inner + inner + inner * self.out_hidden + self.out_hidden
 
     def exit_keeps(self, slots: int, itemsize: int, ranks: int, cached: bool) -> int:
         """The merger's collective, and, roughly, cuts between tiles."""
         group = self.merge**2
         merged = slots * self.hidden + slots // group * -(-group * self.hidden // ranks) if cached else 0
         total = (merged + slots // group * self.out_hidden) * itemsize if ranks > 1 else 0
-        if slots > CUT_SLOTS and cached:
+        if slots > CUT_ABOVE_SLOTS and cached:
             total += self.whole * self.activations(slots, itemsize, ranks) * 6 // 10
         return total
 
 
 @dataclass(frozen=True)
-class Qwen2Tower(Qwen25Tower):
+class Qwen2VisionConfig(Qwen25VisionConfig):
     """Qwen2-VL: layer norms, plain MLPs, whole images in every layer."""
 
     hidden_act: str = "quick_gelu"
     layer_norm: ClassVar[bool] = True
-    columns: ClassVar[tuple[str, ...]] = ("mlp.up_proj",)
+    mlp_in: ClassVar[tuple[str, ...]] = ("mlp.up_proj",)
 
     @property
     def activation(self) -> str:

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from trencadis.core.checkpoint.decoder_fields import MOST_LAYERS, activation_of
-from trencadis.core.checkpoint.fields import Fields
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.qwen2_vl.config import Qwen2Tower
-from trencadis.multimodal.qwen2_vl.config_fields import PREFIXES, aliases, axial_theta, described, patches, widths
-from trencadis.multimodal.qwen2_vl.geometry import CHANNELS, PATCH
-from trencadis.multimodal.qwen2_vl.media_tokens import NAMES
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.qwen2_vl.config import Qwen2VisionConfig
+from trencadis.multimodal.qwen2_vl.media_tokens import TOKEN_NAMES
+from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, PATCH
+from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import (
+    PREFIXES,
+    check_aliases,
+    check_patch_sizes,
+    read_config,
+    read_rope_theta,
+    read_widths,
+)
 
-MOST_RATIO = 64
+MAX_MLP_RATIO = 64
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen2VLConfig, flat as on the hub or nested."""
-    return described(root, c, tied, _vision)
+    return read_config(root, c, tied, _read_vision)
 
 
-def _vision(c: Fields, text_hidden: int) -> Qwen2Tower:
-    patches(c)
+def _read_vision(c: JsonFields, text_hidden: int) -> Qwen2VisionConfig:
+    check_patch_sizes(c)
     # The hub's files say these two besides; transformers reads neither.
     c.only("spatial_patch_size", (PATCH,), PATCH)
     c.only("in_chans", (CHANNELS,), CHANNELS)
-    hidden, heads, out_hidden = widths(c, "embed_dim", "hidden_size", text_hidden)
+    hidden, heads, out_hidden = read_widths(c, "embed_dim", "hidden_size", text_hidden)
     depth = c.integer("depth", most=MOST_LAYERS)
-    aliases(c, depth, heads, hidden)
-    return Qwen2Tower(
+    check_aliases(c, depth, heads, hidden)
+    return Qwen2VisionConfig(
         depth=depth,
         hidden=hidden,
         heads=heads,
-        intermediate=int(hidden * c.number("mlp_ratio", 0, MOST_RATIO, 4, above=True)),
+        intermediate=int(hidden * c.number("mlp_ratio", 0, MAX_MLP_RATIO, 4, above=True)),
         out_hidden=out_hidden,
         full_layers=tuple(range(depth)),
-        rope_theta=axial_theta(c),
+        rope_theta=read_rope_theta(c),
         hidden_act=activation_of(c, "hidden_act", "quick_gelu"),
     )
 
@@ -46,11 +53,11 @@ FAMILY = Family(
     names=StoredNames(PREFIXES, inner=((".mlp.fc1.", ".mlp.up_proj."), (".mlp.fc2.", ".mlp.down_proj."))),
     make="trencadis.multimodal.qwen2_vl.model:make",
     vision=VisionSide(
-        needs="trencadis.multimodal.qwen2_vl.needs:whole_needs",
-        sizes="trencadis.multimodal.qwen2_vl.needs:whole_sizes",
-        processor="trencadis.multimodal.qwen2_vl.processor:whole",
-        tokens=NAMES,
-        positions="trencadis.multimodal.qwen2_vl.mrope:counted_positions",
+        needs="trencadis.multimodal.qwen2_vl.image_budget:whole_needs",
+        sizes="trencadis.multimodal.qwen2_vl.image_budget:whole_resize_rule",
+        processor="trencadis.multimodal.qwen2_vl.processor:load_processor",
+        tokens=TOKEN_NAMES,
+        positions="trencadis.multimodal.qwen2_vl.mrope:mrope_positions_by_frames",
     ),
     defaults={"fp32_softmax": True},
 )

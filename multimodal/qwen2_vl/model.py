@@ -6,33 +6,33 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.apart import held_whole
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.replicated import replicate_layers
+from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.colours import CLIP
-from trencadis.multimodal.packing import pack_whole
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
-from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
-from trencadis.multimodal.qwen2_vl.tower import VisionTower
+from trencadis.multimodal.normalisation import CLIP
+from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.vision_tower import Qwen2VLVisionTower
 
 
 class Qwen2VL(Decoder):
     """``core.models.interface.Model`` with images, which the first pipeline stage encodes."""
 
-    tower: VisionTower
+    tower: Qwen2VLVisionTower
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
-        assert isinstance(config.vision, Qwen25Tower)
+        assert isinstance(config.vision, Qwen25VisionConfig)
         if not self.share.starts:
             return
-        read = read_preprocessing(config.path)
-        unit = config.aligned(backend.policy.aligned)
-        tower = held_whole(backend) if config.own_towers else backend
-        self.tower = VisionTower(tower, config.vision, CLIP if read is None else read.colours, unit)
+        read = read_preprocessor_config(config.path)
+        unit = config.alignment_unit(backend.policy.aligned)
+        tower = replicate_layers(backend) if config.encoder_data_parallel else backend
+        self.tower = Qwen2VLVisionTower(tower, config.vision, CLIP if read is None else read.normalisation, unit)
 
-    def load_from(self, source: Source) -> None:
+    def load_from(self, source: WeightSource) -> None:
         super().load_from(source)
         if self.share.starts:
             self.tower.load(source, "visual")
@@ -43,7 +43,7 @@ class Qwen2VL(Decoder):
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out cell by cell; the rest of ``slots`` is padding."""
-        return pack_whole(images, slots, self.tower.config.patch_values, self.tower.config.merge)
+        return pack_whole_images(images, slots, self.tower.config.patch_values, self.tower.config.merge)
 
     def nbytes(self) -> int:
         return super().nbytes() + (self.tower.nbytes() if self.share.starts else 0)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+    from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 Seconds = Sequence[float | None]
 
@@ -72,15 +72,15 @@ def mrope_positions(
     return out, (int(out.max()) + 1 - length) if length else 0
 
 
-def timed_positions(
-    length: int, spans: Sequence[GridSpan], tower: Qwen25Tower, seconds: Seconds
+def mrope_positions_by_seconds(
+    length: int, spans: Sequence[GridSpan], tower: Qwen25VisionConfig, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
     """Qwen2.5-VL's ``mrope_positions``: time counts seconds of a video."""
     return mrope_positions(length, spans, tower.tokens_per_second, tower.merge, seconds)
 
 
-def counted_positions(
-    length: int, spans: Sequence[GridSpan], tower: Qwen25Tower, seconds: Seconds
+def mrope_positions_by_frames(
+    length: int, spans: Sequence[GridSpan], tower: Qwen25VisionConfig, seconds: Seconds
 ) -> tuple[npt.NDArray[np.int32], int]:
     """Qwen2-VL's ``mrope_positions``: time counts temporal patches."""
     return mrope_positions(length, spans, tower.tokens_per_second, tower.merge)

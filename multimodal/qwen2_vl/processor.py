@@ -14,32 +14,32 @@ from PIL import Image
 
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.multimodal.colours import CLIP_MEAN, CLIP_STD, Triple
-from trencadis.multimodal.errors import attach_param
-from trencadis.multimodal.grids import Grid, check_aspect, grid_of, slots_of, tokens_of
-from trencadis.multimodal.images.decode import to_rgb
-from trencadis.multimodal.images.limits import check_pixel_limits, server_options, without_tiles
-from trencadis.multimodal.options import LOW_DETAIL_PIXELS, MediaOptions
-from trencadis.multimodal.processor import ImageOutline, Prepared
-from trencadis.multimodal.qwen2_vl.geometry import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
-from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
-from trencadis.multimodal.qwen2_vl.sizes import largest_slots, largest_tokens, smart_resize
+from trencadis.multimodal.error_params import attach_param
+from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, refuse_num_crops, server_options
+from trencadis.multimodal.images.pil_decode import to_rgb
+from trencadis.multimodal.media_options import LOW_DETAIL_PIXELS, MediaOptions
+from trencadis.multimodal.normalisation import CLIP_MEAN, CLIP_STD, PerChannel
+from trencadis.multimodal.patch_grids import Grid, check_aspect, count_slots, count_tokens, patch_grid
+from trencadis.multimodal.processor import ImageGeometry, PreparedImage
+from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, PATCH, TEMPORAL, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize
 
 ALIGNMENTS = ("pad", "resize")
-LEAST_FIXED = 3136
+MIN_FIXED_PIXELS = 3136
 """Least pixels of a size that a request fixes, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
-class ImageProcessor:
+class Qwen2VLImageProcessor:
     """A checkpoint's image processor as frozen values.
 
     Rows of ``pixels`` follow the 2x2 merge cells (cell row, cell column, row in the cell, column in the cell); inside a
     row: channel, temporal, patch row, patch column, the one frame repeated over temporal.
 
     The device normalises per channel, ``(float32(x * rescale) - mean) / std``: the product in float64, rounded once to
-    float32, all else in float32. ``table`` holds the 3 x 256 possible values, which equal the reference processor's
-    ``pixel_values`` bit for bit.
+    float32, all else in float32. ``normalised_values`` holds the 3 x 256 possible values, which equal the reference
+    processor's ``pixel_values`` bit for bit.
     """
 
     min_pixels: int
@@ -47,59 +47,59 @@ class ImageProcessor:
     patch: int = PATCH
     merge: int = MERGE
     temporal: int = TEMPORAL
-    mean: Triple = CLIP_MEAN
-    std: Triple = CLIP_STD
+    mean: PerChannel = CLIP_MEAN
+    std: PerChannel = CLIP_STD
     rescale: float = 1 / 255
     alignment: str = "pad"
     fixed: tuple[int, int] | None = None
     """(height, width) in pixels that a request sets, whatever the image's own size."""
-    ceiling: tuple[int, int] | None = None
+    max_slots_and_tokens: tuple[int, int] | None = None
     """Slots and tokens of the largest image that the server planned for; set if a request brought options."""
     windows: bool = True
     """Whether slots stand in windows of 8 x 8 patches, or cell by cell."""
     clip: tuple[int, int] | None = None
     """``FrameLimits.clip``."""
-    kind: str = "trencadis.multimodal.qwen2_vl.processor:ImageProcessor"
+    kind: str = "trencadis.multimodal.qwen2_vl.processor:Qwen2VLImageProcessor"
 
     @classmethod
     def from_checkpoint(
         cls, path: Path, kwargs: Mapping[str, Any], alignment: str = "pad", windows: bool = True, patch: int = PATCH
-    ) -> ImageProcessor:
+    ) -> Qwen2VLImageProcessor:
         """Reads preprocessor_config.json (or processor_config.json); ``kwargs`` may override min_pixels, max_pixels.
 
         Raises:
             StartupError: no such file, a value that is not implemented, contradictory limits, or a key in ``kwargs``
                 that is unknown or cannot be honoured.
         """
-        asked = server_options(kwargs)
+        mm_kwargs = server_options(kwargs)
         if alignment not in ALIGNMENTS:
             raise StartupError(f"image_alignment is one of {', '.join(ALIGNMENTS)}, not {alignment!r}")
-        read = read_preprocessing(path, asked.pixels, patch)
+        read = read_preprocessor_config(path, mm_kwargs.pixels, patch)
         if read is None:
             raise StartupError(f"{path} has neither preprocessor_config.json nor processor_config.json")
-        colours = read.colours
+        normalisation = read.normalisation
         made = cls(
             read.min_pixels,
             read.max_pixels,
             patch,
-            mean=colours.mean,
-            std=colours.std,
-            rescale=colours.rescale,
+            mean=normalisation.mean,
+            std=normalisation.std,
+            rescale=normalisation.rescale,
             alignment=alignment,
             windows=windows,
         )
         check_pixel_limits(made.min_pixels, made.max_pixels, made.factor)
-        made._check_checkpoint_values(asked.checkpoint)
-        without_tiles(asked.tiles)
+        made._check_checkpoint_values(mm_kwargs.checkpoint)
+        refuse_num_crops(mm_kwargs.tiles)
         return made
 
-    def _check_checkpoint_values(self, asked: Mapping[str, Any]) -> None:
+    def _check_checkpoint_values(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Raises StartupError if ``--mm-processor-kwargs`` sets another value than the checkpoint's."""
         own = {
             "patch_size": self.patch, "temporal_patch_size": self.temporal, "merge_size": self.merge,
             "rescale_factor": self.rescale, "image_mean": list(self.mean), "image_std": list(self.std),
         }  # fmt: skip
-        for name, value in asked.items():
+        for name, value in mm_kwargs.items():
             if (list(value) if isinstance(value, tuple) else value) != own[name]:
                 raise StartupError(f"--mm-processor-kwargs: {name}={value!r} is not the checkpoint's {own[name]!r}")
 
@@ -115,7 +115,7 @@ class ImageProcessor:
         limits = f"{self.min_pixels},{self.max_pixels},{self.alignment},{fixed}"
         return f"rgb8-bicubic:{limits}:{self.patch},{self.merge},{self.temporal}"
 
-    def with_options(self, options: MediaOptions, param: str | None = None) -> ImageProcessor:
+    def with_options(self, options: MediaOptions, param: str | None = None) -> Qwen2VLImageProcessor:
         """This processor with a request's options applied, within what the server planned for.
 
         ``resized_height`` and ``resized_width`` are rounded as in ``smart_resize`` and win over everything else;
@@ -128,7 +128,7 @@ class ImageProcessor:
             BadRequest: the options ask for more than the server's max_pixels, or contradict each other.
         """
         o, path = options, f"{param}." if param else ""
-        without_tiles(o.num_crops, param or "")
+        refuse_num_crops(o.num_crops, param or "")
         low, high = o.min_pixels, self.max_pixels if o.max_pixels is None else o.max_pixels
         if high > self.max_pixels:
             raise BadRequest(f"max_pixels={high} is above this server's {self.max_pixels}.", param=f"{path}max_pixels")
@@ -143,15 +143,19 @@ class ImageProcessor:
             return self._with_fixed_size(o.resized_height, o.resized_width, path)
         if (low, high) == (self.min_pixels, self.max_pixels):
             return self
-        return replace(self, min_pixels=low, max_pixels=high, ceiling=self._planned)
+        return replace(self, min_pixels=low, max_pixels=high, max_slots_and_tokens=self._planned)
 
-    def _with_fixed_size(self, height: int, width: int, path: str) -> ImageProcessor:
-        least = min(self.min_pixels, LEAST_FIXED)
+    def _with_fixed_size(self, height: int, width: int, path: str) -> Qwen2VLImageProcessor:
+        least = min(self.min_pixels, MIN_FIXED_PIXELS)
         with attach_param(f"{path}resized_height"):
             made = smart_resize(height, width, self.factor, least, max(height * width, least) * 4)
             slots, tokens = self._planned
-            grid = grid_of(*made, self.patch)
-            if made[0] * made[1] > self.max_pixels or self._slots(grid) > slots or tokens_of(grid, self.merge) > tokens:
+            grid = patch_grid(*made, self.patch)
+            if (
+                made[0] * made[1] > self.max_pixels
+                or self._count_slots(grid) > slots
+                or count_tokens(grid, self.merge) > tokens
+            ):
                 raise BadRequest(
                     f"resized_height x resized_width is {made[0]}x{made[1]}, above this server's "
                     f"{self.max_pixels} pixels."
@@ -161,10 +165,10 @@ class ImageProcessor:
     @cached_property
     def _planned(self) -> tuple[int, int]:
         """Slots and tokens of the largest image that the server's own limits let through."""
-        return self.ceiling or (self.largest_slots, self.largest_tokens)
+        return self.max_slots_and_tokens or (self.largest_slots, self.largest_tokens)
 
     @property
-    def table(self) -> npt.NDArray[np.float32]:
+    def normalised_values(self) -> npt.NDArray[np.float32]:
         """float32 [3, 256]: the device's result for each channel and byte."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
@@ -191,16 +195,16 @@ class ImageProcessor:
             check_aspect(height, width)
             return self.fixed
         made = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
-        return made if self.ceiling is None else self._within(made, *self.ceiling)
+        return made if self.max_slots_and_tokens is None else self._check_within(made, *self.max_slots_and_tokens)
 
-    def _within(self, size: tuple[int, int], slots: int, tokens: int) -> tuple[int, int]:
+    def _check_within(self, size: tuple[int, int], slots: int, tokens: int) -> tuple[int, int]:
         """``size``, if it has no more slots and tokens."""
-        grid = grid_of(*size, self.patch)
-        if self._slots(grid) > slots or tokens_of(grid, self.merge) > tokens:
+        grid = patch_grid(*size, self.patch)
+        if self._count_slots(grid) > slots or count_tokens(grid, self.merge) > tokens:
             raise BadRequest(f"min_pixels={self.min_pixels} makes this thin image too large for this server.")
         return size
 
-    def frames(self) -> dict[str, Any]:
+    def frame_limits(self) -> dict[str, Any]:
         """Limits of a video's frames: those of images."""
         return {
             "least": self.min_pixels, "most": self.max_pixels, "factor": self.factor, "cell": self.patch * self.merge,
@@ -213,16 +217,16 @@ class ImageProcessor:
         """uint8 values of a patch."""
         return 3 * self.temporal * self.patch**2
 
-    def sizes(self, height: int, width: int) -> ImageOutline:
+    def compute_geometry(self, height: int, width: int) -> ImageGeometry:
         """See ``target_size``."""
         made = self.target_size(height, width)
-        grid = grid_of(*made, self.patch)
-        return ImageOutline(made, grid, tokens_of(grid, self.merge), self._slots(grid), made[0] * made[1])
+        grid = patch_grid(*made, self.patch)
+        return ImageGeometry(made, grid, count_tokens(grid, self.merge), self._count_slots(grid), made[0] * made[1])
 
-    def _slots(self, grid: Grid) -> int:
-        return slots_of(grid, self.windows)
+    def _count_slots(self, grid: Grid) -> int:
+        return count_slots(grid, self.windows)
 
-    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> Prepared:
+    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> PreparedImage:
         """Resizes an upright image and cuts it into patches.
 
         Args:
@@ -236,13 +240,13 @@ class ImageProcessor:
         if image.mode != "RGB":
             image = to_rgb(image)
         original = original or (image.height, image.width)
-        made = self.sizes(*original)
+        made = self.compute_geometry(*original)
         pixels = np.asarray(image.resize(made.resized[::-1], Image.Resampling.BICUBIC))
-        return Prepared(
-            digest, self._cut(pixels, made.grid), made.grid, made.tokens, made.slots, made.resized, original
+        return PreparedImage(
+            digest, self._cut_patches(pixels, made.grid), made.grid, made.tokens, made.slots, made.resized, original
         )
 
-    def _cut(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
+    def _cut_patches(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
         """Cuts uint8 [height, width, 3] into uint8 [patches, 3 x temporal x patch x patch]."""
         _, h, w = grid
         p, m = self.patch, self.merge
@@ -254,11 +258,13 @@ class ImageProcessor:
         return out.reshape(h * w, 3 * self.temporal * p * p)
 
 
-def windowed(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
-    """Qwen2.5-VL's: slots in windows. See ``ImageProcessor.from_checkpoint``."""
-    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment)
+def load_windowed_processor(
+    config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> Qwen2VLImageProcessor:
+    """Qwen2.5-VL's: slots in windows. See ``Qwen2VLImageProcessor.from_checkpoint``."""
+    return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment)
 
 
-def whole(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageProcessor:
-    """Qwen2-VL's: slots cell by cell. See ``ImageProcessor.from_checkpoint``."""
-    return ImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)
+def load_processor(config: ModelConfig, kwargs: Mapping[str, Any], alignment: str = "pad") -> Qwen2VLImageProcessor:
+    """Qwen2-VL's: slots cell by cell. See ``Qwen2VLImageProcessor.from_checkpoint``."""
+    return Qwen2VLImageProcessor.from_checkpoint(config.path, kwargs, alignment, windows=False)

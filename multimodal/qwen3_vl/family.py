@@ -14,30 +14,30 @@ from trencadis.core.checkpoint.decoder_fields import (
     gated_decoder,
     heads_of,
 )
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.model_config import TextConfig
 from trencadis.core.families.qwen3_moe import dense_layers
-from trencadis.core.models.family import GENERATE, Described, Family, StoredNames, VisionSide
-from trencadis.multimodal.deep.config import CHANNELS, FRAMES, DeepTower
-from trencadis.multimodal.qwen2_vl.config_fields import PREFIXES, aliases, axial_theta, widths
-from trencadis.multimodal.qwen2_vl.media_tokens import NAMES, media_tokens
+from trencadis.core.models.family import GENERATE, Family, ParsedConfig, StoredNames, VisionSide
+from trencadis.multimodal.deepstack.config import CHANNELS, FRAMES, DeepStackVisionConfig
+from trencadis.multimodal.qwen2_vl.media_tokens import TOKEN_NAMES, read_media_tokens
+from trencadis.multimodal.qwen2_vl.qwen_vl_hf_config import PREFIXES, check_aliases, read_rope_theta, read_widths
 
-SECTIONS = (24, 20, 20)
+MROPE_SECTION = (24, 20, 20)
 PATCH, MERGE = 16, 2
 """Pixels along a side of a patch, patches along a side of a cell."""
-THETA = 500_000.0
+DEFAULT_ROPE_THETA = 500_000.0
 
 
-def describe(root: Fields, c: Fields, tied: bool) -> Described:
+def describe(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen3VLConfig."""
-    return _described(root, _text(root, c, 128))
+    return _describe_config(root, _read_text(root, c, 128))
 
 
-def describe_experts(root: Fields, c: Fields, tied: bool) -> Described:
+def describe_experts(root: JsonFields, c: JsonFields, tied: bool) -> ParsedConfig:
     """Qwen3VLMoeConfig."""
-    text = _text(root, c, 0)
+    text = _read_text(root, c, 0)
     # The hub's name of their number, and the one that transformers 5 writes.
-    hub, saved = c.given("num_experts"), c.given("num_local_experts")
+    hub, saved = c.is_given("num_experts"), c.is_given("num_local_experts")
     experts = experts_of(
         c,
         "num_local_experts" if saved or not hub else "num_experts",
@@ -46,83 +46,88 @@ def describe_experts(root: Fields, c: Fields, tied: bool) -> Described:
         normalise=True,
         dense=dense_layers(c, text.layers),
     )
-    return _described(root, replace(text, experts=experts if len(experts.dense) < text.layers else None))
+    return _describe_config(root, replace(text, experts=experts if len(experts.dense) < text.layers else None))
 
 
-def _text(root: Fields, c: Fields, head: int) -> TextConfig:
+def _read_text(root: JsonFields, c: JsonFields, head: int) -> TextConfig:
     """The decoder; ``head``: default size of a head. The root alone says whether the head is tied."""
     if c is root:
         root.refuse("text_config", "it must be an object")
     full_attention(c)
     bias, tied = c.boolean("attention_bias", False), root.boolean("tie_word_embeddings", False)
     return gated_decoder(
-        c, heads_of(c, default=head), tied, positions=128_000, theta=THETA, axes=True, sections=SECTIONS,
+        c, heads_of(c, default=head), tied, positions=128_000, theta=DEFAULT_ROPE_THETA, axes=True,
+        sections=MROPE_SECTION,
         qkv_bias=bias, out_bias=bias, qk_norm=True, interleaved=True,
     )  # fmt: skip
 
 
-def _described(root: Fields, text: TextConfig) -> Described:
-    return Described(text, _vision(root.within("vision_config"), text.hidden), media_tokens(root, text.vocab))
+def _describe_config(root: JsonFields, text: TextConfig) -> ParsedConfig:
+    return ParsedConfig(
+        text, _read_vision(root.within("vision_config"), text.hidden), read_media_tokens(root, text.vocab)
+    )
 
 
-def _vision(c: Fields, text_hidden: int) -> DeepTower:
+def _read_vision(c: JsonFields, text_hidden: int) -> DeepStackVisionConfig:
     for key, value in (
         ("patch_size", PATCH), ("temporal_patch_size", FRAMES), ("spatial_merge_size", MERGE),
         ("in_channels", CHANNELS),
     ):  # fmt: skip
         c.only(key, (value,), value)
-    hidden, heads, out_hidden = widths(c.over({"out_hidden_size": 3584}), "hidden_size", "out_hidden_size", text_hidden)
+    hidden, heads, out_hidden = read_widths(
+        c.with_defaults({"out_hidden_size": 3584}), "hidden_size", "out_hidden_size", text_hidden
+    )
     depth = c.integer("depth", most=MOST_LAYERS, default=27)
-    aliases(c, depth, heads, hidden)
+    check_aliases(c, depth, heads, hidden)
     positions = c.integer("num_position_embeddings", most=WIDEST, default=2304)
     side = math.isqrt(positions)
     if side**2 != positions:
         c.refuse("num_position_embeddings", "it must be a square")
     key = "deepstack_visual_indexes"
-    deep = c.integers(key, most=depth - 1) if key in c.values else (8, 16, 24)
-    if list(deep) != sorted(set(deep)) or (deep and deep[-1] >= depth):
+    deepstack_layers = c.integers(key, most=depth - 1) if key in c.values else (8, 16, 24)
+    if list(deepstack_layers) != sorted(set(deepstack_layers)) or (deepstack_layers and deepstack_layers[-1] >= depth):
         c.refuse(key, f"implemented: some of the {depth} layers, ascending")
-    return DeepTower(
+    return DeepStackVisionConfig(
         depth=depth,
         hidden=hidden,
         heads=heads,
         intermediate=c.integer("intermediate_size", most=WIDEST, default=4304),
         out_hidden=out_hidden,
         side=side,
-        deep_layers=deep,
+        deepstack_layers=deepstack_layers,
         activation=activation_of(c, "hidden_act", "gelu_pytorch_tanh"),
-        rope_theta=axial_theta(c),
+        rope_theta=read_rope_theta(c),
         patch=PATCH,
         merge=MERGE,
     )
 
 
-SIDE = VisionSide(
-    needs="trencadis.multimodal.qwen3_vl.pictures:needs",
-    sizes="trencadis.multimodal.qwen3_vl.pictures:sizes",
-    processor="trencadis.multimodal.qwen3_vl.pictures:processor",
-    tokens=NAMES,
-    expand="trencadis.multimodal.videos.spoken:expand_apart",
-    positions="trencadis.multimodal.qwen3_vl.pictures:apart_positions",
-    times="trencadis.multimodal.videos.spoken:spoken_times",
+VISION_SIDE = VisionSide(
+    needs="trencadis.multimodal.qwen3_vl.processor:load_image_needs",
+    sizes="trencadis.multimodal.qwen3_vl.processor:load_image_sizes",
+    processor="trencadis.multimodal.qwen3_vl.processor:load_processor",
+    tokens=TOKEN_NAMES,
+    expand="trencadis.multimodal.videos.text_timestamps:expand_with_timestamps",
+    positions="trencadis.multimodal.qwen3_vl.processor:mrope_positions_with_timestamps",
+    times="trencadis.multimodal.videos.text_timestamps:format_timestamps",
 )
-INNER = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
+WEIGHT_NAMES = ((".mlp.linear_fc1.", ".mlp.up_proj."), (".mlp.linear_fc2.", ".mlp.down_proj."))
 DENSE = Family(
     name="Qwen3-VL",
     model_type="qwen3_vl",
     architectures={"Qwen3VLForConditionalGeneration": GENERATE},
     config=describe,
-    names=StoredNames(PREFIXES, INNER),
+    names=StoredNames(PREFIXES, WEIGHT_NAMES),
     make="trencadis.multimodal.qwen3_vl.model:make",
-    vision=SIDE,
+    vision=VISION_SIDE,
 )
 EXPERTS = Family(
     name="Qwen3-VL with experts",
     model_type="qwen3_vl_moe",
     architectures={"Qwen3VLMoeForConditionalGeneration": GENERATE},
     config=describe_experts,
-    names=StoredNames(PREFIXES, INNER, transposed=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+    names=StoredNames(PREFIXES, WEIGHT_NAMES, transposed=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     make="trencadis.multimodal.qwen3_vl.model:make",
-    vision=SIDE,
+    vision=VISION_SIDE,
     ignored=frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"}),
 )

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from trencadis.core.backend import Backend, VisionTensors
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.layers.apart import held_whole
-from trencadis.core.layers.source import Source
+from trencadis.core.layers.replicated import replicate_layers
+from trencadis.core.layers.weight_source import WeightSource
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.step import Encode, VisionInputs
-from trencadis.multimodal.colours import HALF
-from trencadis.multimodal.deep.config import DeepTower
-from trencadis.multimodal.deep.tower import MixedTower
-from trencadis.multimodal.near import placed
-from trencadis.multimodal.packing import pack_whole
-from trencadis.multimodal.qwen2_vl.preprocessing import read_preprocessing
+from trencadis.multimodal.deepstack.config import DeepStackVisionConfig
+from trencadis.multimodal.deepstack.deepstack_tower import DeepStackTower
+from trencadis.multimodal.normalisation import IMAGENET_STANDARD
+from trencadis.multimodal.patch_packing import pack_whole_images
+from trencadis.multimodal.position_interpolation import add_interpolated_positions
+from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
 
 
 class Qwen3VL(Decoder):
@@ -23,14 +23,14 @@ class Qwen3VL(Decoder):
 
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__(config, backend)
-        assert isinstance(config.vision, DeepTower)
-        read = read_preprocessing(config.path, patch=config.vision.patch)
-        seen = HALF if read is None else read.colours
-        self.seeing = config.vision
-        tower = held_whole(backend) if config.own_towers else backend
-        self.tower = MixedTower(tower, config.vision, seen, config.aligned(backend.policy.aligned))
+        assert isinstance(config.vision, DeepStackVisionConfig)
+        read = read_preprocessor_config(config.path, patch=config.vision.patch)
+        normalisation = IMAGENET_STANDARD if read is None else read.normalisation
+        self.vision_config = config.vision
+        tower = replicate_layers(backend) if config.encoder_data_parallel else backend
+        self.tower = DeepStackTower(tower, config.vision, normalisation, config.alignment_unit(backend.policy.aligned))
 
-    def load_from(self, source: Source) -> None:
+    def load_from(self, source: WeightSource) -> None:
         super().load_from(source)
         self.tower.load(source, "visual")
 
@@ -40,8 +40,10 @@ class Qwen3VL(Decoder):
 
     def pack(self, images: Sequence[Encode], slots: int) -> VisionInputs:
         """Lays images out cell by cell; the rest of ``slots`` is padding."""
-        c = self.seeing
-        return placed(pack_whole(images, slots, c.slot.values, c.merge), images, c.side, c.merge)
+        c = self.vision_config
+        return add_interpolated_positions(
+            pack_whole_images(images, slots, c.slot.values, c.merge), images, c.side, c.merge
+        )
 
     def nbytes(self) -> int:
         return super().nbytes() + self.tower.nbytes()

@@ -10,10 +10,10 @@ from itertools import islice
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, TooLarge
-from trencadis.multimodal.images.decode import decoder_errors, to_rgb
-from trencadis.multimodal.images.header import Header
+from trencadis.multimodal.images.image_header import Header
+from trencadis.multimodal.images.pil_decode import decoder_errors, to_rgb
 
-SHORTEST, USUAL = 20, 100
+SHORTEST_DELAY, DEFAULT_DELAY = 20, 100
 """Milliseconds: a frame with a delay below the first is shown for the second, as in browsers and ffmpeg."""
 CUT_OFF = "The animation is truncated or damaged."
 
@@ -32,7 +32,7 @@ def frame_delays(data: bytes, header: Header, most: int) -> list[int]:
             raise TooLarge(f"The animation has more than {most} frames.")
     except (IndexError, struct.error):
         raise BadRequest(CUT_OFF) from None
-    return [USUAL if ms < SHORTEST else ms for ms in found] or [USUAL]
+    return [DEFAULT_DELAY if ms < SHORTEST_DELAY else ms for ms in found] or [DEFAULT_DELAY]
 
 
 def decode_frames(data: bytes, header: Header, wanted: Sequence[int]) -> Iterator[Image.Image]:

@@ -1,4 +1,4 @@
-"""What is asked: random texts, random texts with drawn pictures, ShareGPT files, files of one's own."""
+"""What is asked: random texts, random texts with synthetic images, ShareGPT files, files of one's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import pictures
-from trencadis.server.bench.counting import TokenCounter, text_of
+from trencadis.server.bench import synthetic_images
+from trencadis.server.bench.token_counters import TokenCounter, make_text
 
 NAMES = ("random", "random-mm", "sharegpt", "custom")
 AT_ONCE = 32
@@ -26,7 +26,7 @@ SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 @dataclass(slots=True)
 class BenchSample:
-    """One request: a text, or messages; pictures as URLs; the tokens to ask for (0: as many as the model likes)."""
+    """One request: a text, or messages; images as URLs; the tokens to ask for (0: as many as the model likes)."""
 
     prompt: str
     prompt_tokens: int
@@ -35,7 +35,7 @@ class BenchSample:
     messages: list[Any] | None = None
 
 
-async def samples(args: argparse.Namespace, counter: TokenCounter) -> list[BenchSample]:
+async def make_samples(args: argparse.Namespace, counter: TokenCounter) -> list[BenchSample]:
     """The requests of a run.
 
     Raises:
@@ -45,16 +45,16 @@ async def samples(args: argparse.Namespace, counter: TokenCounter) -> list[Bench
     if args.dataset_name in ("random", "random-mm"):
         if args.dataset_path:
             raise StartupError(f"--dataset-name {args.dataset_name} takes no --dataset-path: it reads no file.")
-        made = await _random(args, counter, rng)
+        made = await _make_random(args, counter, rng)
         if args.dataset_name == "random-mm":
-            await asyncio.to_thread(_add_pictures, args, made, rng)
+            await asyncio.to_thread(_add_images, args, made, rng)
         return made
     if not args.dataset_path:
         raise StartupError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE.")
     path = Path(args.dataset_path).expanduser()
-    read = _sharegpt if args.dataset_name == "sharegpt" else _custom
+    read = _read_sharegpt if args.dataset_name == "sharegpt" else _read_custom
     try:
-        found = [one async for one in _counted(read(args, path, rng), counter, args.num_prompts)]
+        found = [one async for one in _count_prompt_tokens(read(args, path, rng), counter, args.num_prompts)]
     except ConnectionError as error:
         raise StartupError(f"the server did not count the tokens of a prompt: {str(error)[:100]}.") from None
     except OSError as error:
@@ -68,27 +68,27 @@ async def samples(args: argparse.Namespace, counter: TokenCounter) -> list[Bench
     return found
 
 
-def span(middle: int, ratio: float, least: int) -> tuple[int, int]:
+def length_range(middle: int, ratio: float, least: int) -> tuple[int, int]:
     """Lengths around ``middle``, evenly drawn: floor(middle (1 - ratio)) to ceil(middle (1 + ratio))."""
     return max(least, math.floor(middle * (1 - ratio))), max(least, math.ceil(middle * (1 + ratio)))
 
 
-async def _random(args: argparse.Namespace, counter: TokenCounter, rng: random.Random) -> list[BenchSample]:
+async def _make_random(args: argparse.Namespace, counter: TokenCounter, rng: random.Random) -> list[BenchSample]:
     if not 0 <= args.random_range_ratio < 1:
         raise StartupError("--random-range-ratio must be at least 0 and below 1.")
-    if args.random_prefix_len + span(args.random_input_len, args.random_range_ratio, 0)[0] < 1:
+    if args.random_prefix_len + length_range(args.random_input_len, args.random_range_ratio, 0)[0] < 1:
         raise StartupError("--random-input-len and --random-prefix-len leave prompts without a token.")
-    prefix = (await text_of(counter, rng, args.random_prefix_len))[0] if args.random_prefix_len else ""
-    places = asyncio.Semaphore(AT_ONCE)
+    prefix = (await make_text(counter, rng, args.random_prefix_len))[0] if args.random_prefix_len else ""
+    positions = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> BenchSample:
         # Each has numbers of its own, so that requests do not depend on the order in which servers count.
         own = random.Random((args.seed << 24) + number)
-        wanted = own.randint(*span(args.random_input_len, args.random_range_ratio, 0))
-        tokens = own.randint(*span(args.random_output_len, args.random_range_ratio, 1))
-        async with places:
+        wanted = own.randint(*length_range(args.random_input_len, args.random_range_ratio, 0))
+        tokens = own.randint(*length_range(args.random_output_len, args.random_range_ratio, 1))
+        async with positions:
             try:
-                text, count = await text_of(counter, own, wanted)
+                text, count = await make_text(counter, own, wanted)
             except ConnectionError as error:
                 raise StartupError(f"the server did not count the tokens of a prompt: {str(error)[:100]}.") from None
         return BenchSample(f"{prefix} {text}" if prefix else text, args.random_prefix_len + count, tokens)
@@ -96,28 +96,28 @@ async def _random(args: argparse.Namespace, counter: TokenCounter, rng: random.R
     return list(await asyncio.gather(*(one(i) for i in range(args.num_prompts))))
 
 
-def _add_pictures(args: argparse.Namespace, made: list[BenchSample], rng: random.Random) -> None:
+def _add_images(args: argparse.Namespace, made: list[BenchSample], rng: random.Random) -> None:
     limit = args.random_mm_limit_mm_per_prompt.get("image", 255)
-    low, high = span(args.random_mm_base_items_per_request, args.random_mm_num_mm_items_range_ratio, 0)
+    low, high = length_range(args.random_mm_base_items_per_request, args.random_mm_num_mm_items_range_ratio, 0)
     if low > limit:
-        raise StartupError(f"requests have {low} pictures at least, but --random-mm-limit-mm-per-prompt says {limit}.")
+        raise StartupError(f"requests have {low} images at least, but --random-mm-limit-mm-per-prompt says {limit}.")
     sizes = {size: share for size, share in args.random_mm_bucket_config.items() if share > 0}
     if not sizes:
-        raise StartupError("--random-mm-bucket-config leaves no size of picture.")
+        raise StartupError("--random-mm-bucket-config leaves no size of image.")
     for sample in made:
         for _ in range(rng.randint(low, min(high, limit))):
             height, width, _ = rng.choices(list(sizes), list(sizes.values()))[0]
-            sample.images.append(pictures.data_url(height, width, rng.randrange(1 << 30)))
+            sample.images.append(synthetic_images.make_data_url(height, width, rng.randrange(1 << 30)))
 
 
-async def _counted(made: Iterator[BenchSample], counter: TokenCounter, most: int) -> Any:
+async def _count_prompt_tokens(made: Iterator[BenchSample], counter: TokenCounter, most: int) -> Any:
     """At most ``most`` samples, with the tokens of their prompts; those of ShareGPT as vLLM chooses them."""
     count = 0
     for sample in made:
         if count == most:
             return
         sample.prompt_tokens = len(await counter.encode(sample.prompt))
-        if sample.messages is None and isinstance(sample, Answered):
+        if sample.messages is None and isinstance(sample, AnsweredSample):
             sample.output_tokens = sample.output_tokens or len(await counter.encode(sample.answer))
             total = sample.prompt_tokens + sample.output_tokens
             if min(sample.prompt_tokens, sample.output_tokens) < SHORTEST or total > LONGEST:
@@ -129,38 +129,40 @@ async def _counted(made: Iterator[BenchSample], counter: TokenCounter, most: int
 
 
 @dataclass(slots=True)
-class Answered(BenchSample):
+class AnsweredSample(BenchSample):
     """A prompt with the answer that it once had, whose length is asked for again."""
 
     answer: str = ""
 
 
-def _sharegpt(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
+def _read_sharegpt(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
     """The first two turns of each conversation of a JSON file."""
-    talks = [one for one in json.loads(path.read_text(encoding="utf-8")) if len(one.get("conversations") or ()) > 1]
+    conversations = [
+        one for one in json.loads(path.read_text(encoding="utf-8")) if len(one.get("conversations") or ()) > 1
+    ]
     if not args.disable_shuffle:
-        rng.shuffle(talks)
-    for talk in talks:
-        first, second = (turn.get("value") or "" for turn in talk["conversations"][:2])
-        yield Answered(first, 0, args.sharegpt_output_len or 0, answer=second)
+        rng.shuffle(conversations)
+    for conversation in conversations:
+        first, second = (message.get("value") or "" for message in conversation["conversations"][:2])
+        yield AnsweredSample(first, 0, args.sharegpt_output_len or 0, answer=second)
 
 
-def _custom(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
+def _read_custom(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
     """Lines of JSON: ``prompt`` or ``messages``, and if wanted ``output_tokens`` and ``image_files``."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not args.disable_shuffle:
         rng.shuffle(lines)
     for line in lines:
-        talk = line.get("messages")
-        if talk is None and not isinstance(line.get("prompt"), str):
+        messages = line.get("messages")
+        if messages is None and not isinstance(line.get("prompt"), str):
             raise ValueError('a line needs "prompt" or "messages"')
-        images = [_image(one, path.parent) for one in line.get("image_files") or ()]
+        images = [_resolve_image_url(one, path.parent) for one in line.get("image_files") or ()]
         tokens = int(line.get("output_tokens") or args.custom_output_len)
-        text = line["prompt"] if talk is None else json.dumps(talk)
-        yield BenchSample(text, 0, max(0, tokens), images, talk)
+        text = line["prompt"] if messages is None else json.dumps(messages)
+        yield BenchSample(text, 0, max(0, tokens), images, messages)
 
 
-def _image(name: str, folder: Path) -> str:
+def _resolve_image_url(name: str, folder: Path) -> str:
     """A URL as it is; a path, from the file's folder on, as a data URL."""
     if name.startswith(("http://", "https://", "data:")):
         return name

@@ -13,7 +13,7 @@ from typing import Any
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import settling, torch_build
+from trencadis.core.process import device_env, torch_build
 from trencadis.server.cli import signals
 
 USAGE = """\
@@ -28,7 +28,7 @@ Line = tuple[str, str, str]
 """(pass, fail, none or info; what; detail)."""
 
 
-def names() -> list[str]:
+def list_devices() -> list[str]:
     """Devices that have a command of their own."""
     return sorted(devices.BUILT)
 
@@ -36,10 +36,10 @@ def names() -> list[str]:
 def main(words: Sequence[str], device: str = "") -> int:
     """Runs ``check-device``, or ``check-NAME`` of ``device``; returns the exit code."""
     if any(word in ("-h", "--help") for word in words):
-        print(USAGE.format(names=", ".join(names())), end="")
+        print(USAGE.format(names=", ".join(list_devices())), end="")
         return 0
     asked, as_json = parse(words, device)
-    signals.early()
+    signals.raise_early_stop()
     lines: list[Line] = []
 
     def tell(line: Line) -> None:
@@ -84,51 +84,51 @@ def check(asked: str, tell: Callable[[Line], None]) -> None:
     Raises:
         StartupError: it cannot be started.
     """
-    build = torch_build.find()
+    build = torch_build.find_torch()
     name, index = devices.likely(asked), devices.parse(asked)[1] if asked != "auto" else 0
     tell(("info", "python", sys.version.split()[0]))
-    package = None if name == "cpu" else import_module(devices.TABLE.get(name, "") or _module_of(name))
+    package = None if name == "cpu" else import_module(devices.TABLE.get(name, "") or _get_backend_module(name))
     describe = getattr(package, "describe", None)
     if describe is not None:
         for what, text in describe(index):
             tell(("info", what, text))
     else:
         tell(("info", "torch", build.version if build else "not installed"))
-    for line in settling.settle(asked).lines:
+    for line in device_env.prepare_device_env(asked).lines:
         if describe is None:
             tell(("info", "device", line))
-    torch_build.load()
+    torch_build.import_torch()
     package = package or import_module(devices.TABLE[name])
     own = getattr(package, "probes", None)
     if own is None:
         for line in getattr(package, "listing", list)():
             tell(("info", "card", line))
-    for what, run in own(index) if own is not None else _generic(name, index):
-        tell(outcome(what, run))
+    for what, run in own(index) if own is not None else _make_generic_probes(name, index):
+        tell(run_probe(what, run))
 
 
-def _module_of(name: str) -> str:
+def _get_backend_module(name: str) -> str:
     """The module of an installed package's backend.
 
     Raises:
         StartupError: there is none.
     """
-    offered = devices.installed(name)
+    offered = devices.find_installed_backend(name)
     if offered is None:
-        raise StartupError(f"unknown device {name!r}; available: {', '.join(devices.names())}")
+        raise StartupError(f"unknown device {name!r}; available: {', '.join(devices.list_devices())}")
     return offered.module
 
 
-def _generic(name: str, index: int) -> Iterable[tuple[str, Callable[[], str]]]:
+def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[[], str]]]:
     """Probes over the backend's protocol alone."""
     from trencadis.assets import demo_path
 
-    module: Any = import_module(f"{devices.CONFORMANCE}.device")
+    module: Any = import_module(f"{devices.CONFORMANCE}.device_probes")
     found: Iterable[tuple[str, Callable[[], str]]] = module.probes(name, Path(demo_path()), index)
     return found
 
 
-def outcome(what: str, run: Callable[[], str]) -> Line:
+def run_probe(what: str, run: Callable[[], str]) -> Line:
     """Runs one probe; whatever it raises is a line."""
     begun = time.perf_counter()
     try:

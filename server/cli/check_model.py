@@ -13,7 +13,7 @@ from typing import Any
 
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import settling, torch_build
+from trencadis.core.process import device_env, torch_build
 from trencadis.server.cli import signals
 
 USAGE = """\
@@ -53,18 +53,18 @@ def main(words: Sequence[str]) -> int:
         raise StartupError(f"check-model needs a folder with config.json; {asked.path or 'none'} is none")
     if not asked.dummy and not any(path.glob("*.safetensors")):
         raise StartupError(f"{path} holds no safetensors weights; --dummy makes random ones for a small model")
-    signals.early()
-    settling.settle("cpu")
-    torch_build.load()
-    suite: Any = import_module(f"{devices.CONFORMANCE}.family.suite")
+    signals.raise_early_stop()
+    device_env.prepare_device_env("cpu")
+    torch_build.import_torch()
+    suite: Any = import_module(f"{devices.CONFORMANCE}.family.family_checks")
     unknown = [o for o in asked.only if not any(name.startswith(o) for name in suite.CHECKS)]
     if unknown:
         known = ", ".join(suite.CHECKS)
         raise StartupError(f"--only {unknown[0]}: no check has a name that begins with it; checks: {known}.")
     if not asked.dummy:
         return _run(suite, suite.CheckedModel(path, path, asked.seed), asked)
-    oracle: Any = import_module(f"{devices.CONFORMANCE}.family.oracle")
-    result: Any = import_module(f"{devices.CONFORMANCE}.result")
+    oracle: Any = import_module(f"{devices.CONFORMANCE}.family.transformers_oracle")
+    result: Any = import_module(f"{devices.CONFORMANCE}.check_result")
     with tempfile.TemporaryDirectory(prefix="trencadis-") as folder:
         made = Path(folder) / path.resolve().name
         try:
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(suite: Any, model: Any, asked: ModelCheckOptions) -> int:
-    result: Any = import_module(f"{devices.CONFORMANCE}.result")
+    result: Any = import_module(f"{devices.CONFORMANCE}.check_result")
 
     def tell(one: Any) -> None:
         if not asked.as_json:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trencadis import __version__
 from trencadis.core import devices, envs
-from trencadis.core.cpus import available_cpus
+from trencadis.core.cpu_affinity import available_cpus
 from trencadis.core.errors import StartupError
 
 PACKAGES = (
@@ -50,28 +50,32 @@ def main(words: Sequence[str]) -> int:
     if set(words) & {"-h", "--help"}:
         print("usage: trencadis collect-env [--json]\n\nPrints versions, devices and settings, without secrets.")
         return 0
-    found = report(os.environ)
+    found = make_report(os.environ)
     if "--json" in words:
-        print(hidden(json.dumps(found, indent=1, ensure_ascii=False), os.environ))
+        print(redact_secrets(json.dumps(found, indent=1, ensure_ascii=False), os.environ))
         return 0
     for title, section in found.items():
-        print(hidden(f"{title}\n" + "".join(f"  {name:<28} {text}\n" for name, text in section.items()), os.environ))
+        print(
+            redact_secrets(
+                f"{title}\n" + "".join(f"  {name:<28} {text}\n" for name, text in section.items()), os.environ
+            )
+        )
     return 0
 
 
-def report(environ: Mapping[str, str]) -> dict[str, Section]:
-    """Title -> lines. Nothing in it is secret, as far as names tell; ``hidden`` takes care of the rest."""
+def make_report(environ: Mapping[str, str]) -> dict[str, Section]:
+    """Title -> lines. Nothing in it is secret, as far as names tell; ``redact_secrets`` takes care of the rest."""
     return {
-        "Trencadis": {"version": __version__, "python": sys.version.split()[0], "folder": str(_folder())},
-        "System": _system(),
-        "CPU": _cpu(),
-        "Devices": _devices(),
-        "Packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "Variables": _variables(environ),
+        "Trencadis": {"version": __version__, "python": sys.version.split()[0], "folder": str(_find_install_folder())},
+        "System": _describe_system(),
+        "CPU": _describe_cpu(),
+        "Devices": _describe_devices(),
+        "Packages": {name: version for name in PACKAGES if (version := _get_version(name))},
+        "Variables": _list_variables(environ),
     }
 
 
-def hidden(text: str, environ: Mapping[str, str]) -> str:
+def redact_secrets(text: str, environ: Mapping[str, str]) -> str:
     """``text`` without the values of variables whose names speak of secrets, users in URLs, and known kinds of keys."""
     values = {v for name, v in environ.items() if _SECRET_NAME.search(name) and len(v) >= LEAST_SECRET}
     for value in sorted(values, key=len, reverse=True):
@@ -80,37 +84,37 @@ def hidden(text: str, environ: Mapping[str, str]) -> str:
     return _TOKENS.sub(HIDDEN, _URL_USER.sub(HIDDEN, text))
 
 
-def _folder() -> Path:
+def _find_install_folder() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def _system() -> Section:
-    release = _fields(Path("/etc/os-release"), "=")
-    memory = _fields(Path("/proc/meminfo"), ":")
+def _describe_system() -> Section:
+    release = _read_fields(Path("/etc/os-release"), "=")
+    memory = _read_fields(Path("/proc/meminfo"), ":")
     return {
         "os": release.get("PRETTY_NAME", "").strip('"') or platform.platform(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
         "memory": f"{memory.get('MemTotal', 'unknown')}, {memory.get('MemAvailable', 'unknown')} available",
-        "huge pages": _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge pages": _read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "/dev/shm": f"{shutil.disk_usage('/dev/shm').free >> 20} MiB free" if Path("/dev/shm").is_dir() else "none",
     }
 
 
-def _cpu() -> Section:
-    found = _fields(Path("/proc/cpuinfo"), ":")
+def _describe_cpu() -> Section:
+    found = _read_fields(Path("/proc/cpuinfo"), ":")
     flags = set((found.get("flags") or found.get("Features") or "").split())
     return {
         "model": found.get("model name") or platform.processor() or "unknown",
         "cpus": f"{os.cpu_count()} of the machine, {available_cpus()} for this process",
         "instructions": " ".join(flag for flag in FLAGS if flag in flags) or "none of note",
         "numa nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1),
-        "kernels": _kernels(),
+        "kernels": _describe_kernels(),
     }
 
 
-def _devices() -> Section:
-    made = {f"device {i}": line for i, line in enumerate(_listing())}
+def _describe_devices() -> Section:
+    made = {f"device {i}": line for i, line in enumerate(_list_devices())}
     for tool, words in (
         ("nvidia-smi", ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]),
         ("hl-smi", ["-Q", "name,driver_version,memory.total", "-f", "csv,noheader"]),
@@ -120,21 +124,21 @@ def _devices() -> Section:
     return made
 
 
-def _listing() -> list[str]:
+def _list_devices() -> list[str]:
     try:
-        return devices.listing()
+        return devices.describe_devices()
     except Exception as error:  # A broken stack is what such a report is for.
         return [f"cannot be listed: {type(error).__name__}: {error}"]
 
 
-def _kernels() -> str:
+def _describe_kernels() -> str:
     try:
         return devices.kernels()
     except Exception as error:  # As above.
         return f"cannot be told: {type(error).__name__}: {error}"
 
 
-def _variables(environ: Mapping[str, str]) -> Section:
+def _list_variables(environ: Mapping[str, str]) -> Section:
     """Variables of ours, of bucketing and of the list above; of those that are secret only that they are set."""
     names = [*(one.name for one in envs.TABLE), *OTHERS]
     names += sorted(name for name in environ if name.startswith(envs.PREFIXES))
@@ -145,23 +149,23 @@ def _variables(environ: Mapping[str, str]) -> Section:
     }
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def _fields(path: Path, sign: str) -> Section:
+def _read_fields(path: Path, sign: str) -> Section:
     """The first value of each name in a file of lines ``name SIGN value``."""
     made: Section = {}
-    for line in _text(path).splitlines():
+    for line in _read_text(path).splitlines():
         name, _, value = line.partition(sign)
         made.setdefault(name.strip(), value.strip())
     return made
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

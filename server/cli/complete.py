@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 import httpx
 
 from trencadis.core.errors import StartupError
-from trencadis.server.cli.chat import choices, first_model
-from trencadis.server.config.cmdline import mask
+from trencadis.server.cli.chat_command import get_first_model, stream_choices
+from trencadis.server.config.hide_keys import mask
 
 HELP = "Each line is continued on its own; Ctrl-D ends."
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser("trencadis complete", description="Continue texts with a running server. " + HELP)
     parser.add_argument("prompt", nargs="*", help="continue this, print the text and exit")
@@ -35,17 +35,17 @@ def main(words: Sequence[str]) -> int:
     Raises:
         StartupError: no server answers, or it refuses.
     """
-    args = arguments(words)
+    args = parse_arguments(words)
     mask([args.api_key])
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     options = {k: v for k in ("max_tokens", "temperature") if (v := getattr(args, k)) is not None}
     url = args.url.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
         try:
-            body = {"model": args.model or first_model(client), "stream": True, **options}
+            body = {"model": args.model or get_first_model(client), "stream": True, **options}
             given = args.quick if args.quick is not None else " ".join(args.prompt)
-            for prompt in [given] if given else _typed():
-                for choice in choices(client, "/v1/completions", {**body, "prompt": prompt}):
+            for prompt in [given] if given else _read_lines():
+                for choice in stream_choices(client, "/v1/completions", {**body, "prompt": prompt}):
                     print(choice["text"] or "", end="", flush=True)
                 print()
         except httpx.TransportError as error:
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _typed() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """Lines of the terminal or pipe."""
     terminal = sys.stdin.isatty()
     if terminal:

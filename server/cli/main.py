@@ -30,16 +30,16 @@ usage: trencadis serve [MODEL] [--flag value ...]   an OpenAI-compatible server 
 """
 
 MODULES = {
-    "chat": "trencadis.server.cli.chat",
+    "chat": "trencadis.server.cli.chat_command",
     "complete": "trencadis.server.cli.complete",
-    "run-batch": "trencadis.server.batch.command",
-    "bench": "trencadis.server.bench.command",
-    "plan": "trencadis.server.plan.command",
+    "run-batch": "trencadis.server.batch.run_batch",
+    "bench": "trencadis.server.bench.bench_command",
+    "plan": "trencadis.server.plan.plan_command",
     "quantize": "trencadis.server.cli.quantize",
-    "check-backend": "trencadis.server.cli.check",
+    "check-backend": "trencadis.server.cli.check_backend",
     "check-model": "trencadis.server.cli.check_model",
-    "key": "trencadis.server.cli.key",
-    "models": "trencadis.server.cli.models",
+    "key": "trencadis.server.cli.new_key",
+    "models": "trencadis.server.cli.list_models",
     "collect-env": "trencadis.server.cli.collect_env",
 }
 """Sub-commands and the modules whose ``main`` takes the words after them."""
@@ -55,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "serve":
         return serve_main(rest)
     if command in MODULES:
-        return _one_line(lambda: int(import_module(MODULES[command]).main(rest)))
-    if command == "check-device" or command.removeprefix(CHECK) in _checked(command):
+        return _run_with_one_line_errors(lambda: int(import_module(MODULES[command]).main(rest)))
+    if command == "check-device" or command.removeprefix(CHECK) in _list_checkable_devices(command):
         from trencadis.server.cli.check_device import main as device_main
 
         name = "" if command == "check-device" else command.removeprefix(CHECK)
-        return _one_line(lambda: device_main(rest, name))
+        return _run_with_one_line_errors(lambda: device_main(rest, name))
     if command == "devices":
-        return _one_line(_devices)
+        return _run_with_one_line_errors(_print_devices)
     if command in ("version", "--version", "-V"):
         print(__version__)
         return 0
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _checked(command: str) -> tuple[str, ...]:
+def _list_checkable_devices(command: str) -> tuple[str, ...]:
     """Built-in devices, if ``command`` may name one."""
     if not command.startswith(CHECK):
         return ()
@@ -86,7 +86,7 @@ def _checked(command: str) -> tuple[str, ...]:
 def serve_main(argv: Sequence[str] | None = None) -> int:
     """Runs the ``serve`` command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return _one_line(lambda: _serve(words))
+    return _run_with_one_line_errors(lambda: _serve(words))
 
 
 def _serve(words: Sequence[str]) -> int:
@@ -98,23 +98,23 @@ def _serve(words: Sequence[str]) -> int:
         return 0
     given = argv.parse(words)
     if given.help is not None:
-        print(helptext.text(given.help), end="")
+        print(helptext.make_help_text(given.help), end="")
         return 0
-    signals.early()
-    from trencadis.server.cli.run import serve
-    from trencadis.server.config.settings import resolve
+    signals.raise_early_stop()
+    from trencadis.server.cli.serve import serve
+    from trencadis.server.config.resolve_settings import resolve_settings
 
-    return serve(resolve(given, os.environ))
+    return serve(resolve_settings(given, os.environ))
 
 
-def _devices() -> int:
+def _print_devices() -> int:
     from trencadis.core import devices
 
-    print("\n".join(devices.listing()))
+    print("\n".join(devices.describe_devices()))
     return 0
 
 
-def _one_line(command: Callable[[], int]) -> int:
+def _run_with_one_line_errors(command: Callable[[], int]) -> int:
     """Runs a command: a StartupError prints one line and exits with 2, a signal during start-up exits with 0."""
     try:
         return command()

@@ -18,9 +18,9 @@ from trencadis.core.process import torch_build
 from trencadis.core.request import SamplingParams
 from trencadis.server.cli import signals
 from trencadis.server.config import hub
-from trencadis.server.prompts import frontends
+from trencadis.server.prompts import text_service_builder
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.service import TextService
+from trencadis.server.prompts.text_service import TextService
 
 USAGE = """\
 usage: trencadis quantize MODEL OUT --to fp8|int8|int4 [--group 32|64|128] [--calibrate FILE]
@@ -31,10 +31,10 @@ loads it, as do transformers with that library, and vLLM.
 
   --to TYPE          fp8 and int8: a scale a row, activations of 8 bits; int4: groups of columns, activations of 16 bits
   --group N          int4: columns that share a scale, 32 (the default), 64 or 128
-  --calibrate FILE   prompts as JSON lines, {"messages": [...]} or {"prompt": "..."}, pictures as in the chat API or as
+  --calibrate FILE   prompts as JSON lines, {"messages": [...]} or {"prompt": "..."}, images as in the chat API or as
                      paths beside FILE: each layer's rounding makes up for its errors over them (GPTQ); experts that
                      few of them reach take the nearest codes, and a line says so
-  --max-tokens N     of a calibration prompt without pictures, which is cut there (default 2048)
+  --max-tokens N     of a calibration prompt without images, which is cut there (default 2048)
 """
 
 TYPES = ("fp8", "int8", "int4")
@@ -52,25 +52,28 @@ def main(words: Sequence[str]) -> int:
     names, values = parse(words)
     if len(names) != 2:
         raise StartupError("quantize needs a checkpoint and a new folder: trencadis quantize MODEL OUT --to int4.")
-    to, group, longest = checked(values)
-    signals.early()
-    torch_build.load()
+    to, group, longest = check_options(values)
+    signals.raise_early_stop()
+    torch_build.import_torch()
     # Imported by name, because torch comes with it.
-    convert: Any = import_module("trencadis.core.quant.writing.convert")
-    stored: Any = import_module("trencadis.core.quant.writing.stored")
+    convert: Any = import_module("trencadis.core.quant.writing.convert_checkpoint")
+    stored: Any = import_module("trencadis.core.quant.writing.source_checkpoint")
     calibration: Any = import_module("trencadis.core.quant.writing.calibration")
     config = EngineConfig(model=names[0])
-    checkpoint = stored.opened(hub.model_folder(config))
+    checkpoint = stored.open_checkpoint(hub.find_model_folder(config))
     recipe = convert.recipe_for(checkpoint, to, group)
     prompts: list[Any] = []
     if "calibrate" in values:
         file = Path(values["calibrate"]).expanduser()
-        made = asyncio.run(_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
-        prompts = [calibration.Calibrant(p.request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made]
-    written = convert.convert(checkpoint, Path(names[1]).expanduser(), recipe, prompts, _say)
+        made = asyncio.run(_make_prompts(checkpoint.config.path, read_lines(file), file.parent, longest))
+        prompts = [
+            calibration.Calibrant(p.make_request(str(i), SamplingParams(), arrival=0.0), p.pixels) for i, p in made
+        ]
+    written = convert.convert(checkpoint, Path(names[1]).expanduser(), recipe, prompts, _print_line)
     print(
-        f"{names[1]}: {recipe.scheme.label}, {written.after / 2**30:.2f} GiB of {written.before / 2**30:.2f}; rounding "
-        f"moves a weight by {100 * written.error:.2f} %; peak memory {_peak() / 2**30:.2f} GiB"
+        f"{names[1]}: {recipe.scheme.label}, {written.bytes_after / 2**30:.2f} GiB of "
+        f"{written.bytes_before / 2**30:.2f}; rounding "
+        f"moves a weight by {100 * written.error:.2f} %; peak memory {_get_peak_memory() / 2**30:.2f} GiB"
     )
     return 0
 
@@ -93,7 +96,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return names, values
 
 
-def checked(values: Mapping[str, str]) -> tuple[str, int, int]:
+def check_options(values: Mapping[str, str]) -> tuple[str, int, int]:
     """(type, columns of a group or 0, tokens of a prompt)."""
     to, group, longest = values.get("to", ""), values.get("group", ""), values.get("max-tokens", str(LONGEST))
     if to not in TYPES:
@@ -118,7 +121,7 @@ def read_lines(path: Path) -> list[Mapping[str, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
                 if line.strip():
-                    found.append(_line(f"{path}:{number}", line))
+                    found.append(_parse_line(f"{path}:{number}", line))
     except OSError as error:
         raise StartupError(f"--calibrate {path}: {error.strerror}.") from None
     if not found:
@@ -126,7 +129,7 @@ def read_lines(path: Path) -> list[Mapping[str, Any]]:
     return found
 
 
-def _line(where: str, line: bytes) -> Mapping[str, Any]:
+def _parse_line(where: str, line: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -137,8 +140,8 @@ def _line(where: str, line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def local(part: Any, folder: Path) -> Any:
-    """A content part whose picture or video, if it is a path, is found beside the file that names it."""
+def resolve_part_path(part: Any, folder: Path) -> Any:
+    """A content part whose image or video, if it is a path, is found beside the file that names it."""
     kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
     if kind not in ("image", "video"):
         return part
@@ -150,35 +153,37 @@ def local(part: Any, folder: Path) -> Any:
     return {**rest, "type": kind, kind: str(folder / source)}
 
 
-def _beside(message: Any, folder: Path) -> Any:
+def _resolve_message_paths(message: Any, folder: Path) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    return {**message, "content": [local(part, folder) for part in message["content"]]}
+    return {**message, "content": [resolve_part_path(part, folder) for part in message["content"]]}
 
 
-async def _prompts(
+async def _make_prompts(
     model: Path, lines: Sequence[Mapping[str, Any]], folder: Path, longest: int
 ) -> list[tuple[int, Prompt]]:
     """Each line as ids, with its media prepared; ``folder``: where their paths begin."""
     config = EngineConfig(model=str(model))
-    service = frontends.text_service(config, frontends.MediaRules(any_path=True))
-    service.room = 0
+    service = text_service_builder.make_text_service(config, text_service_builder.MediaRules(any_path=True))
+    service.min_output_tokens = 0
     try:
-        return [(i, await _prompt(service, i, line, folder, longest)) for i, line in enumerate(lines, 1)]
+        return [(i, await _make_prompt(service, i, line, folder, longest)) for i, line in enumerate(lines, 1)]
     finally:
-        frontends.close(service)
+        text_service_builder.close_frontends(service)
 
 
-async def _prompt(service: TextService, number: int, line: Mapping[str, Any], folder: Path, longest: int) -> Prompt:
+async def _make_prompt(
+    service: TextService, number: int, line: Mapping[str, Any], folder: Path, longest: int
+) -> Prompt:
     try:
         if "messages" not in line:
-            made = await service.raw_prompt(line["prompt"], truncate=longest, truncation_side="right")
+            made = await service.make_raw_prompt(line["prompt"], truncate=longest, truncation_side="right")
         else:
             # An answer that ends a conversation is part of what is calibrated.
-            messages = [_beside(message, folder) for message in line["messages"]]
+            messages = [_resolve_message_paths(message, folder) for message in line["messages"]]
             last = messages[-1] if messages else None
             answered = isinstance(last, dict) and last.get("role") == "assistant"
-            made = await service.chat_prompt(messages, add_generation_prompt=not answered)
+            made = await service.make_chat_prompt(messages, add_generation_prompt=not answered)
         if not made.media:
             made.tokens = made.tokens[:longest]
         return made
@@ -188,7 +193,7 @@ async def _prompt(service: TextService, number: int, line: Mapping[str, Any], fo
         raise StartupError(f"--calibrate: prompt {number}: {error}") from None
 
 
-def _peak() -> int:
+def _get_peak_memory() -> int:
     """Bytes that this process has held at most. A child of vfork has its parent's ``ru_maxrss``, so the kernel's own
     figure comes first."""
     try:
@@ -198,5 +203,5 @@ def _peak() -> int:
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

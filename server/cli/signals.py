@@ -14,17 +14,17 @@ class EarlyStop(BaseException):
     """A signal came while the server was starting."""
 
 
-def early() -> None:
+def raise_early_stop() -> None:
     """Makes a signal raise EarlyStop in the main thread."""
     for number in BOTH:
-        signal.signal(number, _raise)
+        signal.signal(number, _raise_early_stop)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise_early_stop(number: int, frame: FrameType | None) -> None:
     raise EarlyStop
 
 
-def in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], second: Callable[[], None]) -> None:
+def handle_in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None], second: Callable[[], None]) -> None:
     """Calls ``first`` at the first signal (with whether it is SIGTERM), ``second`` at further ones."""
     count = 0
 
@@ -51,7 +51,7 @@ def on_hangup(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None
         loop.add_signal_handler(signal.SIGHUP, again)
 
 
-def ignore() -> None:
+def ignore_signals() -> None:
     """Ignores signals during the last steps of shutdown."""
     for number in BOTH:
         signal.signal(number, signal.SIG_IGN)

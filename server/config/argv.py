@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config import values
-from trencadis.server.config.flags import LISTS, Flag, Match, lookup
-from trencadis.server.config.foreign.row import FlagRow, settle
-from trencadis.server.config.foreign.table import ROWS
+from trencadis.server.config import value_parsers
+from trencadis.server.config.flags import LISTS, Flag, Match, find_flag
+from trencadis.server.config.vllm_flags.flag_row import FlagRow, convert_flags
+from trencadis.server.config.vllm_flags.flag_table import ROWS
 
 _NUMBER = re.compile(r"-[\d.]")
 
@@ -28,7 +28,7 @@ class ParsedArguments:
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    foreign: dict[str, Any] = field(default_factory=dict)
+    vllm_flags: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: str | None = None
     help: str | None = None
@@ -51,44 +51,46 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
             positional += words
             break
         elif word.startswith("-") and len(word) > 1:
-            _option(given, word, words)
+            _parse_option(given, word, words)
         else:
             positional.append(word)
     if len(positional) > 1:
         raise StartupError(f"serve takes one model, but {len(positional)} were named: {', '.join(positional[:5])}.")
     if positional:
         given.values["model"] = positional[0]
-    settled = settle(given.foreign, ROWS, given.values)
+    settled = convert_flags(given.vllm_flags, ROWS, given.values)
     given.values |= settled.values
     given.notes += settled.notes
     return given
 
 
-def _option(given: ParsedArguments, word: str, words: deque[str]) -> None:
+def _parse_option(given: ParsedArguments, word: str, words: deque[str]) -> None:
     """Parses one option; takes its values off ``words``."""
     written, sign, attached = word.partition("=")
     value = attached if sign else None
     base, dot, key = written.partition(".")
     if dot:
         base = "-cc" if base == "-O" else base
-        _dotted(given, lookup(base), written, key, _one(written, value, words))
+        _parse_dotted_option(given, find_flag(base), written, key, _take_value(written, value, words))
         return
     if not word.startswith("--") and written[:2] == "-O" and written[2:].isdigit():
         written, value = "-O", written[2:]
-    found = lookup(written)
+    found = find_flag(written)
     if found.name == "help":
         given.help = value or ""
     elif found.name == "config":
         if given.config is not None:
             raise StartupError("only one --config is allowed.")
-        given.config = _one(written, value, words)
+        given.config = _take_value(written, value, words)
     elif found.flag is None:
-        _foreign(given, ROWS[found.name], found, written, value, words)
+        _parse_vllm_flag(given, ROWS[found.name], found, written, value, words)
     else:
-        _own(given, found, found.flag, written, value, words)
+        _parse_own_flag(given, found, found.flag, written, value, words)
 
 
-def _own(given: ParsedArguments, found: Match, flag: Flag, written: str, value: str | None, words: deque[str]) -> None:
+def _parse_own_flag(
+    given: ParsedArguments, found: Match, flag: Flag, written: str, value: str | None, words: deque[str]
+) -> None:
     if found.negated:
         if value is not None:
             raise StartupError(f"{written} takes no value.")
@@ -98,65 +100,65 @@ def _own(given: ParsedArguments, found: Match, flag: Flag, written: str, value: 
             value = words.popleft()
         given.values[flag.name] = True if value is None else flag.parse(value)
     elif flag.kind in LISTS:
-        texts = [value] if value is not None else [_one(written, None, words), *_more(words)]
+        texts = [value] if value is not None else [_take_value(written, None, words), *_take_values(words)]
         given.values.setdefault(flag.name, []).extend(one for text in texts for one in flag.parse(text))
     elif flag.kind in ("json", "limits"):
-        parsed = flag.parse(_one(written, value, words))
+        parsed = flag.parse(_take_value(written, value, words))
         given.values[flag.name] = given.values.get(flag.name, {}) | parsed
     elif flag.bare is not None and value is None and not (words and _is_value(words[0])):
         given.values[flag.name] = flag.bare
     else:
-        given.values[flag.name] = flag.parse(_one(written, value, words))
+        given.values[flag.name] = flag.parse(_take_value(written, value, words))
 
 
-def _dotted(given: ParsedArguments, found: Match, written: str, path: str, text: str) -> None:
+def _parse_dotted_option(given: ParsedArguments, found: Match, written: str, path: str, text: str) -> None:
     """``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
     flag = found.flag or ROWS.get(found.name)
     if flag is None or flag.kind not in ("json", "limits"):
         raise StartupError(f"{written}: --{found.name.replace('_', '-')} takes no keys.")
-    into = given.values if found.flag is not None else given.foreign
+    into = given.values if found.flag is not None else given.vllm_flags
     *outer, last = path.split(".")
-    place = into.setdefault(flag.name, {})
+    target = into.setdefault(flag.name, {})
     for key in outer:
-        place = place.setdefault(key, {}) if isinstance(place, dict) else None
-    if not isinstance(place, dict):
+        target = target.setdefault(key, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict):
         raise StartupError(f"{written}: {'.'.join((flag.name, *outer))} already has a value.")
     if last.endswith("+"):
-        place.setdefault(last[:-1], []).append(values.loose(text))
+        target.setdefault(last[:-1], []).append(value_parsers.parse_json_or_text(text))
     else:
-        place[last] = values.loose(text)
+        target[last] = value_parsers.parse_json_or_text(text)
     if flag.kind == "limits":
-        into[flag.name] = values.check_limits(into[flag.name], flag.written)
+        into[flag.name] = value_parsers.check_limits(into[flag.name], flag.written)
 
 
-def _foreign(
+def _parse_vllm_flag(
     given: ParsedArguments, row: FlagRow, found: Match, written: str, value: str | None, words: deque[str]
 ) -> None:
     """Parses a flag of another server as that server does; ``parse`` settles what it comes to."""
     if found.negated:
         if value is not None:
             raise StartupError(f"{written} takes no value.")
-        given.foreign[row.name] = False
+        given.vllm_flags[row.name] = False
     elif row.kind == "bool":
         if value is None and words and words[0].lower() in ("true", "false"):
             value = words.popleft()
-        given.foreign[row.name] = True if value is None else row.parse(value)
+        given.vllm_flags[row.name] = True if value is None else row.parse(value)
     elif row.kind == "list":
-        texts = [value] if value is not None else _more(words)
-        given.foreign.setdefault(row.name, []).extend(one for text in texts for one in row.parse(text) or ())
+        texts = [value] if value is not None else _take_values(words)
+        given.vllm_flags.setdefault(row.name, []).extend(one for text in texts for one in row.parse(text) or ())
     elif row.kind == "json":
-        parsed, before = row.parse(_one(written, value, words)), given.foreign.get(row.name)
+        parsed, before = row.parse(_take_value(written, value, words)), given.vllm_flags.get(row.name)
         both = isinstance(parsed, dict) and isinstance(before, dict)
-        given.foreign[row.name] = before | parsed if both else parsed
+        given.vllm_flags[row.name] = before | parsed if both else parsed
     else:
-        given.foreign[row.name] = row.parse(_one(written, value, words))
+        given.vllm_flags[row.name] = row.parse(_take_value(written, value, words))
 
 
 def _is_value(word: str) -> bool:
     return not word.startswith("-") or word == "-" or bool(_NUMBER.match(word))
 
 
-def _one(written: str, value: str | None, words: deque[str]) -> str:
+def _take_value(written: str, value: str | None, words: deque[str]) -> str:
     if value is not None:
         return value
     if not words or not _is_value(words[0]):
@@ -164,7 +166,7 @@ def _one(written: str, value: str | None, words: deque[str]) -> str:
     return words.popleft()
 
 
-def _more(words: deque[str]) -> list[str]:
+def _take_values(words: deque[str]) -> list[str]:
     """The words that follow, as long as they are values."""
     taken: list[str] = []
     while words and _is_value(words[0]):

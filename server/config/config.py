@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trencadis.core.layout import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
-from trencadis.core.options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
+from trencadis.core.flag_options import BYTES, COUNT, NOT_NEGATIVE, SECONDS, SOME_SECONDS, Bound, opt
+from trencadis.core.shared_constants import MAX_CLIP_FRAMES, MAX_CLIP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -218,4 +218,4 @@ class ServerConfig:
     disable_uvicorn_access_log: bool = opt(False, "write no access log")
     disable_access_log_for_endpoints: list[str] = opt([], "paths that the access log leaves out", kind="commas")
 
-    app: str = opt("trencadis.server.http.wiring:build_app", "factory of the HTTP app, for tests", hidden=True)
+    app: str = opt("trencadis.server.http.build_app:build_app", "factory of the HTTP app, for tests", hidden=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.nearest import nearest
-from trencadis.core.options import Option, options
-from trencadis.server.config import values
+from trencadis.core.flag_options import Option, options
+from trencadis.core.name_suggestions import suggest_name
+from trencadis.server.config import value_parsers
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.foreign.table import ROWS, SHORT
+from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
 
 UNSET = ("auto", "none", "null")
 """Texts that stand for None where that is a value."""
@@ -27,7 +27,7 @@ LISTS = ("list", "commas")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Flag(Option):
-    """A field of a configuration as a flag; ``kind`` names its parser in ``values.PARSERS``."""
+    """A field of a configuration as a flag; ``kind`` names its parser in ``value_parsers.PARSERS``."""
 
     name: str
     owner: str
@@ -51,7 +51,7 @@ class Flag(Option):
             return None
         if written in self.later:
             raise StartupError(f"{self.written} {text} is refused: {self.later[written]}.")
-        return self.check(values.PARSERS[self.kind](text, where), where)
+        return self.check(value_parsers.PARSERS[self.kind](text, where), where)
 
     def convert(self, value: Any, where: str) -> Any:
         """The value of a YAML or Python value; texts go through ``parse``."""
@@ -62,7 +62,7 @@ class Flag(Option):
         if self.kind in LISTS:
             return [str(one) for one in value] if isinstance(value, list) else [str(value)]
         if self.kind in ("json", "limits") and isinstance(value, dict):
-            return values.check_limits(value, where) if self.kind == "limits" else value
+            return value_parsers.check_limits(value, where) if self.kind == "limits" else value
         if isinstance(value, bool) != (self.kind == "bool") or not isinstance(value, bool | int | float):
             raise StartupError(f"{where}: {value!r} does not fit {self.written}.")
         return value if self.kind == "bool" else self.parse(str(value), where)
@@ -77,7 +77,7 @@ class Flag(Option):
         return value
 
 
-def _kind(hint: Any, named: str) -> tuple[str, bool]:
+def _get_kind(hint: Any, named: str) -> tuple[str, bool]:
     """The parser's name (``named``, else by type), and whether None is a value."""
     parts = typing.get_args(hint)
     optional = type(None) in parts
@@ -87,33 +87,35 @@ def _kind(hint: Any, named: str) -> tuple[str, bool]:
     return named or kinds[origin], optional
 
 
-def _flags(owner: str, config: type) -> typing.Iterator[Flag]:
+def _make_flags(owner: str, config: type) -> typing.Iterator[Flag]:
     hints = typing.get_type_hints(config)
     for field, option in options(config):
-        kind, optional = _kind(hints[field.name], option.kind)
+        kind, optional = _get_kind(hints[field.name], option.kind)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         said = {one.name: getattr(option, one.name) for one in dataclasses.fields(Option)} | {"kind": kind}
         yield Flag(name=field.name, owner=owner, optional=optional, default=default, **said)
 
 
 @functools.cache
-def table() -> dict[str, Flag]:
+def get_flag_table() -> dict[str, Flag]:
     """All flags by field name, the server's first."""
-    every = [*_flags("server", ServerConfig), *_flags("engine", EngineConfig)]
+    every = [*_make_flags("server", ServerConfig), *_make_flags("engine", EngineConfig)]
     found = {f.name: f for f in every}
     assert len(found) == len(every), "a field of both configurations"
     return found
 
 
 @functools.cache
-def variables() -> dict[str, Flag]:
+def get_flag_variables() -> dict[str, Flag]:
     """The variables that set a flag."""
-    return {name: flag for flag in table().values() for name in flag.env}
+    return {name: flag for flag in get_flag_table().values() for name in flag.env}
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a written name stands for: a flag (maybe negated), a row of ``foreign.table``, or one of ``SPECIAL``."""
+    """What a written name stands for: a flag (maybe negated), a row of ``vllm_flags.flag_table``, or one of
+    ``SPECIAL``.
+    """
 
     name: str
     flag: Flag | None = None
@@ -124,13 +126,13 @@ SPECIAL = ("help", "config")
 
 
 @functools.cache
-def _names() -> dict[str, Match]:
+def _get_written_names() -> dict[str, Match]:
     """Every name that users may write, without dashes and with underscores."""
     names = {name: Match(name) for name in (*ROWS, *SPECIAL)}
     for row in ROWS.values():
         if row.kind == "bool":
             names["no_" + row.name] = Match(row.name, negated=True)
-    for flag in table().values():
+    for flag in get_flag_table().values():
         for name in (flag.name, *flag.aliases):
             names[name] = Match(flag.name, flag)
             if flag.kind == "bool":
@@ -140,13 +142,13 @@ def _names() -> dict[str, Match]:
     return names
 
 
-def lookup(written: str) -> Match:
+def find_flag(written: str) -> Match:
     """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
         StartupError: the name is unknown (the line suggests the nearest flag) or ambiguous.
     """
-    names = _names()
+    names = _get_written_names()
     name = written.lstrip("-").replace("-", "_")
     if name in names:
         return names[name]
@@ -154,14 +156,14 @@ def lookup(written: str) -> Match:
     if len(hits) == 1:
         return hits.pop()
     if hits:
-        ordered = sorted(hits, key=lambda found: (found.flag is None, _written(found)))
-        some = ", ".join(_written(f) for f in ordered[:5])
+        ordered = sorted(hits, key=lambda found: (found.flag is None, _format_flag(found)))
+        some = ", ".join(_format_flag(f) for f in ordered[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
     # Of another server's flags no word may be missing: --max-rank need not be about adapters.
-    near = nearest(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
-    hint = f"; did you mean {_written(names[near])}?" if near else "; see --help."
+    near = suggest_name(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
+    hint = f"; did you mean {_format_flag(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")
 
 
-def _written(found: Match) -> str:
+def _format_flag(found: Match) -> str:
     return "--" + ("no-" if found.negated else "") + found.name.replace("_", "-")

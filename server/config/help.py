@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable
 
 from trencadis.core.errors import StartupError
-from trencadis.server.config.flags import Flag, lookup, table
-from trencadis.server.config.foreign.row import FREE, MEANS, REFUSED, FlagRow
-from trencadis.server.config.foreign.table import ROWS
+from trencadis.server.config.flags import Flag, find_flag, get_flag_table
+from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flags.flag_table import ROWS
 
 USAGE = """\
 usage: trencadis serve [MODEL] [--flag value ...]
@@ -20,7 +20,7 @@ Flags take - or _, unambiguous prefixes work, booleans have --no-x, numbers may 
 GROUPS = {"server": "HTTP server", "engine": "Engine and model"}
 
 
-def text(topic: str = "") -> str:
+def make_help_text(topic: str = "") -> str:
     """The text that ``--help=topic`` prints.
 
     Raises:
@@ -28,28 +28,28 @@ def text(topic: str = "") -> str:
     """
     low = topic.lower()
     if low in GROUPS:
-        return _group(low, hidden=False)
+        return _format_group(low, hidden=False)
     if low == "legacy":
-        return _legacy()
+        return _format_vllm_flags()
     if topic and low != "all":
-        found = lookup("--" + topic.lstrip("-"))
+        found = find_flag("--" + topic.lstrip("-"))
         if found.flag is not None:
-            return _entry(found.flag)
+            return _format_flag(found.flag)
         if found.name in ROWS:
-            return _foreign(ROWS[found.name])
+            return _describe_vllm_flag(ROWS[found.name])
         raise StartupError(f"--help={topic}: see --help.")
-    parts = [USAGE, *(_group(group, hidden=low == "all") for group in GROUPS)]
+    parts = [USAGE, *(_format_group(group, hidden=low == "all") for group in GROUPS)]
     if low == "all":
-        parts.append(_legacy())
+        parts.append(_format_vllm_flags())
     return "\n".join(parts)
 
 
-def _group(owner: str, hidden: bool) -> str:
-    flags = [f for f in table().values() if f.owner == owner and (hidden or not f.hidden)]
-    return f"{GROUPS[owner]}:\n" + "".join(_entry(f) for f in flags)
+def _format_group(owner: str, hidden: bool) -> str:
+    flags = [f for f in get_flag_table().values() if f.owner == owner and (hidden or not f.hidden)]
+    return f"{GROUPS[owner]}:\n" + "".join(_format_flag(f) for f in flags)
 
 
-def _entry(flag: Flag) -> str:
+def _format_flag(flag: Flag) -> str:
     name = flag.written
     if flag.kind == "bool":
         name = f"--[no-]{flag.written[2:]}"
@@ -74,13 +74,13 @@ TITLES = {
 }
 
 
-def _foreign(row: FlagRow) -> str:
+def _describe_vllm_flag(row: FlagRow) -> str:
     """What a flag of vLLM does here."""
     verdict = {MEANS: "means", FREE: "has no effect here:", REFUSED: "is refused here:"}[row.verdict]
     return textwrap.fill(f"{row.written} {verdict} {row.why}.", 116, break_on_hyphens=False) + "\n"
 
 
-def _legacy() -> str:
+def _format_vllm_flags() -> str:
     def names(rows: Iterable[FlagRow]) -> str:
         joined = ", ".join(sorted(row.written for row in rows))
         return textwrap.fill(joined, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trencadis.core import envs
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
@@ -25,7 +25,7 @@ _HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
 """The oldest ids, such as gpt2, have no owner."""
 
 
-def model_folder(config: EngineConfig) -> Path:
+def find_model_folder(config: EngineConfig) -> Path:
     """The folder of the model. For a hub id, downloads weights only after config.json shows a model that can be served.
 
     Raises:
@@ -43,16 +43,16 @@ def model_folder(config: EngineConfig) -> Path:
     return found
 
 
-def tokenizer_folder(config: EngineConfig) -> Path:
-    """The folder of the tokenizer that ``tokenizer_name`` names. ``--revision`` is the model's alone.
+def find_tokenizer_folder(config: EngineConfig) -> Path:
+    """The folder of the tokenizer that ``get_tokenizer_name`` names. ``--revision`` is the model's alone.
 
     Raises:
         StartupError: see ``resolve``.
     """
-    return resolve(tokenizer_name(config), config.tokenizer_revision, config.hf_token, config.download_dir, TEXT)
+    return resolve(get_tokenizer_name(config), config.tokenizer_revision, config.hf_token, config.download_dir, TEXT)
 
 
-def tokenizer_name(config: EngineConfig) -> str:
+def get_tokenizer_name(config: EngineConfig) -> str:
     """``--tokenizer``, or the model where its tokenizer has a revision of its own; "": the model's folder has it."""
     return config.tokenizer or (config.model if config.tokenizer_revision else "")
 

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.dialects.names import Names
-from trencadis.server.dialects.talk import InnerRequest, Talk, TalkMessage, function_tool, objects, text_field
-from trencadis.server.protocol.chat import ChatRequest
-from trencadis.server.protocol.responses import ResponsesRequest
+from trencadis.server.dialects.field_names import FieldNames
+from trencadis.server.dialects.message_collector import (
+    CollectedMessage,
+    InnerRequest,
+    MessageCollector,
+    check_objects,
+    get_text_field,
+    make_function_tool,
+)
+from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.protocol.responses_request import ResponsesRequest
 
 FIELDS = {
     "max_tokens": "max_output_tokens",
@@ -22,59 +29,61 @@ FIELDS = {
 }
 ROLES = ("user", "assistant", "system", "developer")
 INSTRUCTING = ("system", "developer")
-LEAST_ROOM = 256
+MIN_OUTPUT_TOKENS = 256
 """Tokens that ``truncation: auto`` leaves for an answer without a limit, as far as half of the context has them."""
 
 
-def inner_request(body: ResponsesRequest, max_model_len: int) -> InnerRequest:
+def make_inner_request(body: ResponsesRequest, max_model_len: int) -> InnerRequest:
     """The chat request that ``body`` means.
 
     Raises:
         BadRequest: an item, a tool or an option is wrong or not supported; ``param`` is its JSON path.
     """
-    talk = Talk()
+    collector = MessageCollector()
     if body.instructions:
-        talk.begin("system", "instructions").add(body.instructions)
+        collector.begin("system", "instructions").add(body.instructions)
     if isinstance(body.input, str):
-        talk.begin("user", "input").add(body.input)
+        collector.begin("user", "input").add(body.input)
     elif body.input is None:
         raise BadRequest("input is required.", param="input")
     else:
-        for i, item in enumerate(objects(body.input, "input")):
-            _item(talk, item, f"input[{i}]")
-    messages, names = talk.made()
-    fields = body.shared() | {"messages": messages}
-    kept = _tools(body, fields)
+        for i, item in enumerate(check_objects(body.input, "input")):
+            _add_item(collector, item, f"input[{i}]")
+    messages, names = collector.build_messages()
+    fields = body.get_shared_fields() | {"messages": messages}
+    kept = _add_tools(body, fields)
     if body.max_output_tokens is not None:
         fields["max_tokens"] = body.max_output_tokens
     if body.shows_tokens:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.truncation == "auto":
-        room = body.max_output_tokens or min(LEAST_ROOM, max_model_len // 2)
-        fields["truncate_prompt_tokens"] = max(1, max_model_len - max(1, room))
+        output_tokens = body.max_output_tokens or min(MIN_OUTPUT_TOKENS, max_model_len // 2)
+        fields["truncate_prompt_tokens"] = max(1, max_model_len - max(1, output_tokens))
     form = (body.text or {}).get("format")
     if form is not None:
-        fields["response_format"] = _format(form)
+        fields["response_format"] = _convert_format(form)
     effort = (body.reasoning or {}).get("effort")
     if effort is not None:
-        fields["reasoning_effort"] = text_field(body.reasoning or {}, "effort", "reasoning")
-    return InnerRequest(ChatRequest(**fields), Names(FIELDS, names, kept))
+        fields["reasoning_effort"] = get_text_field(body.reasoning or {}, "effort", "reasoning")
+    return InnerRequest(ChatRequest(**fields), FieldNames(FIELDS, names, kept))
 
 
-def _item(talk: Talk, item: Mapping[str, Any], where: str) -> None:
+def _add_item(collector: MessageCollector, item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
-        _message(talk, item, where)
+        _add_message(collector, item, where)
     elif kind == "function_call":
-        name, id = text_field(item, "name", where), text_field(item, "call_id", where)
-        talk.call(_turn(talk, where), id, name, text_field(item, "arguments", where), where)
+        name, id = get_text_field(item, "name", where), get_text_field(item, "call_id", where)
+        collector.add_call(
+            _get_assistant_message(collector, where), id, name, get_text_field(item, "arguments", where), where
+        )
     elif kind == "function_call_output":
-        message = talk.result(text_field(item, "call_id", where), where)
-        message.add(_content(item.get("output"), f"{where}.output"), "")
+        message = collector.add_result(get_text_field(item, "call_id", where), where)
+        message.add(_convert_content(item.get("output"), f"{where}.output"), "")
     elif kind == "reasoning":
-        thought = _thought(item, where)
+        thought = _get_reasoning_text(item, where)
         if thought:
-            _turn(talk, where).thoughts.append(thought)
+            _get_assistant_message(collector, where).thoughts.append(thought)
     elif kind == "item_reference":
         raise BadRequest(f"{where} is an item_reference; no items are kept here: send the item itself.", param=where)
     else:
@@ -84,33 +93,34 @@ def _item(talk: Talk, item: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _message(talk: Talk, item: Mapping[str, Any], where: str) -> None:
+def _add_message(collector: MessageCollector, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
-    content, last = _content(item.get("content"), f"{where}.content"), talk.last
+    content, last = _convert_content(item.get("content"), f"{where}.content"), collector.last
     if role == "assistant":
-        # A message of an answer that also has thoughts or calls is one with them; a second message is another turn.
+        # A message of an answer that also has thoughts or calls is one with them; a second message is a new assistant
+        # message.
         spoken = last is not None and last.parts and not last.calls
-        (talk.begin(role, where) if spoken else _turn(talk, where)).add(content, "")
+        (collector.begin(role, where) if spoken else _get_assistant_message(collector, where)).add(content, "")
     elif role in INSTRUCTING and last is not None and last.where == "instructions":
         # Many templates take one system message only, at the beginning.
         last.add(content)
     else:
-        talk.begin(role, where).add(content, "")
+        collector.begin(role, where).add(content, "")
 
 
-def _turn(talk: Talk, where: str) -> TalkMessage:
-    """The turn of the assistant that the next item belongs to: items of one answer follow each other."""
-    last = talk.last
-    return last if last is not None and last.role == "assistant" else talk.begin("assistant", where)
+def _get_assistant_message(collector: MessageCollector, where: str) -> CollectedMessage:
+    """The assistant message that the next item belongs to: items of one answer follow each other."""
+    last = collector.last
+    return last if last is not None and last.role == "assistant" else collector.begin("assistant", where)
 
 
-def _content(content: Any, where: str) -> str | list[tuple[Any, str]]:
+def _convert_content(content: Any, where: str) -> str | list[tuple[Any, str]]:
     if isinstance(content, str):
         return content
     out: list[tuple[Any, str]] = []
-    for j, part in enumerate(objects(content, where)):
+    for j, part in enumerate(check_objects(content, where)):
         kind, name = part.get("type"), f"{where}[{j}]"
         if kind == "input_file":
             raise BadRequest(f"{name} is a file; files are not supported.", param=name)
@@ -120,17 +130,17 @@ def _content(content: Any, where: str) -> str | list[tuple[Any, str]]:
     return out
 
 
-def _thought(item: Mapping[str, Any], where: str) -> str:
+def _get_reasoning_text(item: Mapping[str, Any], where: str) -> str:
     """The text of a reasoning item, or its summary; "" for one that only its maker can read."""
     for name in ("content", "summary"):
         found = item.get(name)
         if found:
-            parts = objects(found, f"{where}.{name}")
-            return "\n\n".join(text_field(part, "text", f"{where}.{name}[{j}]") for j, part in enumerate(parts))
+            parts = check_objects(found, f"{where}.{name}")
+            return "\n\n".join(get_text_field(part, "text", f"{where}.{name}[{j}]") for j, part in enumerate(parts))
     return ""
 
 
-def _format(form: Any) -> dict[str, Any]:
+def _convert_format(form: Any) -> dict[str, Any]:
     """``text.format`` as chat's ``response_format``."""
     if not isinstance(form, Mapping):
         raise BadRequest("text.format must be an object with a type.", param="text.format")
@@ -139,9 +149,9 @@ def _format(form: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
-def _tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
+def _add_tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
     """Adds tools and the choice among them; returns which of the request's tools they are."""
-    allowed, choice = _choice(body.tool_choice)
+    allowed, choice = _convert_tool_choice(body.tool_choice)
     tools, kept = [], []
     for i, tool in enumerate(body.tools or []):
         kind = tool.get("type", "function")
@@ -152,7 +162,7 @@ def _tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
             )
         name = tool.get("name")
         if allowed is None or (isinstance(name, str) and name in allowed):
-            tools.append(function_tool(tool, "parameters"))
+            tools.append(make_function_tool(tool, "parameters"))
             kept.append(i)
     if allowed is not None and len(tools) < len(allowed):
         raise BadRequest("tool_choice.tools names a function that tools lack.", param="tool_choice.tools")
@@ -165,7 +175,7 @@ def _tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
     return kept
 
 
-def _choice(choice: str | dict[str, Any] | None) -> tuple[set[str] | None, str | dict[str, Any] | None]:
+def _convert_tool_choice(choice: str | dict[str, Any] | None) -> tuple[set[str] | None, str | dict[str, Any] | None]:
     """The names that ``allowed_tools`` leaves (None: all), and the choice as chat has it."""
     if not isinstance(choice, dict):
         return None, choice
@@ -173,8 +183,8 @@ def _choice(choice: str | dict[str, Any] | None) -> tuple[set[str] | None, str |
     if kind == "function":
         return None, {"type": "function", "function": {"name": choice.get("name")}}
     if kind == "allowed_tools":
-        tools = objects(choice.get("tools"), "tool_choice.tools")
-        names = {text_field(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)}
+        tools = check_objects(choice.get("tools"), "tool_choice.tools")
+        names = {get_text_field(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)}
         return names, str(choice.get("mode", "auto"))
     raise BadRequest(
         f"tool_choice.type is {str(kind)[:40]!r}; this server runs no tools: only 'function' and 'allowed_tools' are "

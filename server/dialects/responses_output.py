@@ -10,11 +10,11 @@ from typing import Any
 
 from trencadis.core.errors import QueueFull, TrencadisError
 from trencadis.core.request import TokenLogprob
-from trencadis.server.dialects.blocks import Block, BlockClosed, BlockEvent, BlockGrown, BlockOpened
-from trencadis.server.protocol.base import Usage
-from trencadis.server.protocol.chat import TokenLogprobs
-from trencadis.server.protocol.responses import ResponsesRequest
-from trencadis.server.protocol.responses_output import (
+from trencadis.server.dialects.answer_blocks import AnswerBlock, BlockClosed, BlockDelta, BlockEvent, BlockOpened
+from trencadis.server.protocol.base_request import Usage
+from trencadis.server.protocol.chat_completions import TokenLogprobs
+from trencadis.server.protocol.responses_request import ResponsesRequest
+from trencadis.server.protocol.responses_response import (
     FunctionCallItem,
     IncompleteDetails,
     InputDetails,
@@ -29,7 +29,7 @@ from trencadis.server.protocol.responses_output import (
     ResponsesUsage,
     Status,
 )
-from trencadis.server.text.event_template import EventTemplate, encode, mark, number
+from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_number_mark, make_text_mark
 
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)
@@ -37,7 +37,9 @@ CUT = ("length",)
 Shown = Callable[[list[TokenLogprob]], list[TokenLogprobs]]
 
 
-def begun(body: ResponsesRequest, id: str, model: str, temperature: float, top_p: float) -> ResponsesResponse:
+def make_initial_response(
+    body: ResponsesRequest, id: str, model: str, temperature: float, top_p: float
+) -> ResponsesResponse:
     """The response before its first token, with what was asked for."""
     asked = body.reasoning or {}
     tools = [{"strict": None, **tool, "type": "function"} for tool in body.tools or []]
@@ -65,7 +67,7 @@ def begun(body: ResponsesRequest, id: str, model: str, temperature: float, top_p
     )
 
 
-def usage_of(usage: Usage) -> ResponsesUsage:
+def convert_usage(usage: Usage) -> ResponsesUsage:
     """Chat's usage in this API's words."""
     details, thoughts = usage.prompt_tokens_details, usage.completion_tokens_details
     return ResponsesUsage(
@@ -89,101 +91,107 @@ class ResponseWriter:
         self.response = response
         self._shown = shown
         self._ids: dict[int, str] = {}
-        self._templates: dict[int, EventTemplate] = {}
+        self._templates: dict[int, SseEventTemplate] = {}
         """By the index of the block that grows."""
         self._number = 0
 
-    def opening(self, usage: Usage) -> Iterator[bytes]:
+    def write_first_events(self, usage: Usage) -> Iterator[bytes]:
         """The first events."""
         for name in ("created", "in_progress"):
-            yield self._state(name)
+            yield self._write_state_event(name)
 
-    def events(self, change: BlockEvent) -> Iterator[bytes]:
+    def write_events(self, change: BlockEvent) -> Iterator[bytes]:
         """The events of a change; the item of a closed block joins the response."""
         if isinstance(change, BlockOpened):
-            yield from self._opened(change.block)
-        elif isinstance(change, BlockGrown):
-            yield self._grown(change)
+            yield from self._write_item_added(change.block)
+        elif isinstance(change, BlockDelta):
+            yield self._write_delta(change)
         else:
-            yield from self._closed(change)
+            yield from self._write_item_done(change)
 
-    def take(self, change: BlockEvent) -> None:
-        """As ``events``, for a response that is sent whole."""
+    def add_block(self, change: BlockEvent) -> None:
+        """As ``write_events``, for a response that is sent whole."""
         if isinstance(change, BlockClosed):
-            self.response.output.append(self._item(change.block, "incomplete" if change.cut else "completed"))
+            self.response.output.append(self._make_item(change.block, "incomplete" if change.cut else "completed"))
 
     def complete(self, finish: str | None, usage: Usage) -> ResponsesResponse:
         """The response once its last block is closed."""
         made = self.response
-        made.usage = usage_of(usage)
+        made.usage = convert_usage(usage)
         if finish in CUT:
             made.status, made.incomplete_details = "incomplete", IncompleteDetails()
         else:
             made.status, made.completed_at = "completed", int(time.time())
         return made
 
-    def closing(self) -> Iterator[bytes]:
+    def write_final_events(self) -> Iterator[bytes]:
         """The last event of a complete response."""
-        yield self._state(self.response.status)
+        yield self._write_state_event(self.response.status)
 
-    def failed(self, error: TrencadisError) -> bytes:
+    def make_failed_event(self, error: TrencadisError) -> bytes:
         """The last event of a response that an error ends."""
         code = "rate_limit_exceeded" if isinstance(error, QueueFull) else "server_error"
         self.response.status = "failed"
         self.response.error = ResponsesFault(code=code, message=error.message)
-        return self._state("failed")
+        return self._write_state_event("failed")
 
-    def _opened(self, block: Block) -> Iterator[bytes]:
+    def _write_item_added(self, block: AnswerBlock) -> Iterator[bytes]:
         if block.kind == "call":
-            yield self._of("output_item.added", block, item=self._item(block, "in_progress").model_dump(), item_id=None)
+            yield self._write_block_event(
+                "output_item.added", block, item=self._make_item(block, "in_progress").model_dump(), item_id=None
+            )
             return
-        empty: dict[str, Any] = {**self._item(block, "in_progress").model_dump(), "content": []}
-        yield self._of("output_item.added", block, item=empty, item_id=None)
-        yield self._of("content_part.added", block, content_index=0, part=self._part(block))
+        empty: dict[str, Any] = {**self._make_item(block, "in_progress").model_dump(), "content": []}
+        yield self._write_block_event("output_item.added", block, item=empty, item_id=None)
+        yield self._write_block_event("content_part.added", block, content_index=0, part=self._make_content_part(block))
 
-    def _grown(self, change: BlockGrown) -> bytes:
+    def _write_delta(self, change: BlockDelta) -> bytes:
         index = change.block.index
         template = self._templates.get(index)
         if template is None:
-            template = self._templates[index] = self._template(change.block)
+            template = self._templates[index] = self._make_template(change.block)
         shown = b"[]"
         if change.logprobs and change.block.kind == "text":
             shown = encode([one.model_dump() for one in self._shown(change.logprobs)])
         self._number += 1
         return template.fill(b"%d" % (self._number - 1), encode(change.text), shown)
 
-    def _template(self, block: Block) -> EventTemplate:
-        hole, place, before = mark(), number(), self._number
-        self._number = place
-        made = self._written(BlockGrown(block, hole, []))
+    def _make_template(self, block: AnswerBlock) -> SseEventTemplate:
+        hole, sequence, before = make_text_mark(), make_number_mark(), self._number
+        self._number = sequence
+        made = self._write_delta_event(BlockDelta(block, hole, []))
         self._number = before
-        return EventTemplate(made, [b"%d" % place, encode(hole), b"[]"])
+        return SseEventTemplate(made, [b"%d" % sequence, encode(hole), b"[]"])
 
-    def _written(self, change: BlockGrown) -> bytes:
+    def _write_delta_event(self, change: BlockDelta) -> bytes:
         block, text = change.block, change.text
         if block.kind == "call":
-            return self._of("function_call_arguments.delta", block, delta=text)
+            return self._write_block_event("function_call_arguments.delta", block, delta=text)
         if block.kind == "thought":
-            return self._of("reasoning_text.delta", block, content_index=0, delta=text)
+            return self._write_block_event("reasoning_text.delta", block, content_index=0, delta=text)
         logprobs = [one.model_dump() for one in self._shown(change.logprobs)]
-        return self._of("output_text.delta", block, content_index=0, delta=text, logprobs=logprobs)
+        return self._write_block_event("output_text.delta", block, content_index=0, delta=text, logprobs=logprobs)
 
-    def _closed(self, change: BlockClosed) -> Iterator[bytes]:
+    def _write_item_done(self, change: BlockClosed) -> Iterator[bytes]:
         block, text = change.block, change.block.text
-        self.take(change)
+        self.add_block(change)
         if block.kind == "call":
-            yield self._of("function_call_arguments.done", block, name=block.name, arguments=text)
+            yield self._write_block_event("function_call_arguments.done", block, name=block.name, arguments=text)
         elif block.kind == "thought":
-            yield self._of("reasoning_text.done", block, content_index=0, text=text)
+            yield self._write_block_event("reasoning_text.done", block, content_index=0, text=text)
         else:
             logprobs = [one.model_dump() for one in self._shown(block.logprobs)]
-            yield self._of("output_text.done", block, content_index=0, text=text, logprobs=logprobs)
+            yield self._write_block_event("output_text.done", block, content_index=0, text=text, logprobs=logprobs)
         if block.kind != "call":
-            yield self._of("content_part.done", block, content_index=0, part=self._part(block))
-        yield self._of("output_item.done", block, item=self.response.output[-1].model_dump(), item_id=None)
+            yield self._write_block_event(
+                "content_part.done", block, content_index=0, part=self._make_content_part(block)
+            )
+        yield self._write_block_event(
+            "output_item.done", block, item=self.response.output[-1].model_dump(), item_id=None
+        )
 
-    def _item(self, block: Block, status: Status) -> OutputItem:
-        id = self._id(block)
+    def _make_item(self, block: AnswerBlock, status: Status) -> OutputItem:
+        id = self._get_item_id(block)
         if block.kind == "call":
             return FunctionCallItem(id=id, status=status, call_id=block.id, name=block.name, arguments=block.text)
         if block.kind == "thought":
@@ -191,23 +199,23 @@ class ResponseWriter:
         text = OutputText(text=block.text, logprobs=self._shown(block.logprobs))
         return OutputMessage(id=id, status=status, content=[text])
 
-    def _part(self, block: Block) -> dict[str, Any]:
+    def _make_content_part(self, block: AnswerBlock) -> dict[str, Any]:
         if block.kind == "thought":
             return ReasoningText(text=block.text).model_dump()
         return OutputText(text=block.text, logprobs=self._shown(block.logprobs)).model_dump()
 
-    def _id(self, block: Block) -> str:
+    def _get_item_id(self, block: AnswerBlock) -> str:
         return self._ids.setdefault(block.index, f"{PREFIX[block.kind]}_{secrets.token_hex(16)}")
 
-    def _state(self, name: str) -> bytes:
-        return self._event(name, response=self.response.model_dump())
+    def _write_state_event(self, name: str) -> bytes:
+        return self._write_event(name, response=self.response.model_dump())
 
-    def _of(self, name: str, block: Block, /, item_id: str | None = "", **fields: Any) -> bytes:
+    def _write_block_event(self, name: str, block: AnswerBlock, /, item_id: str | None = "", **fields: Any) -> bytes:
         """An event about a block; ``item_id`` None: without the item's id."""
-        own = {} if item_id is None else {"item_id": self._id(block)}
-        return self._event(name, output_index=block.index, **own, **fields)
+        own = {} if item_id is None else {"item_id": self._get_item_id(block)}
+        return self._write_event(name, output_index=block.index, **own, **fields)
 
-    def _event(self, name: str, /, **fields: Any) -> bytes:
+    def _write_event(self, name: str, /, **fields: Any) -> bytes:
         kind = f"response.{name}"
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1

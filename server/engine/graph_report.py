@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from trencadis.core.memory.units import gib
-from trencadis.core.process.wire import GraphPlan
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.process.engine_messages import GraphPlan
 
 
-def lines(plan: GraphPlan) -> Iterator[str]:
+def format_plan_lines(plan: GraphPlan) -> Iterator[str]:
     """Ledger, pools, buckets by stage and state, advice."""
     yield f"{'memory':<26} {'':>12} {'':>7}"
     for name, count in plan.ledger:

@@ -1,4 +1,4 @@
-"""An open request: its deltas on their way to whoever reads them, its pixels, its unfinished choices."""
+"""An open request: queued deltas for its reader, its pixels and its unfinished choices."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from collections import deque
 from collections.abc import Sequence
 
 from trencadis.core.request import Delta
-from trencadis.server.engine.protocol import Pixels, Taker
+from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 
 
 class OpenRequest:
     """One request.
 
     A delta waits for its reader, which is a task: waking it costs more than what it does with a token. So a reader may
-    name a ``taker``, which is called at once instead while the reader waits and nothing is queued. Nothing is overtaken
-    then, since a reader waits only once it has done with all that came before.
+    register a ``callback``, which is called at once instead while the reader waits and nothing is queued. Nothing is
+    overtaken then, since a reader waits only once it has done with all that came before.
 
     Args:
         choices: how many it has.
     """
 
-    __slots__ = ("_deltas", "_reader", "left", "pixels", "taker")
+    __slots__ = ("_deltas", "_reader", "callback", "pixels", "unfinished")
 
     def __init__(self, pixels: Sequence[Pixels], choices: int) -> None:
         self.pixels = pixels
-        self.left = set(range(choices))
-        self.taker: Taker | None = None
+        self.unfinished = set(range(choices))
+        self.callback: DeltaCallback | None = None
         self._deltas: deque[Delta | Exception] = deque()
         self._reader: asyncio.Future[None] | None = None
         """What the reader waits for."""
 
-    def give(self, delta: Delta) -> None:
-        """Hands on a delta; what ends a choice goes to the reader, as does what the taker does not take."""
+    def deliver(self, delta: Delta) -> None:
+        """Delivers a delta: to the callback if the reader is idle, else to the reader's queue. The last delta of a
+        choice is always queued.
+        """
         reader = self._reader
-        if self.taker is None or delta.finish is not None or reader is None or reader.done():
+        if self.callback is None or delta.finish is not None or reader is None or reader.done():
             self._put(delta)
             return
         try:
-            taken = self.taker(delta)
+            taken = self.callback(delta)
         except Exception as error:
             # A mistake in one stream must not end the task that hands on the deltas of all.
-            self.taker = None
+            self.callback = None
             self._put(error)
             return
         if not taken:
@@ -52,11 +54,11 @@ class OpenRequest:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def next(self) -> Delta:
+    async def next_delta(self) -> Delta:
         """The next delta for the reader; one task calls it.
 
         Raises:
-            Exception: the taker did.
+            Exception: the callback did.
         """
         while not self._deltas:
             self._reader = asyncio.get_running_loop().create_future()

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import computing_cpus
-from trencadis.core.executor.ranks import asked_threads, threads_of
+from trencadis.core.cpu_affinity import computing_cpus
+from trencadis.core.executor.rank_info import requested_threads, threads_of
 from trencadis.core.links.topology import RAY, topology
-from trencadis.core.process import settling, wire
-from trencadis.core.process.children import environment
+from trencadis.core.process import device_env, engine_messages
+from trencadis.core.process.child_process import environment
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 
 log = logging.getLogger("trencadis.server")
 
 
-class EngineEnd(Protocol):
+class EngineProcessHandle(Protocol):
     """An engine's process, here or elsewhere; ``subprocess.Popen`` is one."""
 
     returncode: int | None
@@ -53,20 +53,20 @@ class EngineHandle:
     """The process and our end of its socket.
 
     Args:
-        successor: starts another one in its place; None: ``spawn``.
+        successor: starts another one in its place; None: ``spawn_engine``.
     """
 
-    process: EngineEnd
+    process: EngineProcessHandle
     sock: socket.socket
     successor: Callable[[EngineConfig], EngineHandle] | None = None
 
-    def another(self, config: EngineConfig) -> EngineHandle:
-        """A new engine in the place of this one, which has ended.
+    def start_successor(self, config: EngineConfig) -> EngineHandle:
+        """Starts a successor of this engine, which has ended.
 
         Raises:
-            StartupError: as ``spawn`` does.
+            StartupError: as ``spawn_engine`` does.
         """
-        return (self.successor or spawn)(config)
+        return (self.successor or spawn_engine)(config)
 
     def kill(self) -> None:
         """Kills the process and reaps it."""
@@ -75,43 +75,43 @@ class EngineHandle:
         self.process.wait()
 
 
-def spawn(config: EngineConfig) -> EngineHandle:
+def spawn_engine(config: EngineConfig) -> EngineHandle:
     """Starts an engine process and sends it the configuration.
 
     Raises:
         StartupError: the device cannot start with this torch, plug-in or environment.
     """
-    environ = child_environment(config, os.environ)
+    environ = make_child_environment(config, os.environ)
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trencadis.core.process.main", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "trencadis.core.process.engine_process", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environ,
         )
-    ours.sendall(wire.frame(wire.Start(child_config(config, os.environ).without_secrets())))
+    ours.sendall(engine_messages.frame(engine_messages.Start(make_child_config(config, os.environ).without_secrets())))
     return EngineHandle(process, ours)
 
 
-def child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
+def make_child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
     """``config`` with the threads of all ranks; in the child's environment OMP_NUM_THREADS is the share of rank 0."""
-    threads = asked_threads(config.threads, environ) or computing_cpus()
+    threads = requested_threads(config.threads, environ) or computing_cpus()
     return dataclasses.replace(config, threads=threads)
 
 
-def child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def make_child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of the engine process, with the threads of rank 0, which runs in it.
 
     What the device needs before torch is imported is settled here, so that a start that cannot succeed ends at once.
     What was found is logged.
     """
     ranks = topology(config, environ).here
-    threads = threads_of(asked_threads(config.threads, environ), ranks)
+    threads = threads_of(requested_threads(config.threads, environ), ranks)
     made = environment(environ, threads, config.threads is not None or ranks > 1)
     if config.distributed_executor_backend == RAY and RAY_TOKEN in environ:
         made[RAY_TOKEN] = environ[RAY_TOKEN]  # the engine asks the cluster for its ranks
     if config.engine == EngineConfig().engine:
-        for line in settling.settle(config.device, made, world=ranks).lines:
+        for line in device_env.prepare_device_env(config.device, made, world=ranks).lines:
             log.info("%s", line)
     return made

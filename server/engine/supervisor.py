@@ -11,11 +11,11 @@ from contextlib import aclosing, suppress
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.process import wire
+from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import STOPPED, EngineHandle, EngineLink
-from trencadis.server.engine.protocol import Pixels, Taker
-from trencadis.server.engine.slumber import Slumber
+from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_link import STOPPED, EngineHandle, EngineLink
+from trencadis.server.engine.sleep_state import SleepState
 
 log = logging.getLogger("trencadis.server")
 
@@ -26,7 +26,7 @@ END_SECONDS = 30.0
 
 
 class Supervisor:
-    """An EngineClient (``server/engine/protocol.py``) that survives its engine.
+    """An EngineClient (``server/engine/engine_client.py``) that survives its engine.
 
     Args:
         handle: the first engine process, already spawned.
@@ -57,33 +57,33 @@ class Supervisor:
         self.backoff = self.delay = backoff
         self.max_restarts = max_restarts
         self.sleep_after = sleep_after
-        self.slumber = Slumber()
-        self.on_operation = self.slumber.on_operation
-        self.dozing: asyncio.Task[None] | None = None
+        self.sleep_state = SleepState()
+        self.on_operation = self.sleep_state.on_operation
+        self.sleep_task: asyncio.Task[None] | None = None
         self.on_fatal = on_fatal
         self.vocabulary = vocabulary
-        self.packed = b""
-        self.observers: list[Callable[[wire.EngineStats], None]] = []
-        self.on_info: list[Callable[[wire.EngineInfo], None]] = []
+        self.packed_vocabulary = b""
+        self.observers: list[Callable[[engine_messages.EngineStats], None]] = []
+        self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.restarts = 0
-        self.ends = 0
+        self.failures = 0
         """Engines that have failed since the last steady one."""
-        self.up: float | None = None
+        self.ready_since: float | None = None
         """When the engine began to accept requests."""
-        self.last_info: wire.EngineInfo | None = None
+        self.last_info: engine_messages.EngineInfo | None = None
         self.leaving = False
         """The server still takes requests, but tells balancers to send no more."""
         self.draining = False
         self.stopping = False
         self.waiting = False
-        self.link = self._link(handle)
+        self.link = self._make_link(handle)
         self.task: asyncio.Task[None] | None = None
-        self.idling: asyncio.Task[None] | None = None
+        self.idle_task: asyncio.Task[None] | None = None
 
     # --- what the app reads ---
 
     @property
-    def info(self) -> wire.EngineInfo | None:
+    def info(self) -> engine_messages.EngineInfo | None:
         """What the last engine reported when it was ready; kept while the next one loads."""
         return self.link.info or self.last_info
 
@@ -94,8 +94,8 @@ class Supervisor:
             return "stopped"
         if self.draining or self.leaving:
             return "draining"
-        if self.slumber.level:
-            return self.slumber.phase
+        if self.sleep_state.level:
+            return self.sleep_state.phase
         if self.last_info is not None and not self.accepting:
             return "restarting"
         return self.link.phase
@@ -103,7 +103,7 @@ class Supervisor:
     @property
     def accepting(self) -> bool:
         """Whether the engine would run a request submitted now, perhaps after waking up."""
-        if self.slumber.level:
+        if self.sleep_state.level:
             return not self.draining
         return self.link.alive and self.link.info is not None and not self.draining and not self.waiting
 
@@ -120,42 +120,42 @@ class Supervisor:
     @property
     def steady(self) -> bool:
         """Whether the engine has accepted requests for a minute; loading does not count."""
-        return self.up is not None and time.monotonic() - self.up > STEADY_SECONDS
+        return self.ready_since is not None and time.monotonic() - self.ready_since > STEADY_SECONDS
 
     @property
     def failing(self) -> bool:
         """Whether engines fail again and again; only a restart of this process may help."""
-        return self.ends > self.max_restarts and not self.steady
+        return self.failures > self.max_restarts and not self.steady
 
     @property
-    def stats(self) -> wire.EngineStats:
+    def stats(self) -> engine_messages.EngineStats:
         """The last counters; ``observers`` get every message, whose lists hold only what is new."""
-        return self.slumber.shown(self.link.stats)
+        return self.sleep_state.adjust_stats(self.link.stats)
 
     @property
     def open_requests(self) -> int:
         """Requests in the engine, or on their way there."""
-        return len(self.link.requests) + self.link.entering + self.slumber.waiters
+        return len(self.link.requests) + self.link.entering + self.sleep_state.waiters
 
     @property
     def sleep_level(self) -> int:
         """0: awake; else the level at which the engine sleeps, until it has woken up."""
-        return self.slumber.level
+        return self.sleep_state.level
 
     @property
-    def under_way(self) -> str:
+    def sleep_operation(self) -> str:
         """``sleep`` or ``wake`` while that goes on, else empty."""
-        return self.slumber.under_way
+        return self.sleep_state.operation
 
     @property
-    def plan(self) -> wire.GraphPlan | None:
+    def plan(self) -> engine_messages.GraphPlan | None:
         """Planned shapes and their states; None if there is no plan."""
         return self.link.plan
 
     @property
-    def progress(self) -> wire.Phase | None:
+    def progress(self) -> engine_messages.Phase | None:
         """The last phase of loading that the engine reported."""
-        return None if self.slumber.asleep else self.link.progress
+        return None if self.sleep_state.is_asleep else self.link.progress
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
         """Deltas of a request; closing the iterator aborts it.
@@ -165,16 +165,16 @@ class Supervisor:
         """
         if not self.accepting:
             raise Unavailable(f"The engine is not accepting requests ({self.phase}).", retry_after=5)
-        return self._later(request, pixels) if self.slumber.level else self.link.submit(request, pixels)
+        return self._submit_after_wake(request, pixels) if self.sleep_state.level else self.link.submit(request, pixels)
 
-    async def _later(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Wakes the engine first."""
-        self.slumber.waiters += 1
+    async def _submit_after_wake(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Wakes the engine, then submits the request."""
+        self.sleep_state.waiters += 1
         try:
-            while self.slumber.level:
+            while self.sleep_state.level:
                 await self.wake()
         finally:
-            self.slumber.waiters -= 1
+            self.sleep_state.waiters -= 1
         async with aclosing(self.link.submit(request, pixels)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -183,17 +183,17 @@ class Supervisor:
         """Ends a request, or one choice of it."""
         self.link.abort(id, choice)
 
-    def divert(self, id: str, taker: Taker) -> None:
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
         """See ``EngineClient``."""
-        self.link.divert(id, taker)
+        self.link.set_delta_callback(id, callback)
 
     def reset_prefix_cache(self) -> None:
         """Blocks that were computed so far are not found again."""
-        self.link.write(wire.ResetPrefixCache())
+        self.link.write(engine_messages.ResetPrefixCache())
 
     def reset_encoder_cache(self) -> None:
         """Embeddings of images that no running request waits for are forgotten."""
-        self.link.write(wire.ResetEncoderCache())
+        self.link.write(engine_messages.ResetEncoderCache())
 
     # --- sleep ---
 
@@ -206,19 +206,19 @@ class Supervisor:
         Raises:
             Unavailable: it loads, restarts or drains.
         """
-        s = self.slumber
-        while s.level and s.wanted.is_set() and s.woken is not None:
+        s = self.sleep_state
+        while s.level and s.wake_wanted.is_set() and s.woken is not None:
             await asyncio.shield(s.woken)
         if not s.level:
             if not self.accepting or self.leaving:
                 raise Unavailable(f"The engine cannot fall asleep now ({self.phase}).", retry_after=5)
-            s.begin(level)
-            self.dozing = asyncio.create_task(self._doze(self.link))
+            s.start_sleep(level)
+            self.sleep_task = asyncio.create_task(self._finish_and_end(self.link))
         if abort:
             for id in list(self.link.requests):
                 self.link.abort(id)
-        await s.gone.wait()
-        if not s.told:
+        await s.process_gone.wait()
+        if not s.asked_to_end:
             raise Unavailable(STOPPED, retry_after=5)
 
     async def wake(self) -> None:
@@ -227,22 +227,22 @@ class Supervisor:
         Raises:
             Unavailable: it did not start.
         """
-        s = self.slumber
-        s.want()
+        s = self.sleep_state
+        s.request_wake()
         if s.level and s.woken is not None and not await asyncio.shield(s.woken):
             raise Unavailable(STOPPED, retry_after=5)
 
-    async def _doze(self, link: EngineLink) -> None:
-        """Lets an engine finish what runs, then ends it."""
+    async def _finish_and_end(self, link: EngineLink) -> None:
+        """Waits until open requests have finished, then ends the engine process."""
         while (link.requests or link.entering) and link.alive:
             await asyncio.sleep(0.02)
-        self.slumber.told = link.alive
-        await link.send(wire.Drain())
+        self.sleep_state.asked_to_end = link.alive
+        await link.send(engine_messages.Drain())
         end = time.monotonic() + END_SECONDS
         while link.alive and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if link.alive:
-            link.give_up(f"it did not end within {END_SECONDS:.0f} s")
+            link.kill_engine(f"it did not end within {END_SECONDS:.0f} s")
 
     async def _watch_idle(self) -> None:
         """Lets an engine fall asleep that has had no request for ``sleep_after`` seconds and has nothing to warm up."""
@@ -252,23 +252,23 @@ class Supervisor:
             now = (self.link, self.link.submitted)
             warming = self.link.stats.graphs.warming
             working = warming is not None and warming.fraction < 1
-            if self.slumber.level or not self.accepting or self.open_requests or now != seen or working:
+            if self.sleep_state.level or not self.accepting or self.open_requests or now != seen or working:
                 since, seen = time.monotonic(), now
             elif time.monotonic() - since >= self.sleep_after:
                 with suppress(Unavailable):
                     await self.sleep(2)
 
-    async def _rest(self) -> bool:
-        """Waits for somebody who wants the engine, whose process is gone; False: the server ends."""
-        self.up = None
+    async def _wait_until_woken(self) -> bool:
+        """Waits until a wake-up is requested, then starts a new process; False if the server shuts down."""
+        self.ready_since = None
         log.info("the engine sleeps: its memory is free, and a request wakes it")
-        self.slumber.fell_asleep()
-        await self.slumber.wanted.wait()
+        self.sleep_state.mark_asleep()
+        await self.sleep_state.wake_wanted.wait()
         if self.stopping:
             return False
         log.info("the engine wakes up")
-        self.slumber.waking()
-        self.link = self._link(self.link.handle.another(self.config))
+        self.sleep_state.mark_waking()
+        self.link = self._make_link(self.link.handle.start_successor(self.config))
         return True
 
     # --- life ---
@@ -278,36 +278,36 @@ class Supervisor:
         self.delay = self.backoff
         self.task = asyncio.create_task(self._run())
         if self.sleep_after:
-            self.idling = asyncio.create_task(self._watch_idle())
+            self.idle_task = asyncio.create_task(self._watch_idle())
 
     def leave(self) -> None:
-        """Takes requests, but tells balancers to send no more."""
+        """Marks the engine as draining for health checks, while requests are still accepted."""
         self.leaving = True
 
     def kill(self) -> None:
         """Kills the engine for good, so that open requests end with an error."""
         self.draining = self.stopping = True
-        self.slumber.end(False)
+        self.sleep_state.finish_wake(False)
         self.link.handle.process.kill()
 
     async def drain(self, timeout: float) -> None:
         """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
         self.draining = True
         end = time.monotonic() + timeout
-        while self.open_requests and (self.link.alive or self.slumber.level) and time.monotonic() < end:
+        while self.open_requests and (self.link.alive or self.sleep_state.level) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         """Ends the engine: asks it if no request is open, else kills it, so that open requests end with an error."""
         self.draining = self.stopping = True
-        for task in (self.idling, self.dozing):
+        for task in (self.idle_task, self.sleep_task):
             if task is not None:
                 task.cancel()
-        self.slumber.end(False)
+        self.sleep_state.finish_wake(False)
         if self.open_requests or self.link.info is None or not self.link.alive:
             self.link.handle.process.kill()
         else:
-            await self.link.send(wire.Drain())
+            await self.link.send(engine_messages.Drain())
         if self.task is not None:
             if not self.waiting:
                 await asyncio.wait([self.task], timeout=3.0)
@@ -320,34 +320,36 @@ class Supervisor:
         """Runs one engine after the other."""
         while True:
             await self.link.run()
-            if self.stopping or not await self._replaced():
+            if self.stopping or not await self._start_successor():
                 return
 
-    async def _replaced(self) -> bool:
-        """Starts another engine for one that has ended, after a while if it failed; False: there is to be none."""
+    async def _start_successor(self) -> bool:
+        """Starts a successor of an engine that has ended, after a back-off if it failed; False if there will be
+        none.
+        """
         if self.steady:
-            self.delay, self.ends = self.backoff, 0
-        if self.slumber.told and self.slumber.level and not self.slumber.gone.is_set():
-            return await self._rest()
-        self.slumber.end(False)
+            self.delay, self.failures = self.backoff, 0
+        if self.sleep_state.asked_to_end and self.sleep_state.level and not self.sleep_state.process_gone.is_set():
+            return await self._wait_until_woken()
+        self.sleep_state.finish_wake(False)
         fatal = self.link.fatal
         if fatal is not None and self.last_info is None and not fatal.capture:
             self.on_fatal(fatal.message, fatal.code)
             return False
-        self.up = None
-        self.ends += 1
+        self.ready_since = None
+        self.failures += 1
         why = self.link.reason or f"exit code {self.link.handle.process.returncode}"
         log.error("the engine stopped (%s); restart in %g s", why, self.delay)
         self.restarts += 1
-        if self.ends == self.max_restarts + 1:
-            log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.ends - 1)
+        if self.failures == self.max_restarts + 1:
+            log.error("%d restarts without a steady minute (--max-engine-restarts): /live says 503", self.failures - 1)
         self._skip_capture()
         self.waiting = True
         await asyncio.sleep(self.delay)
         self.delay = min(2 * self.delay, MAX_BACKOFF)
         if self.stopping or self.draining:
             return False
-        self.link = self._link(self.link.handle.another(self.config))
+        self.link = self._make_link(self.link.handle.start_successor(self.config))
         self.waiting = False
         return True
 
@@ -359,28 +361,28 @@ class Supervisor:
             log.error("the engine crashed during the capture of %s: this bucket stays without a graph", bucket)
             self.config = dataclasses.replace(self.config, skip_captures=[*self.config.skip_captures, bucket])
 
-    def _link(self, handle: EngineHandle) -> EngineLink:
-        return EngineLink(handle, self.compile_timeout, self._observe, self._came_up, self._vocabulary)
+    def _make_link(self, handle: EngineHandle) -> EngineLink:
+        return EngineLink(handle, self.compile_timeout, self._on_stats, self._on_engine_ready, self._get_vocabulary)
 
-    async def _vocabulary(self) -> bytes:
+    async def _get_vocabulary(self) -> bytes:
         """The packed vocabulary, made at the first call.
 
         Raises:
             Unavailable: this server has none.
         """
-        if not self.packed:
+        if not self.packed_vocabulary:
             if self.vocabulary is None:
                 raise Unavailable("This server has no vocabulary for grammars.")
             made = self.vocabulary()
-            self.packed = made if isinstance(made, bytes) else await made
-        return self.packed
+            self.packed_vocabulary = made if isinstance(made, bytes) else await made
+        return self.packed_vocabulary
 
-    def _observe(self, stats: wire.EngineStats) -> None:
+    def _on_stats(self, stats: engine_messages.EngineStats) -> None:
         for observer in self.observers:
             observer(stats)
 
-    def _came_up(self, info: wire.EngineInfo) -> None:
-        self.last_info, self.up = info, time.monotonic()
-        self.slumber.end(True)
+    def _on_engine_ready(self, info: engine_messages.EngineInfo) -> None:
+        self.last_info, self.ready_since = info, time.monotonic()
+        self.sleep_state.finish_wake(True)
         for listener in self.on_info:
             listener(info)

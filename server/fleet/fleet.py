@@ -11,35 +11,35 @@ from functools import partial
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
-from trencadis.core.process import wire
+from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request
-from trencadis.server.engine.client import STOPPED, EngineHandle
-from trencadis.server.engine.protocol import Pixels, Taker
+from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.engine_link import STOPPED, EngineHandle
 from trencadis.server.engine.supervisor import Supervisor
-from trencadis.server.fleet.joined import JoinedEngines
-from trencadis.server.fleet.keys import demand_of, keys_of
-from trencadis.server.routing.costs import CostBook, StepCosts
-from trencadis.server.routing.load import Assignment
-from trencadis.server.routing.router import Router
-from trencadis.server.routing.work import Demand
+from trencadis.server.fleet.engine_group import EngineGroup
+from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
+from trencadis.server.routing.replica_load import Assignment
+from trencadis.server.routing.request_cost import RequestCost
+from trencadis.server.routing.router import PrefixAffinityRouter
+from trencadis.server.routing.step_costs import ReplicaCosts, StepCosts
 
 log = logging.getLogger("trencadis.server")
 
-DEATHS = 2
+MAX_ENGINE_DEATHS = 2
 """Engines that may die under a request; it is not tried again after that."""
 
 WAKE_WAIT = 1.0
 """Seconds of work in front of a request from which another engine is woken, if one sleeps."""
 
-LEARNED = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "vision": "vision", "decode": "decode"}
+COST_STAGES = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "vision": "vision", "decode": "decode"}
 """Stages from whose launches the router learns, and as what."""
 
 
-class Fleet(JoinedEngines[Supervisor]):
-    """An EngineClient (``server/engine/protocol.py``) over several Supervisors.
+class Fleet(EngineGroup[Supervisor]):
+    """An EngineClient (``server/engine/engine_client.py``) over several Supervisors.
 
     Args:
-        configs: of each engine, as ``deal`` gives them.
+        configs: of each engine, as ``divide_resources`` gives them.
         handles: their processes, already spawned.
         compile_timeout, backoff, max_restarts, sleep_after: of each engine, as ``Supervisor`` takes them.
         seed: of the router's draws.
@@ -59,8 +59,8 @@ class Fleet(JoinedEngines[Supervisor]):
         self.config = configs[0]
         self.on_fatal: Callable[[str, int], None] = lambda message, code: None
         self.vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
-        self.observers: list[Callable[[wire.EngineStats], None]] = []
-        self.on_info: list[Callable[[wire.EngineInfo], None]] = []
+        self.observers: list[Callable[[engine_messages.EngineStats], None]] = []
+        self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.on_operation: list[Callable[[str, float], None]] = []
         self.task: asyncio.Task[None] | None = None
         self.retries = 0
@@ -68,19 +68,21 @@ class Fleet(JoinedEngines[Supervisor]):
         self.engines = [
             Supervisor(
                 config, handle, compile_timeout=compile_timeout, backoff=backoff, max_restarts=max_restarts,
-                sleep_after=sleep_after, on_fatal=lambda m, c: self.on_fatal(m, c), vocabulary=self._vocabulary,
+                sleep_after=sleep_after, on_fatal=lambda m, c: self.on_fatal(m, c), vocabulary=self._get_vocabulary,
             )
             for config, handle in zip(configs, handles, strict=True)
         ]  # fmt: skip
-        self.costs = CostBook(len(configs), configs[0].max_num_batched_tokens or StepCosts().chunk)
-        self.router = Router(len(configs), self.costs.each.__getitem__, configs[0].max_num_seqs or 128, seed=seed)
-        self._packed: asyncio.Task[bytes] | None = None
-        self._placed: dict[str, int] = {}
+        self.costs = ReplicaCosts(len(configs), configs[0].max_num_batched_tokens or StepCosts().chunk)
+        self.router = PrefixAffinityRouter(
+            len(configs), self.costs.each.__getitem__, configs[0].max_num_seqs or 128, seed=seed
+        )
+        self._vocabulary_task: asyncio.Task[bytes] | None = None
+        self._replica_of: dict[str, int] = {}
         self._waking: set[asyncio.Task[None]] = set()
         for i, engine in enumerate(self.engines):
-            engine.observers.append(partial(self._observe, i))
-            engine.on_info.append(partial(self._came_up, i))
-            engine.on_operation.append(self._operated)
+            engine.observers.append(partial(self._on_stats, i))
+            engine.on_info.append(partial(self._on_engine_ready, i))
+            engine.on_operation.append(self._notify_operation)
 
     # --- requests ---
 
@@ -97,35 +99,37 @@ class Fleet(JoinedEngines[Supervisor]):
             raise BadRequest(f"There are engines 0 to {len(self.engines) - 1}, and no {request.replica}.")
         if not self.accepting:
             raise Unavailable(f"No engine is accepting requests ({self.phase}).", retry_after=5)
-        return self._deltas(request, pixels)
+        return self._retry_engines(request, pixels)
 
-    async def _deltas(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Tries one engine after the other until a first delta has come."""
+    async def _retry_engines(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Submits to one engine after another until the first delta arrives, then streams from that engine."""
         info = next((e.info for e in self.engines if e.info is not None), None)
-        demand = demand_of(request, 0 if info is None else info.block_size)
+        cost = make_request_cost(request, 0 if info is None else info.block_size)
         pinned, avoid, deaths = request.replica, set[int](), 0
         last = Unavailable(f"No engine takes requests ({self.phase}).", retry_after=5)
         while True:
-            ticket = self._choose(demand, avoid, pinned)
+            ticket = self._choose_engine(cost, avoid, pinned)
             if ticket is None:
                 raise last
-            request.replica = self._placed[request.id] = ticket.replica
+            request.replica = self._replica_of[request.id] = ticket.replica
             try:
-                async with aclosing(self._once(request, pixels, ticket)) as deltas:
+                async with aclosing(self._try_engine(request, pixels, ticket)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
-            except _NotRun as error:
+            except _RequestNotStarted as error:
                 deaths, last = deaths + error.died, error.why
                 avoid.add(ticket.replica)
-                if deaths >= DEATHS:
+                if deaths >= MAX_ENGINE_DEATHS:
                     raise last from None
                 self.retries += error.died
                 log.info("request %s leaves engine %d: %s", request.id, ticket.replica, last)
             finally:
-                self._placed.pop(request.id, None)
+                self._replica_of.pop(request.id, None)
 
-    async def _once(self, request: Request, pixels: Sequence[Pixels], ticket: Assignment) -> AsyncGenerator[Delta]:
+    async def _try_engine(
+        self, request: Request, pixels: Sequence[Pixels], ticket: Assignment
+    ) -> AsyncGenerator[Delta]:
         """Deltas of one engine.
 
         Raises:
@@ -133,18 +137,18 @@ class Fleet(JoinedEngines[Supervisor]):
         """
         sent = False
         try:
-            async with aclosing(_started(self.engines[ticket.replica], request, pixels)) as deltas:
+            async with aclosing(_stream_deltas(self.engines[ticket.replica], request, pixels)) as deltas:
                 async for delta in deltas:
                     if not sent and delta.status == 503 and delta.message == STOPPED:
-                        raise _NotRun(Unavailable(STOPPED, retry_after=5), died=True)
+                        raise _RequestNotStarted(Unavailable(STOPPED, retry_after=5), died=True)
                     if not sent:
-                        self.router.began(ticket, time.monotonic())
+                        self.router.on_first_token(ticket, time.monotonic())
                         sent = True
                     yield delta
         finally:
-            self.router.ended(ticket, time.monotonic())
+            self.router.on_ended(ticket, time.monotonic())
 
-    def _choose(self, demand: Demand, avoid: set[int], pinned: int) -> Assignment | None:
+    def _choose_engine(self, cost: RequestCost, avoid: set[int], pinned: int) -> Assignment | None:
         """The engine of a request, charged; an engine that sleeps is chosen where none is awake."""
         now, asleep = time.monotonic(), list[int]()
         for i, engine in enumerate(self.engines):
@@ -154,28 +158,28 @@ class Fleet(JoinedEngines[Supervisor]):
                 self.router.close(i)
                 if engine.accepting and i not in avoid and pinned in (-1, i):
                     asleep.append(i)
-        ticket = self.router.choose(demand, now, avoid, pinned)
+        ticket = self.router.choose(cost, now, avoid, pinned)
         if not asleep:
             return ticket
         if ticket is None:
-            return self.router.send(asleep[0], demand, now)
+            return self.router.assign(asleep[0], cost, now)
         if self.router.loads[ticket.replica].queued - ticket.seconds > WAKE_WAIT:
-            task = asyncio.create_task(_woken(self.engines[asleep[0]]))
+            task = asyncio.create_task(_wake_engine(self.engines[asleep[0]]))
             self._waking.add(task)
             task.add_done_callback(self._waking.discard)
         return ticket
 
     def abort(self, id: str, choice: int = -1) -> None:
         """Ends a request, or one choice of it."""
-        at = self._placed.get(id)
+        at = self._replica_of.get(id)
         if at is not None:
             self.engines[at].abort(id, choice)
 
-    def divert(self, id: str, taker: Taker) -> None:
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
         """See ``EngineClient``."""
-        at = self._placed.get(id)
+        at = self._replica_of.get(id)
         if at is not None:
-            self.engines[at].divert(id, taker)
+            self.engines[at].set_delta_callback(id, callback)
 
     def reset_prefix_cache(self) -> None:
         """Blocks that were computed so far are not found again."""
@@ -187,7 +191,7 @@ class Fleet(JoinedEngines[Supervisor]):
         """Embeddings of images that no running request waits for are forgotten."""
         for i, engine in enumerate(self.engines):
             engine.reset_encoder_cache()
-            self.router.pictures.forget(i)
+            self.router.images.forget(i)
 
     # --- sleep ---
 
@@ -197,7 +201,7 @@ class Fleet(JoinedEngines[Supervisor]):
         Raises:
             Unavailable: an engine loads, restarts or drains.
         """
-        await _all([e.sleep(level, abort) for e in self.engines])
+        await _wait_all([e.sleep(level, abort) for e in self.engines])
 
     async def wake(self) -> None:
         """Starts the engines that sleep; returns when they take requests.
@@ -205,7 +209,7 @@ class Fleet(JoinedEngines[Supervisor]):
         Raises:
             Unavailable: one did not start.
         """
-        await _all([e.wake() for e in self.engines])
+        await _wait_all([e.wake() for e in self.engines])
 
     # --- life ---
 
@@ -242,44 +246,46 @@ class Fleet(JoinedEngines[Supervisor]):
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
 
-    async def _vocabulary(self) -> bytes:
+    async def _get_vocabulary(self) -> bytes:
         """The packed vocabulary, made once for all engines."""
-        if self._packed is None or (self._packed.done() and self._packed.exception()):
-            self._packed = asyncio.create_task(self._pack())
-        return await asyncio.shield(self._packed)
+        if self._vocabulary_task is None or (self._vocabulary_task.done() and self._vocabulary_task.exception()):
+            self._vocabulary_task = asyncio.create_task(self._make_vocabulary())
+        return await asyncio.shield(self._vocabulary_task)
 
-    async def _pack(self) -> bytes:
+    async def _make_vocabulary(self) -> bytes:
         if self.vocabulary is None:
             raise Unavailable("This server has no vocabulary for grammars.")
         made = self.vocabulary()
         return made if isinstance(made, bytes) else await made
 
-    def _operated(self, operation: str, seconds: float) -> None:
+    def _notify_operation(self, operation: str, seconds: float) -> None:
         for listener in self.on_operation:
             listener(operation, seconds)
 
-    def _came_up(self, at: int, info: wire.EngineInfo) -> None:
-        """An engine is new, so its caches are empty. Listeners hear of it once all are up."""
-        self.router.lost(at)
-        self.router.loads[at].resized(info.num_blocks * info.block_size)
+    def _on_engine_ready(self, at: int, info: engine_messages.EngineInfo) -> None:
+        """Resets the router's state of an engine that (re)started; notifies listeners once all engines are up.
+        Listeners hear of it once all are up.
+        """
+        self.router.on_engine_lost(at)
+        self.router.loads[at].set_capacity(info.num_blocks * info.block_size)
         together = self.info
         if together is not None and all(e.info is not None for e in self.engines):
             for listener in self.on_info:
                 listener(together)
 
-    def _observe(self, at: int, stats: wire.EngineStats) -> None:
+    def _on_stats(self, at: int, stats: engine_messages.EngineStats) -> None:
         """Learns what an engine's steps cost and what it evicted."""
         for use in stats.buckets:
-            stage = LEARNED.get(use.stage)
+            stage = COST_STAGES.get(use.stage)
             if stage is not None:
                 self.costs.learn(at, stage, use.needed or use.real, use.seconds)
         if stats.evicted_blocks or stats.evicted_images:
-            self.router.evicted(at, keys_of(stats.evicted_blocks), keys_of(stats.evicted_images))
+            self.router.on_evicted(at, read_keys(stats.evicted_blocks), read_keys(stats.evicted_images))
         for observer in self.observers:
             observer(stats)
 
 
-class _NotRun(Exception):
+class _RequestNotStarted(Exception):
     """An engine did not take a request, or ``died`` before the first delta."""
 
     def __init__(self, why: Unavailable, died: bool = False) -> None:
@@ -287,7 +293,7 @@ class _NotRun(Exception):
         self.why, self.died = why, died
 
 
-async def _started(engine: Supervisor, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+async def _stream_deltas(engine: Supervisor, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
     """Deltas of ``engine``.
 
     Raises:
@@ -302,17 +308,17 @@ async def _started(engine: Supervisor, request: Request, pixels: Sequence[Pixels
     except Unavailable as error:
         if begun:
             raise
-        raise _NotRun(error) from None
+        raise _RequestNotStarted(error) from None
 
 
-async def _all(waits: Sequence[Awaitable[None]]) -> None:
+async def _wait_all(waits: Sequence[Awaitable[None]]) -> None:
     """Waits for all; then raises the first error."""
     for result in await asyncio.gather(*waits, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
 
 
-async def _woken(engine: Supervisor) -> None:
+async def _wake_engine(engine: Supervisor) -> None:
     try:
         await engine.wake()
     except Unavailable as error:

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from trencadis.core.errors import TrencadisError, Unavailable, from_status
-from trencadis.core.process import wire
-from trencadis.server.front.messages import Question, Reply, frame
+from trencadis.core.process import engine_messages
+from trencadis.server.front.ipc_messages import FrontQuestion, FrontReply, make_frame
 
 log = logging.getLogger("trencadis.server")
 
@@ -52,13 +52,13 @@ class Channel(Generic[M]):
         reader = self._reader
         try:
             while True:
-                size, extra = wire.HEADER.unpack(await reader.readexactly(wire.HEADER.size))
+                size, extra = engine_messages.HEADER.unpack(await reader.readexactly(engine_messages.HEADER.size))
                 message = self._decode(await reader.readexactly(size))
                 payload = await reader.readexactly(extra) if extra else b""
                 match message:
-                    case Question():
+                    case FrontQuestion():
                         self._spawn(self._reply(message))
-                    case Reply():
+                    case FrontReply():
                         self._settle(message, payload)
                     case _:
                         waits = self._receive(message, payload)
@@ -87,7 +87,7 @@ class Channel(Generic[M]):
 
     # --- questions ---
 
-    async def ask(self, what: str, **given: Any) -> bytes:
+    async def ask(self, method: str, **given: Any) -> bytes:
         """The other end's answer.
 
         Raises:
@@ -100,24 +100,24 @@ class Channel(Generic[M]):
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[n] = future
         try:
-            await self.send(Question(n, what, given))
+            await self.send(FrontQuestion(n, method, given))
             return await future
         finally:
             self._asked.pop(n, None)
 
-    async def _reply(self, question: Question) -> None:
+    async def _reply(self, question: FrontQuestion) -> None:
         try:
-            payload = await self._answer(question.what, question.given)
+            payload = await self._answer(question.method, question.arguments)
         except TrencadisError as error:
-            self.write(Reply(question.n, error.status, error.message, error.retry_after))
+            self.write(FrontReply(question.number, error.status, error.message, error.retry_after))
         except Exception:
-            log.exception("the question %s could not be answered", question.what)
-            self.write(Reply(question.n, 500, "Internal server error."))
+            log.exception("the question %s could not be answered", question.method)
+            self.write(FrontReply(question.number, 500, "Internal server error."))
         else:
-            await self.send(Reply(question.n), payload)
+            await self.send(FrontReply(question.number), payload)
 
-    def _settle(self, reply: Reply, payload: bytes) -> None:
-        future = self._asked.pop(reply.n, None)
+    def _settle(self, reply: FrontReply, payload: bytes) -> None:
+        future = self._asked.pop(reply.number, None)
         if future is None or future.done():
             return
         if reply.status:
@@ -133,7 +133,7 @@ class Channel(Generic[M]):
         """Writes one frame; does nothing where the other end is gone."""
         if self.writer is None or self.writer.is_closing():
             return
-        self.writer.write(frame(message, payload))
+        self.writer.write(make_frame(message, payload))
         if payload:
             self.writer.write(payload)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.lexing import Divisions, Node
-from trencadis.server.grammars.regex import literal, translated
+from trencadis.server.grammars.lexer_conflicts import GrammarNode, LexerConflicts
+from trencadis.server.grammars.regex_translation import literal, translate_regex
 
 MOST_NESTED = 64
 MOST_REPEATS = 4
@@ -32,127 +32,131 @@ def is_gbnf(text: str) -> bool:
     return "::=" in text
 
 
-def lark_of(text: str, param: str) -> str:
+def convert_to_lark(text: str, param: str) -> str:
     """The Lark grammar of a GBNF grammar, whose first rule is ``root``'s.
 
     Raises:
         BadRequest: it is none, or its terminals are too large when written out.
     """
-    rules = _Reader(text, param).rules()
+    rules = _GbnfReader(text, param).read_rules()
     if "root" not in rules:
         raise BadRequest("The grammar has no rule named 'root'.", param=param)
-    return _Writer(rules, param).lark()
+    return _LarkWriter(rules, param).write()
 
 
-class _Reader:
+class _GbnfReader:
     def __init__(self, text: str, param: str) -> None:
         self.text, self.param, self.at, self.depth = text, param, 0, 0
 
-    def fault(self, what: str) -> BadRequest:
+    def make_error(self, what: str) -> BadRequest:
         line = self.text.count("\n", 0, self.at) + 1
         return BadRequest(f"The grammar, line {line}: {what}.", param=self.param)
 
-    def blanks(self) -> None:
+    def skip_blanks(self) -> None:
         match = _BLANKS.match(self.text, self.at)
         assert match is not None
         self.at = match.end()
 
-    def rules(self) -> dict[str, Node]:
-        found: dict[str, Node] = {}
-        self.blanks()
+    def read_rules(self) -> dict[str, GrammarNode]:
+        found: dict[str, GrammarNode] = {}
+        self.skip_blanks()
         while self.at < len(self.text):
             head = _RULE.match(self.text, self.at)
             if head is None:
-                raise self.fault("a rule 'name ::= ...' is expected")
+                raise self.make_error("a rule 'name ::= ...' is expected")
             if head[1] in found:
-                raise self.fault(f"the rule {head[1][:40]!r} stands twice")
+                raise self.make_error(f"the rule {head[1][:40]!r} stands twice")
             self.at = head.end()
-            found[head[1]] = self.alternatives()
+            found[head[1]] = self.read_alternatives()
         return found
 
-    def alternatives(self) -> Node:
-        options = [self.sequence()]
+    def read_alternatives(self) -> GrammarNode:
+        options = [self.read_sequence()]
         while self.text.startswith("|", self.at):
             self.at += 1
-            options.append(self.sequence())
-        return options[0] if len(options) == 1 else Node("any", parts=options)
+            options.append(self.read_sequence())
+        return options[0] if len(options) == 1 else GrammarNode("any", parts=options)
 
-    def sequence(self) -> Node:
-        parts: list[Node] = []
+    def read_sequence(self) -> GrammarNode:
+        parts: list[GrammarNode] = []
         while True:
-            self.blanks()
+            self.skip_blanks()
             head = self.text[self.at : self.at + 1]
             if not head or head in "|)" or _RULE.match(self.text, self.at):
-                return parts[0] if len(parts) == 1 else Node("all", parts=parts)
-            parts.append(self.repeated(self.item(head)))
+                return parts[0] if len(parts) == 1 else GrammarNode("all", parts=parts)
+            parts.append(self.read_repetition(self.read_item(head)))
 
-    def item(self, head: str) -> Node:
+    def read_item(self, head: str) -> GrammarNode:
         if head == "(":
             self.at += 1
             self.depth += 1
             if self.depth > MOST_NESTED:
-                raise self.fault("brackets nest too deeply")
-            inner = self.alternatives()
+                raise self.make_error("brackets nest too deeply")
+            inner = self.read_alternatives()
             self.depth -= 1
             if not self.text.startswith(")", self.at):
-                raise self.fault("a bracket is not closed")
+                raise self.make_error("a bracket is not closed")
             self.at += 1
             return inner
         if head == ".":
             self.at += 1
-            return Node("text", "(?s:.)")
+            return GrammarNode("text", "(?s:.)")
         kind, pattern = ("string", _STRING) if head == '"' else ("class", _CLASS) if head == "[" else ("name", _NAME)
         match = pattern.match(self.text, self.at)
         if match is None:
-            raise self.fault(f"{head!r} begins nothing that is known")
+            raise self.make_error(f"{head!r} begins nothing that is known")
         self.at = match.end()
         if kind == "string":
-            text = _ESCAPE.sub(self._character, match[1])
-            return Node("all", parts=[Node("text", literal(one)) for one in text])
-        return Node("name", match[0]) if kind == "name" else Node("text", translated(match[0], self.param))
+            text = _ESCAPE.sub(self._read_character, match[1])
+            return GrammarNode("all", parts=[GrammarNode("text", literal(one)) for one in text])
+        return (
+            GrammarNode("name", match[0])
+            if kind == "name"
+            else GrammarNode("text", translate_regex(match[0], self.param))
+        )
 
-    def _character(self, match: re.Match[str]) -> str:
+    def _read_character(self, match: re.Match[str]) -> str:
         code = match[1] or match[2] or match[3]
         if not code:
             return _LETTERS.get(match[4], match[4])
         if int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000:
-            raise self.fault("an escape names no character")
+            raise self.make_error("an escape names no character")
         return chr(int(code, 16))
 
-    def repeated(self, node: Node) -> Node:
+    def read_repetition(self, node: GrammarNode) -> GrammarNode:
         for _ in range(MOST_REPEATS):
             head = self.text[self.at : self.at + 1]
             if head and head in "*+?":
                 self.at += 1
-                node = Node("repeat", head, [node])
+                node = GrammarNode("repeat", head, [node])
             elif match := _BOUNDS.match(self.text, self.at):
                 self.at = match.end()
-                node = Node("repeat", f"{{{match[1]}{match[2]}{match[3]}}}", [node])
+                node = GrammarNode("repeat", f"{{{match[1]}{match[2]}{match[3]}}}", [node])
             else:
                 return node
-        raise self.fault("a repetition is repeated too often")
+        raise self.make_error("a repetition is repeated too often")
 
 
-class _Writer:
-    def __init__(self, rules: dict[str, Node], param: str) -> None:
+class _LarkWriter:
+    def __init__(self, rules: dict[str, GrammarNode], param: str) -> None:
         self.rules, self.param = rules, param
         for name, node in rules.items():
-            missing = next((n for n in node.names() if n not in rules), None)
+            missing = next((n for n in node.list_rule_names() if n not in rules), None)
             if missing is not None:
                 raise BadRequest(
                     f"The grammar's rule {name[:40]!r} names {missing[:40]!r}, which is no rule.", param=param
                 )
-        self.order, self.regular = self._sorted()
+        self.order, self.regular = self._sort_rules()
         self.regexes: dict[str, str] = {}
         self.size = 0
-        self.single = "root" not in self.regular and Divisions(rules, self.regular, self.order).ambiguous
+        self.single = "root" not in self.regular and LexerConflicts(rules, self.regular, self.order).ambiguous
 
-    def _sorted(self) -> tuple[list[str], set[str]]:
+    def _sort_rules(self) -> tuple[list[str], set[str]]:
         """The rules that lead to no recursion, each behind those that it names (Kahn's algorithm)."""
         users: dict[str, list[str]] = {name: [] for name in self.rules}
         open_names: dict[str, int] = {}
         for name, node in self.rules.items():
-            named = set(node.names())
+            named = set(node.list_rule_names())
             open_names[name] = len(named)
             for one in named:
                 users[one].append(name)
@@ -164,56 +168,62 @@ class _Writer:
                     order.append(user)
         return order, set(order)
 
-    def lark(self) -> str:
+    def write(self) -> str:
         if self.single:
             self.order, self.regular = [], set()
         for name in self.order:
-            self.regexes[name] = self._counted(self._regex(self.rules[name]))
+            self.regexes[name] = self._check_size(self._write_regex(self.rules[name]))
         if "root" in self.regular:
             return f"start: ROOT\nROOT: /{self.regexes['root'] or '(?:)'}/\n"
         numbers = {name: f"r{i}" for i, name in enumerate(n for n in self.rules if n not in self.regular)}
         lines = [f"start: {numbers['root']}"]
-        lines += [f"{number}: {self._rule(self.rules[name], numbers)}" for name, number in numbers.items()]
+        lines += [f"{number}: {self._write_rule(self.rules[name], numbers)}" for name, number in numbers.items()]
         return "\n".join(lines) + "\n"
 
-    def _counted(self, regex: str) -> str:
+    def _check_size(self, regex: str) -> str:
         self.size += len(regex)
         if self.size > MOST_TERMINALS:
             raise BadRequest("The grammar's rules are too large once they are written out.", param=self.param)
         return regex
 
-    def _regex(self, node: Node) -> str:
+    def _write_regex(self, node: GrammarNode) -> str:
         if node.kind == "text":
             return node.text
         if node.kind == "name":
             return f"(?:{self.regexes[node.text]})"
-        inner = [self._regex(part) for part in node.parts]
+        inner = [self._write_regex(part) for part in node.parts]
         if node.kind == "all":
             return "".join(f"(?:{one})" if "|" in one else one for one in inner)
         return "|".join(inner) if node.kind == "any" else f"(?:{inner[0]}){node.text}"
 
-    def _rule(self, node: Node, numbers: dict[str, str]) -> str:
+    def _write_rule(self, node: GrammarNode, numbers: dict[str, str]) -> str:
         """A part of a rule in Lark; what leads to no recursion is one terminal."""
         if node.kind == "name" and node.text in numbers:
             return numbers[node.text]
-        whole = node.kind == "text" or not node.parts if self.single else all(n in self.regular for n in node.names())
+        whole = (
+            node.kind == "text" or not node.parts
+            if self.single
+            else all(n in self.regular for n in node.list_rule_names())
+        )
         if whole:
-            regex = self._counted(self._regex(node))
+            regex = self._check_size(self._write_regex(node))
             return f"/{regex}/" if regex else '""'
-        inner = [self._rule(part, numbers) for part in (node.parts if self.single else self._joined(node))]
+        inner = [
+            self._write_rule(part, numbers) for part in (node.parts if self.single else self._join_regular_parts(node))
+        ]
         if node.kind == "all":
             return " ".join(f"({one})" if " | " in one else one for one in inner)
         return " | ".join(inner) if node.kind == "any" else f"({inner[0]}){node.text}"
 
-    def _joined(self, node: Node) -> list[Node]:
+    def _join_regular_parts(self, node: GrammarNode) -> list[GrammarNode]:
         """The parts of a node; in a sequence, neighbours without recursion are one."""
         if node.kind != "all":
             return node.parts
-        parts: list[Node] = []
+        parts: list[GrammarNode] = []
         for part in node.parts:
-            plain = all(name in self.regular for name in part.names())
+            plain = all(name in self.regular for name in part.list_rule_names())
             if plain and parts and parts[-1].kind == "all":
                 parts[-1].parts.append(part)
             else:
-                parts.append(Node("all", parts=[part]) if plain else part)
+                parts.append(GrammarNode("all", parts=[part]) if plain else part)
         return parts

@@ -1,1 +1,1 @@
-"""The ASGI application: listening, the gate in front of it, and how its parts are wired."""
+"""The ASGI application: listening, the middleware in front of it, and how its parts are wired."""

@@ -1,4 +1,4 @@
-"""``/openapi.json``: the answers of each route, including the errors of the gate.
+"""``/openapi.json``: the answers of each route, including the errors of the request middleware.
 
 FastAPI describes successful answers. Its own 422 is removed: this server answers an invalid body with a 400 in OpenAI's
 envelope, or in Anthropic's on its paths.
@@ -12,10 +12,10 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from trencadis.server.dialects.messages_output import speaks
-from trencadis.server.http.openapi_fields import bound
-from trencadis.server.protocol.base import ErrorResponse, Strict
-from trencadis.server.protocol.messages import MessagesError
+from trencadis.server.dialects.anthropic_output import is_anthropic_path
+from trencadis.server.http.openapi_fields import add_field_bounds
+from trencadis.server.protocol.anthropic_messages import MessagesError
+from trencadis.server.protocol.base_request import ErrorResponse, Strict
 from trencadis.server.routes.auth import OPEN
 
 ERRORS = {
@@ -96,7 +96,7 @@ class LiveProbe(Strict):
     status: str
 
 
-def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
+def make_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement for ``app.openapi``, which builds the description at the first call."""
     plain = app.openapi
 
@@ -105,20 +105,20 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
             made = plain()
             for path, methods in made["paths"].items():
                 for method, operation in methods.items():
-                    operation["responses"] = _responses(path, method, operation["responses"])
+                    operation["responses"] = _make_responses(path, method, operation["responses"])
             schemas = made["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             for model in (ErrorResponse, MessagesError, Probe, LiveProbe):
                 _add(schemas, model)
-            bound(schemas)
+            add_field_bounds(schemas)
             app.openapi_schema = made
         return app.openapi_schema or {}
 
     return openapi
 
 
-def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
+def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
     good = dict(found["200"])
     out = {"200": good}
     if path == "/metrics":
@@ -128,21 +128,25 @@ def _responses(path: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
         described = {"description": f"With `stream`: {STREAMS[path]}"}
         good["content"] = {**good["content"], "text/event-stream": {"schema": described}}
     elif path in PROBES:
-        good["content"] = _json("Probe")
-        out["503"] = {"description": "Loading, draining or stopped.", "content": _json("Probe"), "headers": AGAIN}
+        good["content"] = _make_json_content("Probe")
+        out["503"] = {
+            "description": "Loading, draining or stopped.",
+            "content": _make_json_content("Probe"),
+            "headers": AGAIN,
+        }
     elif path == "/live":
-        good["content"] = _json("LiveProbe")
-        out["503"] = {"description": "The engine fails again and again.", "content": _json("LiveProbe")}
-    envelope = "MessagesError" if speaks(path) else "ErrorResponse"
+        good["content"] = _make_json_content("LiveProbe")
+        out["503"] = {"description": "The engine fails again and again.", "content": _make_json_content("LiveProbe")}
+    envelope = "MessagesError" if is_anthropic_path(path) else "ErrorResponse"
     errors = {431, *STATUSES.get((method, path), ()), *(() if path in OPEN else (401,))}
     for status in sorted(errors):
-        out[str(status)] = {"description": ERRORS[status], "content": _json(envelope)}
+        out[str(status)] = {"description": ERRORS[status], "content": _make_json_content(envelope)}
         if status in (429, 503, 529):
             out[str(status)]["headers"] = AGAIN
     return out
 
 
-def _json(name: str) -> dict[str, Any]:
+def _make_json_content(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": REF + name}}}
 
 

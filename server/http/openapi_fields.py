@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from trencadis.core.request import MAX_BIAS, MAX_LOGPROBS
-from trencadis.server.prompts.params import MAX_STOPS
-from trencadis.server.prompts.parts import TEXT_PARTS
-from trencadis.server.protocol.base import GenerateRequest, MediaRequest
-from trencadis.server.protocol.chat import EFFORTS
-from trencadis.server.routes.bounds import COUNTS, MAX_TEMPLATE
-from trencadis.server.text.template import ROLES
+from trencadis.server.prompts.content_parts import TEXT_PARTS
+from trencadis.server.prompts.sampling_params import MAX_STOPS
+from trencadis.server.protocol.base_request import GenerateRequest, MediaRequest
+from trencadis.server.protocol.chat_completions import EFFORTS
+from trencadis.server.routes.body_counts import COUNTS, MAX_TEMPLATE
+from trencadis.server.text.chat_template import ROLES
 
 OBJECT = {"type": "object", "additionalProperties": True}
 PART = {
@@ -107,15 +107,15 @@ KINDS = {
 """Keyword -> its type; the others are of numbers."""
 
 
-def bound(schemas: dict[str, Any]) -> None:
+def add_field_bounds(schemas: dict[str, Any]) -> None:
     """Adds bounds and forms to the schemas of requests that generate, in place."""
     schemas |= SHARED
     raw = schemas.get("CompletionRequest")  # a server that pools has none
     if raw is not None:
         raw["required"] = ["prompt"]
         raw["properties"]["prompt"]["anyOf"] = [b for b in raw["properties"]["prompt"]["anyOf"] if b["type"] != "null"]
-    generating = {*_requests(GenerateRequest)}
-    for name in _requests(MediaRequest):
+    generating = {*_list_request_schemas(GenerateRequest)}
+    for name in _list_request_schemas(MediaRequest):
         for field, schema in schemas.get(name, {}).get("properties", {}).items():
             # /tokenize shows a template what it is given, and takes an empty prompt.
             known = BOUNDS.get(field, {}) if field not in ("tools", "prompt") or name in generating else {}
@@ -128,7 +128,7 @@ def bound(schemas: dict[str, Any]) -> None:
                         branch[keyword] = value
 
 
-def _requests(kind: type[BaseModel]) -> Iterator[str]:
+def _list_request_schemas(kind: type[BaseModel]) -> Iterator[str]:
     yield kind.__name__
     for one in kind.__subclasses__():
-        yield from _requests(one)
+        yield from _list_request_schemas(one)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trencadis.core.process.wire import BucketState, GraphPlan
-from trencadis.server.engine.protocol import EngineClient
-from trencadis.server.metrics.buckets import BucketBook, Tally
+from trencadis.core.process.engine_messages import BucketState, GraphPlan
+from trencadis.server.engine.engine_client import EngineClient
+from trencadis.server.metrics.bucket_metrics import BucketMetrics, BucketTally
 
 
-def shown_all(engines: Sequence[EngineClient], books: Sequence[BucketBook]) -> dict[str, Any]:
+def describe_all_buckets(engines: Sequence[EngineClient], bucket_metrics: Sequence[BucketMetrics]) -> dict[str, Any]:
     """The shapes of one engine; several have an object each, in ``engines``."""
-    each = [shown(engine, book) for engine, book in zip(engines, books, strict=True)]
+    each = [describe_engine_buckets(engine, metrics) for engine, metrics in zip(engines, bucket_metrics, strict=True)]
     return each[0] if len(each) == 1 else {"engines": each}
 
 
-def shown(engine: EngineClient, tallies: BucketBook) -> dict[str, Any]:
+def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dict[str, Any]:
     """The shapes of one engine."""
     plan, stats = engine.plan, engine.stats
     info = engine.info
@@ -32,18 +32,18 @@ def shown(engine: EngineClient, tallies: BucketBook) -> dict[str, Any]:
             "percent": round(100 * warming.fraction, 1), "eta_seconds": round(warming.eta, 1),
         }  # fmt: skip
     if plan is not None:
-        answer |= planned(plan)
+        answer |= describe_plan(plan)
     known = {b.name for b in plan.buckets} if plan is not None else set()
-    listed = [bucket(b, tallies.of(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
+    listed = [describe_bucket(b, tallies.get_tally(b.stage, b.name)) for b in plan.buckets] if plan is not None else []
     others = [
-        {"stage": stage, "bucket": name, "planned": False, **used(tally)}
+        {"stage": stage, "bucket": name, "planned": False, **describe_usage(tally)}
         for (stage, name), tally in list(tallies.tallies.items())
         if name not in known
     ]
     return answer | {"buckets": listed, "unplanned": others}
 
 
-def planned(plan: GraphPlan) -> dict[str, Any]:
+def describe_plan(plan: GraphPlan) -> dict[str, Any]:
     """The ledger and the pools; sizes in bytes."""
     return {
         "mode": plan.warmup,
@@ -57,16 +57,16 @@ def planned(plan: GraphPlan) -> dict[str, Any]:
     }
 
 
-def bucket(b: BucketState, tally: Tally) -> dict[str, Any]:
+def describe_bucket(b: BucketState, tally: BucketTally) -> dict[str, Any]:
     """One planned bucket."""
     failed = {"failed": b.failed} if b.failed else {}
     return {
         "bucket": b.name, "stage": b.stage, "dims": b.dims, "variant": b.variant, "pool": b.pool, "planned": True,
-        "state": b.state, "bytes": b.bytes, "measured": b.measured, **failed, **used(tally),
+        "state": b.state, "bytes": b.bytes, "measured": b.measured, **failed, **describe_usage(tally),
     }  # fmt: skip
 
 
-def used(t: Tally) -> dict[str, Any]:
+def describe_usage(t: BucketTally) -> dict[str, Any]:
     """Counts of a bucket; ``padding`` is the padded share of the computed work."""
     return {
         "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,

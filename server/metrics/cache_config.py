@@ -1,4 +1,4 @@
-"""``vllm:cache_config_info``: the KV cache's configuration as labels, as vLLM names them."""
+"""``vllm:make_cache_config_info``: the KV cache's configuration as labels, as vLLM names them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prometheus_client.core import GaugeMetricFamily
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.report import EngineInfo
+from trencadis.core.engine_stats import EngineInfo
 
 ABSENT = {
     "is_attention_free": "False", "sliding_window": "None", "prefix_caching_hash_algo": "sha256",
@@ -21,7 +21,7 @@ ABSENT = {
 """Labels whose value is the same on every server of this kind, most of them for parts that it does not have."""
 
 
-def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
+def make_cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
     """Every label with its value; None is written as Python writes it, as elsewhere."""
     tokens = info.num_blocks * info.block_size
     concurrency = tokens / info.max_model_len if info.max_model_len else None
@@ -45,9 +45,9 @@ def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
     return {**ABSENT, **{name: str(value) for name, value in own.items()}}
 
 
-def cache_config_info(values: Sequence[str], config: EngineConfig, info: EngineInfo) -> GaugeMetricFamily:
+def make_cache_config_info(values: Sequence[str], config: EngineConfig, info: EngineInfo) -> GaugeMetricFamily:
     """The gauge, whose value is 1. ``values``: of the labels model_name and engine."""
-    labels = cache_labels(config, info)
+    labels = make_cache_labels(config, info)
     gauge = GaugeMetricFamily(
         "vllm:cache_config_info", "the KV cache's configuration", labels=("model_name", "engine", *labels)
     )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from trencadis.core.errors import TrencadisError
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.prompts.output import ChoiceStream, TextPiece
+from trencadis.server.prompts.output_processor import ChoiceStream, TextPiece
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.prompts.service import TextService
+from trencadis.server.prompts.text_service import TextService
 
 if TYPE_CHECKING:
-    from trencadis.server.engine.protocol import EngineClient, Pixels
+    from trencadis.server.engine.engine_client import EngineClient, Pixels
 
 T = TypeVar("T")
 
@@ -31,15 +31,15 @@ class ChoicePiece(NamedTuple):
     piece: TextPiece
 
 
-class Outlet(Protocol):
+class StreamWriter(Protocol):
     """Where the bytes of a stream go."""
 
-    def ready(self) -> bool:
-        """Whether there is somebody to write to, who has taken what was written before."""
+    def is_ready(self) -> bool:
+        """True while the client is connected and its send buffer is not full."""
         ...
 
     def write(self, data: bytes) -> None:
-        """Writes whole events; call ``ready`` before."""
+        """Writes whole events; call ``is_ready`` before."""
         ...
 
 
@@ -51,12 +51,12 @@ class PromptPiece(NamedTuple):
     piece: TextPiece
 
 
-AT_A_TIME = 16
+STARTS_PER_PASS = 16
 """Generations of one request that start before the event loop serves others."""
 
 
 @dataclass(slots=True)
-class Arrivals:
+class TokenTimes:
     """When the first and the last token of a choice arrived, and how many did."""
 
     first: float
@@ -65,10 +65,11 @@ class Arrivals:
 
 
 @dataclass(slots=True)
-class Timing:
+class RequestTiming:
     """Times (``time.monotonic``) and counts of one request, for metrics and its closing log line.
 
-    ``engine`` is the one of several that it ran on, ``turn`` how long it waited for its tenant's turn before ``start``.
+    ``engine`` is the one of several that it ran on, ``fair_queue_seconds`` how long it waited in the fair queue before
+    ``start``.
     """
 
     id: str
@@ -81,7 +82,7 @@ class Timing:
     end: float | None = None
     generated: int = 0
     gaps: list[float] = field(default_factory=list)
-    choices: dict[int, Arrivals] = field(default_factory=dict)
+    choices: dict[int, TokenTimes] = field(default_factory=dict)
     finish: list[str] = field(default_factory=list)
     streams: list[ChoiceStream] = field(default_factory=list)
     media: int = 0
@@ -90,9 +91,9 @@ class Timing:
     media_begun: float = 0.0
     media_ended: float = 0.0
     engine: int = 0
-    turn: float = 0.0
+    fair_queue_seconds: float = 0.0
 
-    def tokens(self, choice: int, count: int) -> None:
+    def add_tokens(self, choice: int, count: int) -> None:
         """Records that ``count`` tokens of ``choice`` have arrived now; gaps are counted within a choice."""
         if not count:
             return
@@ -101,7 +102,7 @@ class Timing:
         arrivals = self.choices.get(choice)
         if arrivals is None:
             self.first = self.first or now
-            self.choices[choice] = Arrivals(now, now, count)
+            self.choices[choice] = TokenTimes(now, now, count)
             return
         gap = now - arrivals.last
         arrivals.last = now
@@ -111,11 +112,11 @@ class Timing:
         else:
             self.gaps.extend([gap / count] * count)
 
-    def media_of(self, prompt: Prompt) -> None:
+    def add_media(self, prompt: Prompt) -> None:
         """Takes what the media of the prompt were, and how long their preparation took."""
         self.image_tokens, self.media = sum(medium.tokens for medium in prompt.media), len(prompt.media)
-        self.prepared, self.media_seconds = prompt.times.prepared, prompt.times.seconds
-        self.media_begun, self.media_ended = prompt.times.begun, prompt.times.ended
+        self.prepared, self.media_seconds = prompt.times.num_prepared, prompt.times.seconds
+        self.media_begun, self.media_ended = prompt.times.started, prompt.times.ended
 
     @property
     def stats(self) -> list[RequestStats]:
@@ -132,17 +133,17 @@ class Timing:
         """Prompt tokens that came from the prefix cache."""
         return max((stream.cached_tokens for stream in self.streams), default=0)
 
-    def paces(self) -> list[float]:
+    def seconds_per_token(self) -> list[float]:
         """Mean seconds per token after the first, of each choice that has more than one."""
         return [(a.last - a.first) / (a.count - 1) for a in self.choices.values() if a.count > 1]
 
 
-def begun(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> Timing:
+def start_timing(request: Request, prompt: Prompt, streams: list[ChoiceStream]) -> RequestTiming:
     """The timing of a request that begins now."""
     p, tokens = request.params, len(prompt.tokens)
-    made = Timing(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
+    made = RequestTiming(request.id, time.monotonic(), tokens, 0, p.max_tokens or 0, p.n, streams=streams)
     if prompt.media:
-        made.media_of(prompt)
+        made.add_media(prompt)
     return made
 
 
@@ -159,7 +160,7 @@ class Generation:
         service: TextService,
         request: Request,
         prompt: Prompt,
-        done: Callable[[Timing], None] | None = None,
+        done: Callable[[RequestTiming], None] | None = None,
     ) -> None:
         self._engine = engine
         self._request = request
@@ -167,10 +168,10 @@ class Generation:
         self._done = done
         self.prompt = prompt
         self.params = request.params
-        self.streams = [service.stream(self.params, prompt) for _ in range(self.params.n)]
-        self.timing = begun(request, prompt, self.streams)
+        self.streams = [service.make_stream(self.params, prompt) for _ in range(self.params.n)]
+        self.timing = start_timing(request, prompt, self.streams)
         self._left = len(self.streams)
-        self._spacing = Spacing(prompt.interval) if prompt.interval > 1 else None
+        self._spacing = StreamInterval(prompt.interval) if prompt.interval > 1 else None
         self.said: list[list[str]] | None = None
         """Pieces of each choice's text, where the log shows them."""
 
@@ -180,7 +181,7 @@ class Generation:
         counts = [s.reasoning_tokens for s in self.streams if s.reasoning_tokens is not None]
         return sum(counts) if counts else None
 
-    async def pieces(self) -> AsyncGenerator[ChoicePiece]:
+    async def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
         """Pieces of text as they come, or of as many tokens as the prompt's interval, until every choice has finished.
 
         Raises:
@@ -202,24 +203,25 @@ class Generation:
         finally:
             await self._close(deltas)
 
-    def divert(self, outlet: Outlet, said: Callable[[int, TextPiece], bytes]) -> None:
-        """Writes what ``said`` makes of a piece to ``outlet`` from now on, as soon as its delta is there.
+    def set_writer(self, writer: StreamWriter, make_events: Callable[[int, TextPiece], bytes]) -> None:
+        """Writes the events of each piece directly to ``writer`` while the reader of ``stream_pieces`` is idle and the
+        writer is ready.
 
-        Only while whoever reads ``pieces`` waits for the next one and ``outlet`` has room. The last piece of a choice
-        is read from ``pieces`` as before, unless a stop string made it the last.
+        Only while whoever reads ``stream_pieces`` waits for the next one and the writer accepts more. The last piece of
+        a choice is read from ``stream_pieces`` as before, unless a stop string made it the last.
         """
 
         def take(delta: Delta) -> bool:
-            if not outlet.ready():
+            if not writer.is_ready():
                 return False
             piece = self._feed(delta)
             if piece is not None:
-                data = said(delta.choice, piece)
+                data = make_events(delta.choice, piece)
                 if data:
-                    outlet.write(data)
+                    writer.write(data)
             return True
 
-        self._engine.divert(self._request.id, take)
+        self._engine.set_delta_callback(self._request.id, take)
 
     def _feed(self, delta: Delta) -> TextPiece | None:
         """The piece of a delta; None: its choice has ended before, or the piece is held back."""
@@ -228,7 +230,7 @@ class Generation:
         if stream.finish_reason is not None:
             return None  # tokens beyond the stop string that has ended the choice
         piece = stream.feed(delta)
-        self.timing.tokens(choice, len(delta.tokens))
+        self.timing.add_tokens(choice, len(delta.tokens))
         if self.said is not None:
             self.said[choice].append(piece.text)
         if piece.finish_reason is not None:
@@ -236,7 +238,7 @@ class Generation:
             self.timing.finish.append(piece.finish_reason)
             if delta.finish is None and stream.stopped_early:
                 self._engine.abort(self._request.id, choice)
-        return piece if self._spacing is None else self._spacing.of(choice, piece)
+        return piece if self._spacing is None else self._spacing.join(choice, piece)
 
     async def _close(self, deltas: AsyncIterator[object] | None) -> None:
         if self._left:
@@ -257,7 +259,7 @@ class Generation:
             self.timing.finish.append("abort")
 
 
-class Spacing:
+class StreamInterval:
     """Joins pieces of each choice until they have ``interval`` tokens; the first and the last piece do not wait."""
 
     def __init__(self, interval: int) -> None:
@@ -265,7 +267,7 @@ class Spacing:
         self._held: dict[int, TextPiece] = {}
         self._begun: set[int] = set()
 
-    def of(self, choice: int, piece: TextPiece) -> TextPiece | None:
+    def join(self, choice: int, piece: TextPiece) -> TextPiece | None:
         """The piece that may go out now, with all that was held back before it."""
         held = self._held.pop(choice, None)
         if held is not None:
@@ -278,10 +280,10 @@ class Spacing:
         return piece
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:
+async def merge_generations(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiece]:
     """Pieces of several generations as they come; the first error ends all of them."""
     if len(generations) == 1:
-        async with aclosing(generations[0].pieces()) as pieces:
+        async with aclosing(generations[0].stream_pieces()) as pieces:
             async for choice, piece in pieces:
                 yield PromptPiece(0, choice, piece)
         return
@@ -289,7 +291,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiec
 
     async def pump(index: int, generation: Generation) -> None:
         try:
-            async with aclosing(generation.pieces()) as pieces:
+            async with aclosing(generation.stream_pieces()) as pieces:
                 async for choice, piece in pieces:
                     queue.put_nowait(PromptPiece(index, choice, piece))
             queue.put_nowait(None)
@@ -300,7 +302,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiec
     try:
         for i, generation in enumerate(generations):
             tasks.append(asyncio.create_task(pump(i, generation)))
-            if i % AT_A_TIME == AT_A_TIME - 1:
+            if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
                 await asyncio.sleep(0)
         left = len(tasks)
         while left:
@@ -317,16 +319,18 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[PromptPiec
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def primed(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Waits for the first item, then yields all: an error before it is still a plain HTTP error."""
+async def wait_for_first(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Waits for the first item, so that an error before it becomes an HTTP error, and returns an iterator over all
+    items.
+    """
     try:
         first = await anext(items)
     except StopAsyncIteration:
-        return _chain([], items)
-    return _chain([first], items)
+        return _chain_items([], items)
+    return _chain_items([first], items)
 
 
-async def _chain(head: Sequence[T], items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+async def _chain_items(head: Sequence[T], items: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(items):
         for item in head:
             yield item

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trencadis.core.checkpoint.fields import Fields, read_json
+from trencadis.core.checkpoint.json_fields import JsonFields, read_json
 from trencadis.core.errors import StartupError
 
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -40,7 +40,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Defaults:
+class SamplingDefaults:
     """Defaults of fields that a request leaves out.
 
     Args:
@@ -60,7 +60,7 @@ class Defaults:
     cap: int | None = None
 
     @classmethod
-    def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> Defaults:
+    def read(cls, path: Path | None, mode: str = "auto", override: Mapping[str, Any] | None = None) -> SamplingDefaults:
         """OpenAI's defaults, then generation_config.json (unless ``mode`` is ``vllm``), then ``override``.
 
         Raises:
@@ -70,28 +70,28 @@ class Defaults:
         where = Path(FILE)
         if mode != "vllm" and path is not None:
             where = (path if mode == "auto" else Path(mode)) / FILE
-            file = _file(where, mode)
+            file = _read_file(where, mode)
         given = {k: v for k, v in (override or {}).items() if v is not None}
-        _known(given)
+        _check_override_keys(given)
         # A null in the override removes the file's value.
         kept = {k: v for k, v in file.items() if v is not None and k not in (override or {})}
         if "temperature" in given:
             kept.pop("do_sample", None)
-        made = _defaults(_Places(Fields(given, FLAG), Fields(kept, where, hint=HINT)))
+        made = _make_defaults(_ConfigSources(JsonFields(given, FLAG), JsonFields(kept, where, hint=HINT)))
         operators = "max_new_tokens" in given or mode not in ("auto", "vllm")
         return replace(made, cap=made.max_tokens) if operators else made
 
-    def limit(self, prompt: int) -> int | None:
+    def get_max_tokens(self, prompt: int) -> int | None:
         """Most tokens of an answer to ``prompt`` tokens if the request sets none; None: as many as fit."""
         if self.max_tokens is not None or self.max_length is None:
             return self.max_tokens
         return max(self.max_length - prompt, 1)
 
-    def temperature(self, n: int) -> float:
+    def get_temperature(self, n: int) -> float:
         """The temperature of a request for ``n`` choices that sets none."""
         return OPENAI["temperature"] if self.greedy and n > 1 else self.values["temperature"]
 
-    def least(self, max_tokens: int | None) -> int:
+    def get_min_tokens(self, max_tokens: int | None) -> int:
         """Fewest tokens of an answer of at most ``max_tokens`` if the request sets none; never below 0."""
         return self.min_tokens if max_tokens is None else min(self.min_tokens, max(max_tokens, 0))
 
@@ -102,48 +102,48 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _ConfigSources:
     """The override and the rest of the file; each key is in one of them."""
 
-    override: Fields
-    file: Fields
+    override: JsonFields
+    file: JsonFields
 
-    def of(self, key: str) -> Fields:
+    def select_source(self, key: str) -> JsonFields:
         return self.override if key in self.override.values else self.file
 
-    def given(self, key: str) -> bool:
-        return self.of(key).given(key)
+    def is_given(self, key: str) -> bool:
+        return self.select_source(key).is_given(key)
 
 
-def _defaults(places: _Places) -> Defaults:
+def _make_defaults(sources: _ConfigSources) -> SamplingDefaults:
     for key, neutral in NEUTRAL.items():
-        if places.given(key) and places.of(key).values[key] not in neutral:
+        if sources.is_given(key) and sources.select_source(key).values[key] not in neutral:
             what = " or ".join(map(repr, neutral)) or "null"
-            places.of(key).refuse(key, f"it is not implemented, only {what} is accepted")
+            sources.select_source(key).refuse(key, f"it is not implemented, only {what} is accepted")
 
     def number(key: str, least: float, most: float, above: bool = False) -> float:
-        return places.of(key).number(key, least, most, OPENAI[key], above)
+        return sources.select_source(key).number(key, least, most, OPENAI[key], above)
 
     def count(key: str, least: int) -> int | None:
-        return places.of(key).integer(key, least, MOST_TOKENS) if places.given(key) else None
+        return sources.select_source(key).integer(key, least, MOST_TOKENS) if sources.is_given(key) else None
 
     values = {
         "temperature": number("temperature", 0, 2),
         "top_p": number("top_p", 0, 1, above=True),
-        "top_k": places.of("top_k").integer("top_k", -1, MOST_TOKENS, 0),
+        "top_k": sources.select_source("top_k").integer("top_k", -1, MOST_TOKENS, 0),
         "min_p": number("min_p", 0, 1),
         "repetition_penalty": number("repetition_penalty", 0, 100, above=True),
     }
-    greedy = places.given("do_sample") and not places.of("do_sample").boolean("do_sample")
+    greedy = sources.is_given("do_sample") and not sources.select_source("do_sample").boolean("do_sample")
     if greedy:
         values["temperature"] = 0.0
     limit, least = count("max_new_tokens", 1), count("min_new_tokens", 0) or 0
     if limit is not None and least > limit:
-        places.of("min_new_tokens").refuse("min_new_tokens", f"max_new_tokens is {limit}")
-    return Defaults(values, limit, count("max_length", 1), least, greedy)
+        sources.select_source("min_new_tokens").refuse("min_new_tokens", f"max_new_tokens is {limit}")
+    return SamplingDefaults(values, limit, count("max_length", 1), least, greedy)
 
 
-def _file(where: Path, mode: str) -> Mapping[str, Any]:
+def _read_file(where: Path, mode: str) -> Mapping[str, Any]:
     """The values of the file; old checkpoints without one keep them in config.json."""
     found = read_json(where)
     if found is not None:
@@ -156,7 +156,7 @@ def _file(where: Path, mode: str) -> Mapping[str, Any]:
     return {k: v for k, v in values.items() if k in USED or k in NEUTRAL}
 
 
-def _known(given: Mapping[str, Any]) -> None:
+def _check_override_keys(given: Mapping[str, Any]) -> None:
     """Refuses a key of the flag that would have no effect, because it is a mistake there."""
     if given.get("eos_token_id") is not None:
         raise StartupError(f"{FLAG}: eos_token_id is the checkpoint's; requests have stop_token_ids.")

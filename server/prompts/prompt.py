@@ -6,11 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trencadis.core.masks.rule import Rule
+from trencadis.core.masks.constraints import Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.stages import MediaTimes
-from trencadis.server.prompts.answer import AnswerReader
-from trencadis.server.prompts.media import Clip, Expanded, ImageItem, Medium, is_video, items_of
+from trencadis.multimodal.media_timing import MediaTimes
+from trencadis.server.prompts.answer_reader import AnswerReader
+from trencadis.server.prompts.multimodal_inputs import (
+    ExpandedPrompt,
+    ImageItem,
+    MediaItem,
+    VideoItem,
+    is_video,
+    list_encoder_items,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,8 @@ class Prompt:
 
     tokens: list[int]
     text: str | None = None
-    expanded: Expanded | None = None
-    media: list[Medium] = field(default_factory=list)
+    expanded: ExpandedPrompt | None = None
+    media: list[MediaItem] = field(default_factory=list)
     salt: str = ""
     times: MediaTimes = field(default_factory=MediaTimes)
     reader: Callable[[], AnswerReader] | None = None
@@ -59,11 +66,11 @@ class Prompt:
         return [cast(ImageItem, m) for m in self.media if not is_video(m)]
 
     @property
-    def clips(self) -> list[Clip]:
+    def clips(self) -> list[VideoItem]:
         """The videos among the media."""
-        return [cast(Clip, m) for m in self.media if is_video(m)]
+        return [cast(VideoItem, m) for m in self.media if is_video(m)]
 
-    def media_tokens(self, videos: bool) -> int:
+    def count_media_tokens(self, videos: bool) -> int:
         """Placeholder tokens of all videos, or of all images."""
         return sum(m.tokens for m in self.media if is_video(m) == videos)
 
@@ -77,11 +84,11 @@ class Prompt:
     @property
     def pixels(self) -> list[Any]:
         """uint8 [patches, values of a patch], one array per span: an image or a temporal patch of a video."""
-        return [item.pixels for item in items_of(self.media)]
+        return [item.pixels for item in list_encoder_items(self.media)]
 
-    def request(
+    def make_request(
         self, id: str, sampling: SamplingParams, *, arrival: float, salt: str = "", priority: int = 0
     ) -> Request:
         """The request for the engine."""
-        e, salt = self.expanded or Expanded(self.tokens), salt or self.salt
+        e, salt = self.expanded or ExpandedPrompt(self.tokens), salt or self.salt
         return Request(id, self.tokens, sampling, e.spans, e.positions, e.delta, salt, priority, arrival, self.rule)

@@ -48,7 +48,7 @@ class BodyLimits:
     text: int = 16 << 20
 
 
-def within_limits(body: bytes) -> bool:
+def is_within_limits(body: bytes) -> bool:
     """Whether a whole body is too small to exceed ``BodyLimits``: each value, container and level takes a byte."""
     return len(body) < LONG and body.count(b"[") + body.count(b"{") <= BodyLimits.depth
 
@@ -91,22 +91,22 @@ class BodyScan:
         data, at = self._carry + data, 0
         self._carry = b""
         while at < len(data):
-            at = self._plain(data, at) if self._open is None else self._string(data, at, self._open)
+            at = self._scan_plain(data, at) if self._open is None else self._scan_string(data, at, self._open)
 
     def finish(self) -> None:
         """Ends the body; an open string stays open in the outline, which the parser then refuses."""
         if self._open is not None:
             self._outline.append(b'"')
 
-    def _plain(self, data: bytes, at: int) -> int:
+    def _scan_plain(self, data: bytes, at: int) -> int:
         match = _SHORT.match(data, at)
         assert match is not None  # it matches the empty text
-        self._outlined_more(match[0])
+        self._add_to_outline(match[0])
         if match.end() < len(data):
             self._open, self._opened = [], 0
         return match.end() + 1
 
-    def _string(self, data: bytes, at: int, held: list[bytes]) -> int:
+    def _scan_string(self, data: bytes, at: int, held: list[bytes]) -> int:
         """The rest of a string, or what there is of it."""
         match = _REST.match(data, at)
         assert match is not None
@@ -127,15 +127,15 @@ class BodyScan:
     def _close(self, held: list[bytes]) -> None:
         self._open = None
         if self._opened < LONG:
-            self._outlined_more(b'"' + b"".join(held) + b'"')
+            self._add_to_outline(b'"' + b"".join(held) + b'"')
             return
         if not held[0].startswith(MEDIA):
             self.text += self._opened
-        self._outlined_more(f"{NONCE}{len(self.long)}".encode())
+        self._add_to_outline(f"{NONCE}{len(self.long)}".encode())
         self.long.append(held)
         self._after_long = True
 
-    def _outlined_more(self, piece: bytes) -> None:
+    def _add_to_outline(self, piece: bytes) -> None:
         """Adds to the outline and counts its values."""
         if not piece:
             return
@@ -146,7 +146,7 @@ class BodyScan:
         self._outline.append(piece)
         bare = _STRING.sub(b"", piece) if b'"' in piece else piece
         if self._after_long:
-            self._check_behind(piece.lstrip(_BLANKS))
+            self._check_not_key(piece.lstrip(_BLANKS))
         brackets = bare.translate(None, _NO_BRACKET)
         opened = brackets.count(b"[") + brackets.count(b"{")
         self.containers += opened
@@ -155,15 +155,15 @@ class BodyScan:
             raise BadRequest(f"The request holds more than {limits.values} values.")
         if self.containers > limits.containers:
             raise BadRequest(f"The request holds more than {limits.containers} lists and objects.")
-        self._nest(brackets)
+        self._count_nesting(brackets)
 
-    def _check_behind(self, rest: bytes) -> None:
+    def _check_not_key(self, rest: bytes) -> None:
         """Refuses a long string that was a key; ``rest`` follows it."""
         self._after_long = not rest
         if rest.startswith(b":"):
             raise BadRequest(f"A key of the request has {LONG} bytes or more.")
 
-    def _nest(self, brackets: bytes) -> None:
+    def _count_nesting(self, brackets: bytes) -> None:
         for bracket in brackets:
             self._depth += 1 if bracket in b"[{" else -1
             if self._depth > self.limits.depth:
@@ -180,7 +180,7 @@ def scan_text(scan: BodyScan, text: str) -> None:
         scan.feed(text[at : at + SLICE].encode("utf-8", "surrogatepass"))
 
 
-def placeholder(literal: str) -> int | None:
+def get_placeholder_index(literal: str) -> int | None:
     """The index of the long string that a number of the outline stands for; None for a number of the client."""
     index = literal.removeprefix(NONCE)
     return int(index) if index != literal else None

@@ -8,8 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.protocol.base import FieldContext, GenerateRequest, Int, Ints, Strict, Texts, Usage, raw_prompts
-from trencadis.server.protocol.fields import Text
+from trencadis.server.protocol.base_request import (
+    FieldContext,
+    GenerateRequest,
+    Int,
+    Ints,
+    Strict,
+    Texts,
+    Usage,
+    split_raw_prompts,
+)
+from trencadis.server.protocol.field_types import Text
 
 
 class CompletionRequest(GenerateRequest):
@@ -35,9 +44,9 @@ class CompletionRequest(GenerateRequest):
         if self.stream and self.echo and self.logprobs is not None:
             raise BadRequest("echo with logprobs cannot be streamed.", param="echo")
 
-    def unused(self, context: FieldContext) -> Iterator[str]:
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
         """See Body. A raw prompt holds no media."""
-        yield from super().unused(context)
+        yield from super().list_unused_fields(context)
         for name in ("mm_processor_kwargs", "return_image_sizes"):
             if getattr(self, name):
                 yield name
@@ -52,13 +61,13 @@ class CompletionRequest(GenerateRequest):
         """See GenerateRequest."""
         return self.logprobs is not None
 
-    def prompts(self) -> list[str | list[int]]:
+    def list_prompts(self) -> list[str | list[int]]:
         """One entry per prompt.
 
         Raises:
             BadRequest: there is none, or one of them is empty.
         """
-        found = raw_prompts(self.prompt)
+        found = split_raw_prompts(self.prompt)
         if not found or any(len(p) == 0 for p in found):
             raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         return found

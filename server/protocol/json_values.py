@@ -20,7 +20,7 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 def check_json(value: Any, where: str) -> None:
     """Raises BadRequest for a value with a lone surrogate or deep nesting; ``param`` is the JSON path of the fault."""
-    if not sound(value):
+    if not is_sound(value):
         _refuse(value, where)
 
 
@@ -32,13 +32,13 @@ def _refuse(value: Any, where: str) -> None:
         raise BadRequest(f"{path[:100]} holds {found[1]}.", param=path[:100])
 
 
-def sound(value: Any, left: int = MAX_DEPTH) -> bool:
+def is_sound(value: Any, left: int = MAX_DEPTH) -> bool:
     """Whether ``find_fault`` finds nothing."""
     if isinstance(value, str):
         return value.isascii() or _LONE.search(value) is None
     if isinstance(value, dict):
-        return left > 0 and all(sound(key, left) and sound(one, left - 1) for key, one in value.items())
-    return not isinstance(value, list | tuple) or (left > 0 and all(sound(one, left - 1) for one in value))
+        return left > 0 and all(is_sound(key, left) and is_sound(one, left - 1) for key, one in value.items())
+    return not isinstance(value, list | tuple) or (left > 0 and all(is_sound(one, left - 1) for one in value))
 
 
 def find_fault(value: Any, left: int = MAX_DEPTH) -> tuple[str, str] | None:

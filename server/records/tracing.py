@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from trencadis.core.errors import StartupError
-from trencadis.server.records.record import RequestRecord
-from trencadis.server.records.stages import RequestFacts, Trace, facts_of, trace_of
+from trencadis.server.records.request_record import RequestRecord
+from trencadis.server.records.trace_stages import RequestSummary, Trace, make_trace, summarise_request
 
 log = logging.getLogger("trencadis.server")
 MOST = 2048
@@ -32,15 +32,15 @@ PATH = "/v1/traces"
 FLAG = "--otlp-traces-endpoint"
 
 
-class Maker(Protocol):
+class SpanBuilder(Protocol):
     """Makes spans of traces."""
 
-    def spans(self, traces: Sequence[Trace]) -> Sequence[Any]:
+    def make_spans(self, traces: Sequence[Trace]) -> Sequence[Any]:
         """The spans."""
         ...
 
 
-class Sender(Protocol):
+class SpanExporter(Protocol):
     """Sends spans."""
 
     def reachable(self) -> bool:
@@ -52,18 +52,20 @@ class Sender(Protocol):
         ...
 
 
-class Traces:
+class TraceQueue:
     """The queue and its thread, which starts with the first request.
 
     Args:
         open: makes the two halves of the library; called in the thread.
     """
 
-    def __init__(self, endpoint: str, open: Callable[[], tuple[Maker, Sender]], every: float = EVERY) -> None:
+    def __init__(
+        self, endpoint: str, open: Callable[[], tuple[SpanBuilder, SpanExporter]], every: float = EVERY
+    ) -> None:
         self.endpoint = endpoint
         self.sent, self.dropped = 0, 0
         self._open, self._every = open, every
-        self._waiting: deque[RequestFacts] = deque()
+        self._waiting: deque[RequestSummary] = deque()
         self._batch: Sequence[Any] = ()
         self._of, self._tries = 0, 0  # requests of the batch, and how often it was sent
         self._stop = threading.Event()
@@ -72,15 +74,15 @@ class Traces:
         self._spent, self._thread_spent = 0.0, 0.0
 
     @classmethod
-    def to(cls, endpoint: str) -> Traces:
+    def for_endpoint(cls, endpoint: str) -> TraceQueue:
         """Traces for the collector at ``endpoint``.
 
         Raises:
             StartupError: it is no URL of OTLP/HTTP, or the extra ``otel`` is not installed.
         """
-        url = collector_url(endpoint)
+        url = make_collector_url(endpoint)
         try:
-            spans = importlib.import_module("trencadis.server.records.spans")
+            spans = importlib.import_module("trencadis.server.records.otel_spans")
         except ImportError:
             raise StartupError(f"{FLAG} needs OpenTelemetry: pip install 'trencadis[otel]'.") from None
         # One line of ours says that a collector fails; the library has several for each attempt.
@@ -98,7 +100,7 @@ class Traces:
         if len(self._waiting) >= MOST:
             self._waiting.popleft()
             self.dropped += 1
-        self._waiting.append(facts_of(record))
+        self._waiting.append(summarise_request(record))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
@@ -127,7 +129,7 @@ class Traces:
             if stopping and not (taken and self._waiting):
                 return
 
-    def _attempt(self, maker: Maker, sender: Sender) -> bool:
+    def _attempt(self, maker: SpanBuilder, sender: SpanExporter) -> bool:
         """Sends the next batch; False: it waits, and so does what came after it.
 
         Spans are made once a batch, and of a collector that was away only when it takes connections again.
@@ -145,19 +147,19 @@ class Traces:
         if taken or self._tries >= TRIES:
             self.dropped += 0 if taken else self._of
             self._batch, self._of, self._tries = (), 0, 0
-        self._say(taken)
+        self._log_state(taken)
         return taken
 
-    def _send(self, maker: Maker, sender: Sender) -> bool:
+    def _send(self, maker: SpanBuilder, sender: SpanExporter) -> bool:
         self._tries += 1
         if not self._of:
             some = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_A_TIME))]
             self._of, tries, self._tries = len(some), self._tries, TRIES  # what cannot be made is not tried again
-            self._batch = maker.spans([trace_of(facts) for facts in some])
+            self._batch = maker.make_spans([make_trace(summaries) for summaries in some])
             self._tries = tries
         return not self._batch or sender.send(self._batch)
 
-    def _say(self, taken: bool) -> None:
+    def _log_state(self, taken: bool) -> None:
         """One line when a collector begins to fail, and one when it takes traces again."""
         if taken == self._failing:
             self._failing = not taken
@@ -167,7 +169,7 @@ class Traces:
                 log.warning("%s takes no traces; the latest %d requests wait for it", self.endpoint, MOST)
 
 
-def collector_url(endpoint: str) -> str:
+def make_collector_url(endpoint: str) -> str:
     """The URL to which traces are posted: ``endpoint``, with OTLP's usual path where it has none.
 
     Raises:

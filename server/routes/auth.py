@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence, Set
 
 from trencadis.core.errors import Unauthorized
-from trencadis.server.tenants.account import CURRENT
-from trencadis.server.tenants.registry import Tenants
+from trencadis.server.tenants.rate_limits import CURRENT
+from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 """Characters removed from request ids, and replaced in field names of headers."""
@@ -31,7 +31,7 @@ class Keys:
         keys: Sequence[str],
         guard_metrics: bool = False,
         public: Set[str] = frozenset(),
-        tenants: Tenants | None = None,
+        tenants: TenantRegistry | None = None,
     ) -> None:
         self._keys = [k.encode() for k in keys if k]
         self._tenants = tenants
@@ -52,23 +52,23 @@ class Keys:
         given = [text.encode("latin-1", "replace") for text in (x_api_key, bearer)]
         CURRENT.set(None)
         if not self._keys and self._tenants is None:
-            return tenant(given[0] or given[1])
-        return self._found(method, path, given)
+            return get_key_tenant(given[0] or given[1])
+        return self._find_tenant(method, path, given)
 
-    def _found(self, method: str, path: str, given: list[bytes]) -> str:
+    def _find_tenant(self, method: str, path: str, given: list[bytes]) -> str:
         account = None if self._tenants is None else self._tenants.find(given)
         CURRENT.set(account)
         if account is not None:
-            return tenant(f"name:{account.tenant.name}".encode())
+            return get_key_tenant(f"name:{account.tenant.name}".encode())
         # Compares every pair, each in constant time, so that timing does not reveal a near match.
         matched = [key for key in self._keys for g in given if hmac.compare_digest(key, g)]
         if matched:
-            return tenant(matched[0])
+            return get_key_tenant(matched[0])
         if method == "OPTIONS" or path in self._open:
             return ""
         raise Unauthorized("The API key is missing or wrong.")
 
 
-def tenant(key: bytes) -> str:
+def get_key_tenant(key: bytes) -> str:
     """A digest of ``key``. The uuids that clients give to media belong to their tenant."""
     return hashlib.sha256(key).hexdigest()[:32] if key else ""

@@ -16,24 +16,24 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.core.errors import DeadlineExceeded, TrencadisError
-from trencadis.server.prompts.generation import Outlet
-from trencadis.server.protocol.base import ErrorResponse
-from trencadis.server.records.record import RequestRecord
+from trencadis.server.prompts.generation import StreamWriter
+from trencadis.server.protocol.base_request import ErrorResponse
+from trencadis.server.records.request_record import RequestRecord
 
 log = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-FAREWELL = 5.0
+TIMEOUT_FLUSH_SECONDS = 5.0
 """Seconds in which a client must take the end of a stream whose time is up."""
 
 
-def _envelope(error: TrencadisError) -> bytes:
-    return b"data: " + ErrorResponse.of(error).model_dump_json().encode() + b"\n\n"
+def _encode_error(error: TrencadisError) -> bytes:
+    return b"data: " + ErrorResponse.from_error(error).model_dump_json().encode() + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class StreamForm:
+class StreamFormat:
     """How a stream fails, ends and passes the time.
 
     Args:
@@ -42,25 +42,25 @@ class StreamForm:
         keep_alive: sent while there is nothing to say.
     """
 
-    failure: Callable[[TrencadisError], bytes] = _envelope
+    failure: Callable[[TrencadisError], bytes] = _encode_error
     done: bytes = DONE
     keep_alive: bytes = KEEP_ALIVE
 
 
-CHAT_FORM = StreamForm()
+CHAT_STREAM_FORMAT = StreamFormat()
 
 
-class WrittenOutlet(Outlet, Protocol):
-    """An outlet that knows when it was written to."""
+class TimedStreamWriter(StreamWriter, Protocol):
+    """A writer that notes when it was last written to."""
 
-    written: float
+    last_written: float
     """``time.monotonic`` of the last time."""
 
 
-class WrittenConnection(Protocol):
+class WritableConnection(Protocol):
     """A connection that can be written to past the layers of the app."""
 
-    def outlet(self, record: RequestRecord) -> WrittenOutlet | None:
+    def get_chunk_writer(self, record: RequestRecord) -> TimedStreamWriter | None:
         """Writes chunks of the response that has begun; its bytes are noted in ``record``."""
         ...
 
@@ -69,33 +69,33 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-def event(value: BaseModel) -> bytes:
+def encode_event(value: BaseModel) -> bytes:
     """One event, with only the fields that were set."""
     return b"data: " + value.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects.
 
     Raises:
         ClientGone: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(_gone(request.receive))
+    watch = asyncio.create_task(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGone
     finally:
-        await _end(task, watch)
+        await _cancel_all(task, watch)
 
 
 class EventStream(Response):
     """Sends events as they come, then what ends a stream; an error becomes an event before it.
 
     Args:
-        events: encoded by ``event``.
+        events: encoded by ``encode_event``.
         keep_alive: seconds of silence after which the stream sends a comment; 0: never.
         done: called once, however the stream ends.
         form: what the stream says besides the events.
@@ -110,8 +110,8 @@ class EventStream(Response):
         keep_alive: float = 0.0,
         done: Callable[[], None] | None = None,
         headers: Mapping[str, str] | None = None,
-        form: StreamForm = CHAT_FORM,
-        divert: Callable[[Outlet], None] | None = None,
+        form: StreamFormat = CHAT_STREAM_FORMAT,
+        set_writer: Callable[[StreamWriter], None] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
@@ -119,16 +119,16 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._done = done
         self._form = form
-        self._divert = divert
-        self._outlet: WrittenOutlet | None = None
-        self._spoke = 0.0
+        self._set_writer = set_writer
+        self._writer: TimedStreamWriter | None = None
+        self._last_sent = 0.0
         self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams until the end or the client's disconnect, whichever comes first."""
         self._record = scope.get("trencadis.record")
         stream = asyncio.create_task(self._stream(send, scope))
-        watch = asyncio.create_task(_gone(receive))
+        watch = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait({stream, watch}, return_when=asyncio.FIRST_COMPLETED)
             if stream.done():
@@ -136,7 +136,7 @@ class EventStream(Response):
                     stream.result()
         finally:
             try:
-                await _end(stream, watch)
+                await _cancel_all(stream, watch)
                 await self._close()
             finally:
                 if self._done is not None:
@@ -144,18 +144,18 @@ class EventStream(Response):
 
     async def _stream(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._divert is not None:
-            self._outlet = outlet_of(scope)
-            if self._outlet is not None:
-                self._divert(self._outlet)
+        if self._set_writer is not None:
+            self._writer = get_connection_writer(scope)
+            if self._writer is not None:
+                self._set_writer(self._writer)
         try:
             async with asyncio.timeout_at(None if self._record is None else self._record.deadline) as timer:
                 if self._record is not None:
-                    self._record.timer = timer  # the gate's has been stopped
-                async with aclosing(self._in_form()) as chunks, self._kept_alive(send):
+                    self._record.timer = timer  # the request middleware's has been stopped
+                async with aclosing(self._with_error_event()) as chunks, self._keep_alive_comments(send):
                     async for chunk in chunks:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                        self._spoke = time.monotonic()
+                        self._last_sent = time.monotonic()
                 if not timer.expired():
                     timer.reschedule(None)
                 await self._finish(send)
@@ -164,8 +164,8 @@ class EventStream(Response):
                 raise
             # First what the engine does for it; a client that does not read must not keep that.
             await self._close()
-            async with asyncio.timeout(FAREWELL):
-                late = self._failure(DeadlineExceeded("The request did not end within its time."))
+            async with asyncio.timeout(TIMEOUT_FLUSH_SECONDS):
+                late = self._encode_failure(DeadlineExceeded("The request did not end within its time."))
                 await send({"type": "http.response.body", "body": late, "more_body": True})
                 await self._finish(send)
 
@@ -180,50 +180,52 @@ class EventStream(Response):
         if close is not None:
             await close()
 
-    def _failure(self, error: TrencadisError) -> bytes:
+    def _encode_failure(self, error: TrencadisError) -> bytes:
         if self._record is not None:
             self._record.error = error.type
         return self._form.failure(error)
 
-    async def _in_form(self) -> AsyncGenerator[bytes]:
+    async def _with_error_event(self) -> AsyncGenerator[bytes]:
         """The events, then one for an error among them. Errors of sending are not reported: the client has gone."""
         try:
             async for chunk in self._events:
                 yield chunk
             return
         except TrencadisError as error:
-            told = error
+            failure = error
         except Exception:
             log.exception("a stream failed")
-            told = TrencadisError("Internal server error.")
-        yield self._failure(told)
+            failure = TrencadisError("Internal server error.")
+        yield self._encode_failure(failure)
 
     @asynccontextmanager
-    async def _kept_alive(self, send: Send) -> AsyncIterator[None]:
-        """Sends comments beside the stream while it has nothing to say: a timer for each event would cost more."""
+    async def _keep_alive_comments(self, send: Send) -> AsyncIterator[None]:
+        """Sends keep-alive comments while the stream is silent. One task serves all events, which is cheaper than a
+        timer each.
+        """
         if self._keep_alive <= 0:
             yield
             return
-        self._spoke = time.monotonic()
-        speaking = asyncio.create_task(self._comment(send))
+        self._last_sent = time.monotonic()
+        speaking = asyncio.create_task(self._send_comments(send))
         try:
             yield
         finally:
-            await _end(speaking)
+            await _cancel_all(speaking)
 
-    async def _comment(self, send: Send) -> None:
+    async def _send_comments(self, send: Send) -> None:
         while True:
-            if self._outlet is not None:
-                self._spoke = max(self._spoke, self._outlet.written)
-            rest = self._spoke + self._keep_alive - time.monotonic()
+            if self._writer is not None:
+                self._last_sent = max(self._last_sent, self._writer.last_written)
+            rest = self._last_sent + self._keep_alive - time.monotonic()
             if rest > 0:
                 await asyncio.sleep(rest)
                 continue
-            self._spoke = time.monotonic()
+            self._last_sent = time.monotonic()
             await send({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
 
 
-def outlet_of(scope: Scope) -> WrittenOutlet | None:
+def get_connection_writer(scope: Scope) -> TimedStreamWriter | None:
     """What writes to the connection of a request past all layers of the app, which have nothing to add to a body.
 
     None if there is no such connection, or its chunks are not those of HTTP/1.1.
@@ -231,16 +233,16 @@ def outlet_of(scope: Scope) -> WrittenOutlet | None:
     known, record = scope.get("trencadis.connection"), scope.get("trencadis.record")
     if known is None or record is None:
         return None
-    connection: WrittenConnection | None = known()
-    return None if connection is None else connection.outlet(record)
+    connection: WritableConnection | None = known()
+    return None if connection is None else connection.get_chunk_writer(record)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
+async def _cancel_all(*tasks: asyncio.Future[T] | asyncio.Future[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

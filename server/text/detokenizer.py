@@ -7,8 +7,8 @@ from collections.abc import Sequence, Set
 from functools import partial
 from typing import Protocol
 
-from trencadis.server.text.pieces import Pieces
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.token_bytes import TokenBytes
 
 NO_IDS: Set[int] = frozenset()
 REPLACEMENT = "�"
@@ -41,7 +41,7 @@ class DetokenizerMaker(Protocol):
         ...
 
 
-def detokenizers(tokenizer: Tokenizer) -> DetokenizerMaker:
+def make_detokenizers(tokenizer: Tokenizer) -> DetokenizerMaker:
     """The detokenizers for a vocabulary."""
     if tokenizer.pieces.byte_level:
         return partial(ByteDetokenizer, tokenizer.pieces)
@@ -53,7 +53,7 @@ class ByteDetokenizer:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: TokenBytes,
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
         shown: Set[int] = frozenset(),

@@ -21,7 +21,7 @@ import pytest
 from tests.batch.files import read, request, write
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import command, targets, transfer
+from trencadis.server.batch import batch_targets, run_batch, url_files
 
 DEADLINE = 300
 
@@ -42,7 +42,7 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["-i", there, "-o", out, "--no-such-flag"], "unknown flag --no-such-flag"),
     ):  # fmt: skip
         with pytest.raises(StartupError, match=why):
-            command.main(words)
+            run_batch.main(words)
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
@@ -50,15 +50,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     with paced() as url:
         args = ["-i", str(tmp_path / "in.jsonl"), "-o", "/dev/full", "--base-url", url]
         with pytest.raises(StartupError, match=r"/dev/full: No space left on device; --resume"):
-            command.main(args)
+            run_batch.main(args)
 
 
 def test_keys_come_from_the_environment_alone():
-    assert targets.key({}) == "" and targets.key({"OPENAI_API_KEY": "o"}) == "o"
-    assert targets.key({"OPENAI_API_KEY": "o", "VLLM_API_KEY": "v"}) == "v"
-    server = targets.RunningServer("http://x/v1/", "v", 4)
+    assert batch_targets.find_api_key({}) == "" and batch_targets.find_api_key({"OPENAI_API_KEY": "o"}) == "o"
+    assert batch_targets.find_api_key({"OPENAI_API_KEY": "o", "VLLM_API_KEY": "v"}) == "v"
+    server = batch_targets.RunningServer("http://x/v1/", "v", 4)
     assert server.url == "http://x" and server.client.headers["authorization"] == "Bearer v"
-    assert transfer.shown("https://me:secret@host:1/a?sig=secret") == "https://host:1/a"
+    assert url_files.redact_url("https://me:secret@host:1/a?sig=secret") == "https://host:1/a"
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ class Files(BaseHTTPRequestHandler):
 
 
 def test_input_and_output_may_lie_behind_urls(tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "PAUSE", 0.0)
+    monkeypatch.setattr(url_files, "PAUSE", 0.0)
     web = FileServer(("127.0.0.1", 0), Files)
     web.content = "".join(json.dumps(request(i)) + "\n" for i in range(5)).encode()
     threading.Thread(target=web.serve_forever, daemon=True).start()
@@ -113,12 +113,12 @@ def test_input_and_output_may_lie_behind_urls(tmp_path, monkeypatch):
     try:
         with paced() as url:
             words = ["-i", at, "-o", at, "--base-url", url + "/v1", "--output-tmp-dir", str(tmp_path)]
-            assert command.main(words) == 0
+            assert run_batch.main(words) == 0
             assert [json.loads(x)["custom_id"] for x in web.taken.splitlines()] == [f"r{i}" for i in range(5)]
             assert web.tries == ["GET", "GET", "PUT", "PUT"] and not list(tmp_path.iterdir())
             web.refuse = 403
             with pytest.raises(StartupError, match=r"/file: the server answered 403\.$"):
-                command.main(words)
+                run_batch.main(words)
     finally:
         web.shutdown()
         web.server_close()

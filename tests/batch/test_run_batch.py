@@ -15,11 +15,11 @@ from tests.batch.files import read, request, write
 from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import lines, targets
-from trencadis.server.batch.lines import LineReader
-from trencadis.server.batch.progress import BatchProgress
-from trencadis.server.batch.results import ResultFile
-from trencadis.server.batch.runner import BatchLimits, BatchRunner
+from trencadis.server.batch import batch_lines, batch_targets
+from trencadis.server.batch.batch_lines import LineReader
+from trencadis.server.batch.batch_progress import BatchProgress
+from trencadis.server.batch.batch_runner import BatchLimits, BatchRunner
+from trencadis.server.batch.result_file import ResultFile
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ class HeldTarget:
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(self.serve), base_url="http://x")
         self.readied = 0
 
-    async def serve(self, asked: httpx.Request) -> httpx.Response:
-        text = json.loads(asked.content)["messages"][0]["content"]
+    async def serve(self, requested: httpx.Request) -> httpx.Response:
+        text = json.loads(requested.content)["messages"][0]["content"]
         self.asked.append(text)
         self.waiting[text] = asyncio.Event()
         self.most = max(self.most, len(self.waiting))
@@ -56,7 +56,7 @@ class HeldTarget:
 
 def made(tmp_path: Path, target, limits: BatchLimits, resume: bool = False) -> BatchRunner:
     reader = LineReader(tmp_path / "in.jsonl", limits.longest)
-    progress = BatchProgress(lines.count(tmp_path / "in.jsonl"))
+    progress = BatchProgress(batch_lines.count(tmp_path / "in.jsonl"))
     return BatchRunner(target, reader, ResultFile(tmp_path / "out.jsonl", resume), progress, limits)
 
 
@@ -79,14 +79,14 @@ def test_answers_stand_in_the_inputs_order_and_memory_has_bounds(tmp_path, seed)
     target = HeldTarget()
     runner = made(tmp_path, target, limits)
     seen = []
-    put = runner.results.put
+    put = runner.results.write
 
     def watched(number, line):
         seen.append((number - runner.results.next, runner.held))
         put(number, line)
         assert runner.results.early_bytes <= limits.answer_bytes + 8 * 4000
 
-    runner.results.put = watched
+    runner.results.write = watched
     asyncio.run(play(runner, target, seed))
     found = read(tmp_path / "out.jsonl")
     assert [line["custom_id"] for line in found] == [f"r{i}" for i in range(150)]
@@ -119,13 +119,13 @@ def test_lines_that_are_no_requests_become_error_lines(tmp_path):
     ]  # fmt: skip
     assert sorted(target.asked) == ["fine", "question 10", "question 7"]
     assert runner.progress.failed == 13 and runner.first_error.startswith("line 1: This line is not valid JSON")
-    assert lines.count(tmp_path / "in.jsonl") == len(found) == runner.progress.total
+    assert batch_lines.count(tmp_path / "in.jsonl") == len(found) == runner.progress.total
 
 
 def test_errors_stand_where_openais_readers_and_vllms_look(tmp_path):
-    told = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
+    reported = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
     answers = {
-        "bad": httpx.Response(400, json=told, headers={"x-request-id": "abc"}),
+        "bad": httpx.Response(400, json=reported, headers={"x-request-id": "abc"}),
         "page": httpx.Response(500, text="<html>"),
         "pretty": httpx.Response(200, text='{\n  "a": 1,\r\n "b": "x\\ny"}'),
     }
@@ -133,7 +133,7 @@ def test_errors_stand_where_openais_readers_and_vllms_look(tmp_path):
     target = HeldTarget(answers.get)
     asyncio.run(play(made(tmp_path, target, BatchLimits()), target, 0))
     bad, page, pretty = read(tmp_path / "out.jsonl")
-    assert bad["response"] == {"status_code": 400, "request_id": "abc", "body": told}
+    assert bad["response"] == {"status_code": 400, "request_id": "abc", "body": reported}
     assert bad["error"] == {"code": "BadRequestError", "message": "too long"}
     assert page["response"] is None and page["error"]["code"] == "invalid_response"
     assert pretty["response"]["body"] == {"a": 1, "b": "x\ny"} and pretty["error"] is None
@@ -213,8 +213,8 @@ class Restarting:
 
 
 def test_an_engine_of_its_own_is_asked_through_the_servers_app(tmp_path, checkpoint, monkeypatch):
-    monkeypatch.setattr(targets, "POLL", 0.0)
-    rig = scripted_app(checkpoint)
+    monkeypatch.setattr(batch_targets, "POLL", 0.0)
+    harness = scripted_app(checkpoint)
     pooled = request(3, url="/v1/embeddings", body={"input": "x"})
     write(tmp_path / "in.jsonl", [
         request(0), request(1, url="/v1/completions", body={"prompt": ["a", "b"], "n": 2}),
@@ -223,7 +223,7 @@ def test_an_engine_of_its_own_is_asked_through_the_servers_app(tmp_path, checkpo
 
     async def work() -> None:
         supervisor = Restarting(3)
-        target = targets.OwnEngine(rig.app(), cast(Any, supervisor))
+        target = batch_targets.LocalEngine(harness.app(), cast(Any, supervisor))
         await target.wait_ready()
         await made(tmp_path, target, BatchLimits()).run()
         supervisor.left, supervisor.failing = 9, True

@@ -1,4 +1,4 @@
-"""Beam search against transformers' ``generate(num_beams=w)``, float32: widths, penalties, early stopping, pictures."""
+"""Beam search against transformers' ``generate(num_beams=w)``, float32: widths, penalties, early stopping, images."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from tests.oracles.transformers_model import GAP, Oracle, conversation
 from trencadis import LLM, BeamSearchParams, FlatLogprobs, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin.device import TwinRuntime
-from trencadis.beams import EngineParams
+from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.request import BeamRule
+from trencadis.offline_beam_search import EngineParams
 
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 50_176}
 BASE: dict[str, Any] = {
@@ -91,7 +91,7 @@ def score(oracle: Oracle, one: Case, tokens: list[int]) -> float:
 
 def check(llm: LLM, oracle: Oracle, cases: list[Case]) -> int:
     """All at a time; equal, or (one in a hundred, but always one) as good as transformers' within ``GAP``; how many."""
-    prompts = [llm._wait(llm.service.chat_prompt(c.messages)) for c in cases]
+    prompts = [llm._wait(llm.service.make_chat_prompt(c.messages)) for c in cases]
     outputs = llm._run(prompts, [c.asked for c in cases], use_tqdm=False)
     ties = 0
     for i, (one, output) in enumerate(zip(cases, outputs, strict=True)):
@@ -208,10 +208,10 @@ def test_chosen_ids_have_the_log_probabilities_of_all(demo_cases: tuple[Oracle, 
     """``logprob_token_ids``: more ids than one SAMPLE has rows, on a step that also draws for others."""
     llm = LLM(str(demo_path()), **{**BASE, **DEVICES["padded"]})
     wanted = list(range(5, 105))
-    asked = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=wanted)
+    requested = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=wanted)
     plain = SamplingParams(temperature=0, max_tokens=3, logprobs=20)
     prompt = "The picture shows"
-    chosen, best = llm.generate([prompt, prompt], [asked, plain], use_tqdm=False)
+    chosen, best = llm.generate([prompt, prompt], [requested, plain], use_tqdm=False)
     oracle, _ = demo_cases
     ids = torch.tensor([[*chosen.prompt_token_ids, *chosen.outputs[0].token_ids]])
     with torch.inference_mode():

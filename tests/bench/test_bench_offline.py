@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import command as batch_command
-from trencadis.server.bench import command
-from trencadis.server.bench.alone import latency, once, startup, throughput
-from trencadis.server.bench.flags import serve_parser
-from trencadis.server.config.flags import table
+from trencadis.server.batch import run_batch as batch_command
+from trencadis.server.bench import bench_command
+from trencadis.server.bench.alone import latency, startup, startup_child, throughput
+from trencadis.server.bench.bench_flags import make_serve_parser
+from trencadis.server.config.flags import get_flag_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--kv-cache-memory-bytes", "32MiB", "--threads", "1", "--max_model_len", "512"]
@@ -23,7 +23,7 @@ SMALL = ["--kv-cache-memory-bytes", "32MiB", "--threads", "1", "--max_model_len"
 
 def run(tmp_path, name: str, *words: str) -> dict:
     out = tmp_path / "out.json"
-    assert command.main([name, *SMALL, *words, "--output-json", str(out)]) == 0
+    assert bench_command.main([name, *SMALL, *words, "--output-json", str(out)]) == 0
     return json.loads(out.read_text())
 
 
@@ -58,14 +58,14 @@ def test_latency_repeats_a_batch_that_computes_its_prompts(tmp_path, capsys):
 )  # fmt: skip
 def test_wrong_command_lines_are_one_line(words, why):
     with pytest.raises(StartupError) as raised:
-        command.main(words)
+        bench_command.main(words)
     assert why in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_the_clock_of_a_start_up_adds_up(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    clock = once.PhaseClock()
+    clock = startup_child.PhaseClock()
     for name in ("weights", "caches", "weights"):
         clock(name, "x", 0.5)
     assert clock.end() == {"weights": 2.0 + 5.0, "caches": 1.0}
@@ -89,9 +89,9 @@ def test_start_ups_are_timed_cold_and_warm(tmp_path, capsys):
 
 
 def test_the_pages_name_flags_that_there_are():
-    own = [serve_parser(), latency.parser(), throughput.parser(), startup.parser(), batch_command.parser()]
+    own = [make_serve_parser(), latency.parser(), throughput.parser(), startup.parser(), batch_command.parser()]
     known = {flag for parser in own for action in parser._actions for flag in action.option_strings}
-    known |= {flag.written for flag in table().values()}
+    known |= {flag.written for flag in get_flag_table().values()}
     for page in ("bench.md", "batch.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         assert len(found := set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))) > 8

@@ -21,11 +21,19 @@ from PIL import Image
 
 from tests.bench.paced_server import ROOT, paced
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import arrivals, command, counting, datasets, figures, flags, report
-from trencadis.server.bench.client import BenchClient, Exchange, ResponseReader
-from trencadis.server.bench.drive import Load, drive
-from trencadis.server.bench.serve import body_of
-from trencadis.server.bench.streams import Timed, timed
+from trencadis.server.bench import (
+    arrival_times,
+    bench_command,
+    bench_flags,
+    bench_metrics,
+    bench_report,
+    datasets,
+    token_counters,
+)
+from trencadis.server.bench.bench_serve import make_body
+from trencadis.server.bench.http_client import BenchClient, Exchange, ResponseReader
+from trencadis.server.bench.load_generator import RequestLoad, run_load
+from trencadis.server.bench.stream_timing import BenchTiming, compute_request_timing
 
 SSE = b"data: "
 
@@ -80,17 +88,19 @@ def test_times_are_those_of_pieces_with_tokens():
     pieces = [(at, SSE + json.dumps(e).encode() + b"\r\n\r\n") for at, e in parts]
     torn = [p for at, data in pieces for p in ((at - 0.1, data[:9]), (at, data[9:]))]
     for given in (pieces, torn, [*pieces, (9.9, b": ping\n\ndata: [DONE]\n\n")]):
-        found = timed(Exchange(asked=0.5, sent=1.0, status=200, pieces=list(given)), 99)
+        found = compute_request_timing(Exchange(started=0.5, sent=1.0, status=200, pieces=list(given)), 99)
         assert (found.queued, found.ttft, found.latency, found.itl) == (0.5, 2.0, 3.5, [0.5, 1.0, 0.0])
         assert (found.prompt_tokens, found.tokens, found.text, found.error) == (7, 6, "abc", "")
         assert found.tpot == (3.5 - 2.0) / 5
-    bare = timed(Exchange(sent=0.0, status=200, pieces=[(1.0, sse({"choices": [{"text": "x"}]}))]), 5)
+    bare = compute_request_timing(Exchange(sent=0.0, status=200, pieces=[(1.0, sse({"choices": [{"text": "x"}]}))]), 5)
     assert (bare.prompt_tokens, bare.tokens, bare.tpot) == (5, 1, 0.0)
 
 
 def test_failures_are_named():
     def error(status, data, given=""):
-        return timed(Exchange(status=status, error=given, pieces=[(0.0, data)] if data else []), 1).error
+        return compute_request_timing(
+            Exchange(status=status, error=given, pieces=[(0.0, data)] if data else []), 1
+        ).error
 
     assert error(429, b'{"error": {"message": "queue\\nfull"}}') == "429: queue full"
     assert error(500, b"<html>") == "500: <html>" and error(404, b'{"error": "no"}') == "404: no"
@@ -98,8 +108,8 @@ def test_failures_are_named():
     assert error(200, sse(chat("", delta={"role": "assistant"}))) == "the answer has no token"
     assert error(200, b"data: {\n\n") == "an event of the stream is no JSON"
     assert error(0, b"", "no connection: refused") == "no connection: refused"
-    told = list(report.failures(["a", "", "b", "a", *(f"k{i}" for i in range(20))]))
-    assert told[0] == "failed, 2 times: a" and told[-1] == "failed, 12 further kinds"
+    reported = list(bench_report.format_failures(["a", "", "b", "a", *(f"k{i}" for i in range(20))]))
+    assert reported[0] == "failed, 2 times: a" and reported[-1] == "failed, 12 further kinds"
 
 
 def test_figures_are_vllms_definitions():
@@ -108,10 +118,12 @@ def test_figures_are_vllms_definitions():
     for i in range(200):
         itl = [rng.random() / 10 for _ in range(rng.randrange(0, 30))]
         ttft = rng.random()
-        made.append(Timed(100 + i * 0.05, 0.01 * i, ttft, itl, ttft + sum(itl), 10, len(itl) + 1))
-    made.append(Timed(error="429: full"))
+        made.append(BenchTiming(100 + i * 0.05, 0.01 * i, ttft, itl, ttft + sum(itl), 10, len(itl) + 1))
+    made.append(BenchTiming(error="429: full"))
     goals = {"ttft": 600.0, "tpot": 52.0}
-    found = figures.result(made, 20.0, ["ttft", "tpot", "itl", "e2el", "client_queue_time"], [50, 99.5], goals)
+    found = bench_metrics.compute_result(
+        made, 20.0, ["ttft", "tpot", "itl", "e2el", "client_queue_time"], [50, 99.5], goals
+    )
     good = made[:-1]
     tokens = sum(one.tokens for one in good)
     assert (found["completed"], found["failed"], found["total_input_tokens"]) == (200, 1, 2000)
@@ -131,23 +143,23 @@ def test_figures_are_vllms_definitions():
     assert found["max_concurrent_requests"] == max(busy)
     arrived = [o.sent + o.ttft + sum(o.itl[:i]) - good[0].sent for o in good for i in range(o.tokens)]
     assert found["max_output_tokens_per_s"] == max(sum(int(t) == s for t in arrived) for s in range(60))
-    empty = figures.result([Timed(error="x")], 1.0, ["ttft"], [99], {})
+    empty = bench_metrics.compute_result([BenchTiming(error="x")], 1.0, ["ttft"], [99], {})
     assert empty["completed"] == 0 and empty["p99_ttft_ms"] == 0.0 and empty["request_goodput"] is None
 
 
 def test_arrivals_offer_the_rate_that_was_asked_for():
     for burstiness in (0.3, 1.0, 4.0, math.inf):
-        found = np.array(arrivals.times(arrivals.rates(4000, 8.0), burstiness, 3, True))
+        found = np.array(arrival_times.make_send_times(arrival_times.make_rates(4000, 8.0), burstiness, 3, True))
         gaps = np.diff(found)
         assert found[-1] == pytest.approx(500.0) and (gaps >= 0).all()
         spread = 0.0 if math.isinf(burstiness) else 1 / math.sqrt(burstiness)
         assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.1, abs=1e-6)
-    assert arrivals.times(arrivals.rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
-    assert arrivals.rates(3, 0, "linear", 2, 6) == [2, 4, 6]
-    assert arrivals.rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
+    assert arrival_times.make_send_times(arrival_times.make_rates(3, math.inf), 1.0, 0, True) == [0.0, 0.0, 0.0]
+    assert arrival_times.make_rates(3, 0, "linear", 2, 6) == [2, 4, 6]
+    assert arrival_times.make_rates(3, 0, "exponential", 1, 16) == pytest.approx([1, 4, 16])
 
 
-class Joining(counting.WordCounter):
+class Joining(token_counters.WordCounter):
     """Texts that were cut count one token less the first time, as words do that join again."""
 
     def __init__(self) -> None:
@@ -160,12 +172,12 @@ class Joining(counting.WordCounter):
 
 def test_random_prompts_have_the_length_that_was_asked_for():
     for wanted in (0, 1, 7, 300):
-        text, count = asyncio.run(counting.text_of(Joining(), random.Random(1), wanted))
+        text, count = asyncio.run(token_counters.make_text(Joining(), random.Random(1), wanted))
         assert count == wanted == len(text.split())
 
 
 def sampled(*words: str) -> list[datasets.BenchSample]:
-    return asyncio.run(datasets.samples(flags.checked(words), counting.WordCounter()))
+    return asyncio.run(datasets.make_samples(bench_flags.parse_serve_args(words), token_counters.WordCounter()))
 
 
 def test_random_datasets_are_drawn_from_their_seed():
@@ -178,7 +190,7 @@ def test_random_datasets_are_drawn_from_their_seed():
     assert [o.prompt for o in sampled(*base)] != [o.prompt for o in sampled(*base, "--seed", "1")]
 
 
-def test_pictures_are_drawn_in_the_sizes_and_numbers_asked_for():
+def test_images_are_drawn_in_the_sizes_and_numbers_asked_for():
     made = sampled(
         "--dataset-name", "random-mm", "--num-prompts", "30", "--input-len", "4",
         "--random-mm-base-items-per-request", "2", "--random-mm-num-mm-items-range-ratio", "0.5",
@@ -193,8 +205,13 @@ def test_pictures_are_drawn_in_the_sizes_and_numbers_asked_for():
 
 
 def test_sharegpt_and_custom_files(tmp_path):
-    talk = [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "f g h i"}]
-    other = [[talk[0]], [{"value": "too short"}, talk[1]], [{"value": "w " * 1100}, talk[1]], talk]
+    conversation = [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "f g h i"}]
+    other = [
+        [conversation[0]],
+        [{"value": "too short"}, conversation[1]],
+        [{"value": "w " * 1100}, conversation[1]],
+        conversation,
+    ]
     share = tmp_path / "share.json"
     share.write_text(json.dumps([{"conversations": turns} for turns in other] + [{"id": 1}]))
     words = ("--dataset-name", "sharegpt", "--dataset-path", str(share), "--num-prompts", "3")
@@ -212,11 +229,13 @@ def test_sharegpt_and_custom_files(tmp_path):
     )  # fmt: skip
     assert (first.prompt_tokens, first.output_tokens, second.output_tokens) == (2, 5, 256)
     assert first.images[0].startswith("data:image/png;base64,") and first.images[1] == "http://x/y.png"
-    args = flags.checked(["--backend", "openai-chat", "--temperature", "0", "--extra-body", '{"seed": 3}'])
-    body = body_of(args, "m", first)
+    args = bench_flags.parse_serve_args(
+        ["--backend", "openai-chat", "--temperature", "0", "--extra-body", '{"seed": 3}']
+    )
+    body = make_body(args, "m", first)
     assert [p["type"] for p in body["messages"][0]["content"]] == ["text", "image_url", "image_url"]
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (5, 0.0, 3)
-    assert body_of(args, "m", second)["messages"] == [{"role": "user", "content": "hi"}]
+    assert make_body(args, "m", second)["messages"] == [{"role": "user", "content": "hi"}]
     for text, why in (("{", "no file of this kind"), ('{"x": 1}', 'needs "prompt"'), ("", "no request that can")):
         own.write_text(text)
         with pytest.raises(StartupError, match=why):
@@ -242,7 +261,7 @@ def test_sharegpt_and_custom_files(tmp_path):
 def test_wrong_command_lines_are_one_line(words, why):
     with pytest.raises(StartupError) as raised:
         if "--port" in words:
-            command.main(["serve", *words])
+            bench_command.main(["serve", *words])
         sampled(*words)
     assert why in str(raised.value) and "\n" not in str(raised.value)
 
@@ -280,13 +299,13 @@ def test_a_run_over_sockets_counts_asks_and_saves(tmp_path, monkeypatch, capsys)
         for backend in ("openai", "openai-chat"):
             more = ["--base-url", url + "/v1", "--backend", backend, "--append-result", "--result-dir", str(tmp_path)]
             more += ["--metadata", "card=none", *["--save-detailed"][: backend == "openai"]]
-            assert command.main([*words, *more]) == 0
+            assert bench_command.main([*words, *more]) == 0
     said = capsys.readouterr()
     assert "failed, 4 times: the connection ended in the middle of the response" in said.out
     assert "failed, 4 times: 429: as told" in said.out and "secret-key" not in said.out + said.err
     detailed, plain = (json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines())
     assert set(plain) == KEYS | {k for k in plain if k.startswith("client_")} | {"card"}
-    assert set(detailed) == set(plain) | set(figures.DETAILS)
+    assert set(detailed) == set(plain) | set(bench_metrics.DETAILS)
     assert (plain["completed"], plain["failed"], plain["total_output_tokens"]) == (8, 12, 32)
     assert detailed["errors"][1] == "429: as told" and detailed["generated_texts"][0] == "x x x x "
     assert detailed["output_lens"][:5] == [4, 0, 0, 4, 0] and 1 <= plain["max_concurrent_requests"] <= 3
@@ -302,16 +321,16 @@ def test_the_clients_process_has_neither_torch_nor_transformers():
     assert done.stdout.strip() == "set()", done.stderr
 
 
-async def measured(url: str, rows: int, tokens: int) -> tuple[list[Timed], dict[str, float]]:
+async def measured(url: str, rows: int, tokens: int) -> tuple[list[BenchTiming], dict[str, float]]:
     client = BenchClient(url)
     args = argparse.Namespace(backend="openai", logprobs=None, ignore_eos=True, extra_body={}, top_k=None, top_p=None,
                               min_p=None, temperature=0, frequency_penalty=None, presence_penalty=None,
                               repetition_penalty=None)  # fmt: skip
-    body = json.dumps(body_of(args, "paced", datasets.BenchSample("a b", 2, tokens))).encode()
-    load = Load([client.request("/v1/completions", body)] * rows, [0.013 * i for i in range(rows)])
-    found, _, own = await drive(client, load)
+    body = json.dumps(make_body(args, "paced", datasets.BenchSample("a b", 2, tokens))).encode()
+    load = RequestLoad([client.make_request("/v1/completions", body)] * rows, [0.013 * i for i in range(rows)])
+    found, _, own = await run_load(client, load)
     client.close()
-    return [timed(one, 2) for one in found], own.figures()
+    return [compute_request_timing(one, 2) for one in found], own.summarise()
 
 
 @pytest.mark.long
@@ -328,7 +347,9 @@ def test_a_server_of_known_timing_is_measured_within_one_percent(capsys, rows, t
         "tpot": statistics.median((last - first) / (tokens - 1) for first, last in streams),
         "e2el": statistics.median(last for _, last in streams),
     }
-    found = {name: statistics.median(values) for name, values in figures.series(made).items() if name in truth}
+    found = {
+        name: statistics.median(values) for name, values in bench_metrics.collect_series(made).items() if name in truth
+    }
     with capsys.disabled():
         shares = (f"{n} {1000 * found[n]:.2f} ms ({1000 * (found[n] - truth[n]):+.2f} ms)" for n in truth)
         print(f"\n{rows} streams: {', '.join(shares)}; CPU a piece {own['client_cpu_us_per_piece']:.0f} us")

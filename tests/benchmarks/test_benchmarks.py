@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.grammars.masks import GrammarRuns, measure
 from benchmarks.harness.checkpoints import SPECIALS, TINY, WORDS, checkpoint
+from benchmarks.harness.compared_engines import Ours, Setup, TransformersEngine, Work, conversations, run
 from benchmarks.harness.loadgen import Answer, Load, body, drive, summary
 from benchmarks.harness.server import memory_of
-from benchmarks.harness.sides import Ours, Setup, Theirs, Work, conversations, run
 from benchmarks.memory import WORDS as WORDS_OF
 from benchmarks.memory import mixed, slope
 from benchmarks.run import NAMES, module
@@ -35,9 +35,9 @@ def test_tokenizer_knows_its_words_and_special_tokens(tiny: Path) -> None:
 
 def test_both_sides_give_the_same_tokens(tiny: Path) -> None:
     """Otherwise their speeds would not be comparable."""
-    ours, theirs = Ours(Setup(str(tiny))), Theirs(Setup(str(tiny)))
+    ours, reference = Ours(Setup(str(tiny))), TransformersEngine(Setup(str(tiny)))
     for work in (Work(1, 6, words=20), Work(3, 6, words=20, seed=1), Work(2, 6, words=8, images=1, seed=2)):
-        a, b = run(ours, work), run(theirs, work)
+        a, b = run(ours, work), run(reference, work)
         assert a.prompt == b.prompt and a.tokens == b.tokens
     ours.llm.close()
 
@@ -52,7 +52,9 @@ def test_the_cost_of_a_schema_is_measured_over_the_same_prompts(tiny: Path) -> N
 
 def test_work_is_made_from_its_seed() -> None:
     def texts(seed: int) -> list[str]:
-        return [talk[0]["content"][0]["text"] for talk in conversations(Work(3, 1, words=20, seed=seed))]
+        return [
+            conversation[0]["content"][0]["text"] for conversation in conversations(Work(3, 1, words=20, seed=seed))
+        ]
 
     assert texts(1) == texts(1) != texts(2)
     assert [len(t.split()) for t in texts(1)] == [20, 18, 15]

@@ -15,9 +15,9 @@ from benchmarks.accuracy import questions_of
 from benchmarks.gpu import run
 from benchmarks.gpu.claims import BY_ID, CLAIMS, kernel_values
 from benchmarks.gpu.mixed import WAYS, Traffic
-from benchmarks.harness import parts as part_runs
+from benchmarks.harness import subprocesses as part_runs
 from benchmarks.harness.claims import judge
-from benchmarks.harness.common import RESULTS
+from benchmarks.harness.reporting import RESULTS
 from tests.traffic.bare_machine import ROOT, run_without_packages
 
 SMOKE = """
@@ -106,7 +106,7 @@ def test_mixed_traffic_is_mixed_and_repeats() -> None:
     assert len(WAYS) == 8
 
 
-def test_forced_talks_are_the_same_everywhere() -> None:
+def test_forced_conversations_are_the_same_everywhere() -> None:
     a, b = questions_of(3), questions_of(3)
     assert [t[0]["content"][-1] for t in a] == [t[0]["content"][-1] for t in b]
     assert [len(t[0]["content"]) for t in a] == [1, 2, 1]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.vision.kinds import KINDS
+from benchmarks.vision.vision_models import KINDS
 from trencadis.core.models.registry import TABLE, family_of
 
 COMPOSED = "Phi3VForCausalLM"
-"""transformers has no such model: ``benchmarks.vision.composed``."""
+"""transformers has no such model: ``benchmarks.vision.phi3_v_reference``."""
 
 
 def test_every_family_that_sees_is_measured() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from trencadis.backends.hpu.hpu_settings import settings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.settings import settings
 from trencadis.core.errors import StartupError
 from trencadis.core.models.registry import family_options
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
-from trencadis.multimodal.qwen2_vl.sizes import squares
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.multimodal.qwen2_vl.smart_resize import square_sizes
 from trencadis.server.cli.main import main
 
 BAD: list[tuple[dict[str, str], list[str]]] = [
@@ -123,6 +123,6 @@ def test_softmax_in_float32_where_nobody_says(architecture: str, on: bool) -> No
 def test_a_list_that_ends_too_early_names_both_figures() -> None:
     """1260x1260 pixels: 8,100 patches as the guide counts them; 12 x 12 windows of 64 slots, above 11 x 11."""
     for step, side, patches in ((28, 1260, 8100), (112, 1344, 9216)):
-        limits = ShapeLimits(8, 2048, 2048, 128, 16384, squares=tuple(squares(16384, step)))
+        limits = ShapeLimits(8, 2048, 2048, 128, 16384, squares=tuple(square_sizes(16384, step)))
         (line,) = make_plan(SERVING, limits, BucketOptions(vision=(1600, 7744))).notes
         assert f"{side}x{side} pixels ({patches} patches, 9216 slots)" in line, line

@@ -14,10 +14,10 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core import envs
 from trencadis.core.buckets import Density, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes.axes import AxisSpan, exp, lin, pad, sizes
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions, read
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.shapes.axis_sizes import AxisSpan, exp, lin, pad, sizes
+from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 
 LIMITS = ShapeLimits(64, 8192, 4096, 128, 12544)
 
@@ -76,7 +76,7 @@ def test_padding_keeps_both_limits(minimum: int, step: int, more: int, percent: 
 )  # fmt: skip
 def test_bad_input_is_one_line_with_name_value_and_rule(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(StartupError) as error:
-        read(environ)
+        read_bucket_options(environ)
     text = str(error.value)
     assert "\n" not in text and all(w in text for w in words), text
 
@@ -89,42 +89,42 @@ def test_malformed_files_name_the_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "buckets"
     path.write_text(f"# comment\n(1, 128, 0)\n{line}\n")
     with pytest.raises(StartupError, match="line 3"):
-        read({"VLLM_BUCKETING_FROM_FILE": str(path)})
+        read_bucket_options({"VLLM_BUCKETING_FROM_FILE": str(path)})
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(StartupError, match="no bucket"):
-        read({"VLLM_BUCKETING_FROM_FILE": str(tmp_path / "empty")})
+        read_bucket_options({"VLLM_BUCKETING_FROM_FILE": str(tmp_path / "empty")})
 
 
 def test_older_names_and_the_older_switch() -> None:
-    asked = read({"VLLM_PROMPT_SEQ_BUCKET_MIN": "256", "VLLM_PROMPT_QUERY_BUCKET_MAX": "4096"})
-    assert (asked.axis("prompt_query").minimum, asked.axis("prompt_query").maximum) == (256, 4096)
-    both = read({"VLLM_PROMPT_SEQ_BUCKET_MIN": "256", "VLLM_PROMPT_QUERY_BUCKET_MIN": "128"})
+    requested = read_bucket_options({"VLLM_PROMPT_SEQ_BUCKET_MIN": "256", "VLLM_PROMPT_QUERY_BUCKET_MAX": "4096"})
+    assert (requested.axis("prompt_query").minimum, requested.axis("prompt_query").maximum) == (256, 4096)
+    both = read_bucket_options({"VLLM_PROMPT_SEQ_BUCKET_MIN": "256", "VLLM_PROMPT_QUERY_BUCKET_MIN": "128"})
     assert both.axis("prompt_query").minimum == 128
     assert both.notes == ("VLLM_PROMPT_SEQ_BUCKET_MIN=256 has no effect: VLLM_PROMPT_QUERY_BUCKET_MIN=128 wins.",)
-    assert read({"VLLM_EXPONENTIAL_BUCKETING": "no"}).strategy == "lin"
-    clash = read({"VLLM_EXPONENTIAL_BUCKETING": "true", "VLLM_BUCKETING_STRATEGY": "pad"})
+    assert read_bucket_options({"VLLM_EXPONENTIAL_BUCKETING": "no"}).strategy == "lin"
+    clash = read_bucket_options({"VLLM_EXPONENTIAL_BUCKETING": "true", "VLLM_BUCKETING_STRATEGY": "pad"})
     assert clash.strategy == "exp" and "wins" in clash.notes[0]
-    assert read({"VLLM_BUCKETING_STRATEGY": " PAD "}).strategy == "pad"
+    assert read_bucket_options({"VLLM_BUCKETING_STRATEGY": " PAD "}).strategy == "pad"
 
 
 def test_padding_variables_without_effect_say_so() -> None:
-    assert read({"VLLM_DECODE_BS_BUCKET_PAD_MAX": "8"}).notes == (
+    assert read_bucket_options({"VLLM_DECODE_BS_BUCKET_PAD_MAX": "8"}).notes == (
         "VLLM_DECODE_BS_BUCKET_PAD_MAX has no effect with the exp strategy.",
     )
 
 
 def test_spaces_after_commas() -> None:
-    assert read({"VLLM_MULTIMODAL_BUCKETS": " 3136, 1600 ,4096"}).vision == (1600, 3136, 4096)
-    assert read({}) == BucketOptions(axes=read({}).axes)
+    assert read_bucket_options({"VLLM_MULTIMODAL_BUCKETS": " 3136, 1600 ,4096"}).vision == (1600, 3136, 4096)
+    assert read_bucket_options({}) == BucketOptions(axes=read_bucket_options({}).axes)
 
 
 def test_a_maximum_below_one_full_length_row_is_raised() -> None:
     environ = {"VLLM_PROMPT_SEQ_BUCKET_MAX": "1024", "VLLM_DECODE_BLOCK_BUCKET_MAX": "8",
                "VLLM_PROMPT_CTX_BUCKET_MAX": "3", "VLLM_DECODE_BS_BUCKET_MAX": "4"}  # fmt: skip
-    plan = make_plan(SERVING, LIMITS, read(environ))
+    plan = make_plan(SERVING, LIMITS, read_bucket_options(environ))
     raised = [n.split(" is raised to ")[0] for n in plan.notes]
     assert raised == [
         "VLLM_PROMPT_SEQ_BUCKET_MAX=1024",
@@ -136,10 +136,10 @@ def test_a_maximum_below_one_full_length_row_is_raised() -> None:
 
 
 def test_minimum_and_maximum_bound_the_exponential_range() -> None:
-    asked = read(
+    requested = read_bucket_options(
         {"VLLM_PROMPT_BS_BUCKET_MAX": "2", "VLLM_PROMPT_SEQ_BUCKET_MIN": "512", "VLLM_DECODE_BS_BUCKET_MIN": "8"}
     )
-    plan = make_plan(SERVING, LIMITS, asked)
+    plan = make_plan(SERVING, LIMITS, requested)
     assert plan.sizes(Stage.FRESH, 0) == (1, 2) and plan.sizes(Stage.FRESH, 1)[0] == 512
     assert plan.sizes(Stage.DECODE, 0)[0] == 8
 

@@ -12,12 +12,12 @@ import pytest
 from tests.traffic.launch_lines import GUIDE, LINES, MODELS, model_of, plan_of
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.shapes.closure import ShapeLimits, cells
-from trencadis.core.shapes.options import BucketOptions, read
-from trencadis.core.shapes.planner import make_plan
-from trencadis.core.shapes.rectangles import Need, cut_rows
-from trencadis.server.plan.comparison import vision_launches
-from trencadis.server.plan.replay import StepNeeds
+from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_limits import ShapeLimits, cells
+from trencadis.server.plan.plan_comparison import list_vision_launches
+from trencadis.server.plan.traffic_replay import StepNeeds
 
 SMALL = 50_000
 """Needs of a stage up to which all of them are tried."""
@@ -56,17 +56,19 @@ def decode_needs(plan: Plan, limits: ShapeLimits) -> Iterator[tuple[int, int]]:
 def test_every_stage_is_closed(name: str) -> None:
     plan, limits = plan_of(name)
     for t in range(1, limits.chunk + 1) if limits.chunk < SMALL else near(plan.sizes(Stage.FRESH, 1), limits.chunk):
-        assert plan.planned(Stage.FRESH, (1, t)), t
+        assert plan.is_within_boundaries(Stage.FRESH, (1, t)), t
     for need in context_needs(plan, limits):
-        assert plan.planned(Stage.CONTEXT, need), need
+        assert plan.is_within_boundaries(Stage.CONTEXT, need), need
     for need in decode_needs(plan, limits):
-        assert plan.planned(Stage.DECODE, need), need
+        assert plan.is_within_boundaries(Stage.DECODE, need), need
     for r in range(1, limits.max_rows + 1):
-        assert plan.planned(Stage.RESET, (r,))
-        assert plan.planned(Stage.SAMPLE, (r,), "greedy") and plan.planned(Stage.SAMPLE, (r,), "full")
+        assert plan.is_within_boundaries(Stage.RESET, (r,))
+        assert plan.is_within_boundaries(Stage.SAMPLE, (r,), "greedy") and plan.is_within_boundaries(
+            Stage.SAMPLE, (r,), "full"
+        )
 
 
-def rows_of(limits: ShapeLimits, rng: random.Random) -> list[Need]:
+def rows_of(limits: ShapeLimits, rng: random.Random) -> list[RowNeed]:
     """Rows as a scheduler may hand them out: lengths and chunks near boundaries more often than not."""
     budget, needs = limits.max_tokens, []
     for i in range(rng.randint(1, limits.max_rows)):
@@ -77,7 +79,7 @@ def rows_of(limits: ShapeLimits, rng: random.Random) -> list[Need]:
         most = limits.max_model_len - tokens
         edge = limits.block_size * rng.randint(0, 300) + rng.randint(-1, 1)
         context = min(max(rng.choice((0, 0, edge, rng.randint(0, most), most)), 0), most)
-        needs.append(Need(i, context, tokens))
+        needs.append(RowNeed(i, context, tokens))
         budget -= tokens
         if not budget:
             break
@@ -92,7 +94,7 @@ def check_random(name: str, count: int, seed: int) -> None:
     while done < count:
         needs = rows_of(limits, rng)
         done += len(needs)
-        for cut in cut_rows(needs, plan):
+        for cut in split_rows(needs, plan):
             assert cut.bucket in planned, (cut, needs)
 
 
@@ -113,7 +115,7 @@ def test_every_row_of_4096_tokens() -> None:
     planned = set(plan.buckets)
     for tokens in range(1, 4097, 8):
         for context in (*range(0, 4097 - tokens, 128), *range(1, 4097 - tokens, 128), 4096 - tokens):
-            assert all(c.bucket in planned for c in cut_rows([Need(0, context, tokens)], plan)), (tokens, context)
+            assert all(c.bucket in planned for c in split_rows([RowNeed(0, context, tokens)], plan)), (tokens, context)
 
 
 @pytest.mark.parametrize("sizes", [*MODELS, (896, 24, 14, 2, 4864), (1536, 28, 12, 2, 8960), (256, 4, 4, 2, 512)])
@@ -126,26 +128,28 @@ def test_the_guides_seven_vision_buckets() -> None:
     plan, limits = plan_of("guide, seven vision buckets")
     assert plan.sizes(Stage.VISION) == (1600, 3136, 4096, 6400, 7744, 9216, 12544)
     for slots in range(64, 12545, 64):
-        assert plan.planned(Stage.VISION, (slots,))
-    assert not plan.planned(Stage.VISION, (12608,)) and "1596x1596" in " ".join(plan.notes)
-    launches = list(vision_launches([StepNeeds((), (*[3136] * 4, *[64] * 30))], plan))
+        assert plan.is_within_boundaries(Stage.VISION, (slots,))
+    assert not plan.is_within_boundaries(Stage.VISION, (12608,)) and "1596x1596" in " ".join(plan.notes)
+    launches = list(list_vision_launches([StepNeeds((), (*[3136] * 4, *[64] * 30))], plan))
     assert set(launches) <= set(plan.buckets) and sum(b.dims[0] for b in launches) >= 4 * 3136 + 30 * 64
-    assert not set(vision_launches([StepNeeds((), (20032,))], plan)) & set(plan.buckets)
+    assert not set(list_vision_launches([StepNeeds((), (20032,))], plan)) & set(plan.buckets)
     assert limits.image_slots > 12544
 
 
 def test_default_vision_buckets_cover_what_max_pixels_allows() -> None:
     plan, limits = plan_of("guide")
-    assert all(plan.planned(Stage.VISION, (s,)) for s in range(64, limits.image_slots + 1, 64))
+    assert all(plan.is_within_boundaries(Stage.VISION, (s,)) for s in range(64, limits.image_slots + 1, 64))
     assert plan.sizes(Stage.VISION)[:3] == (256, 576, 1024)
 
 
 def test_min_pixels_401408_needs_a_bucket_of_2048_slots() -> None:
     limits = ShapeLimits(8, 2048, 2048, 128, image_slots=4096, least_slots=401408 // 196)
-    sizes = make_plan(SERVING, limits, read({"VLLM_MULTIMODAL_BUCKETS": "576,1600,3136,4096,12544,50176"})).sizes
+    sizes = make_plan(
+        SERVING, limits, read_bucket_options({"VLLM_MULTIMODAL_BUCKETS": "576,1600,3136,4096,12544,50176"})
+    ).sizes
     assert sizes(Stage.VISION) == (3136, 4096, 12544)
     plan = make_plan(SERVING, limits, BucketOptions())
-    assert min(plan.sizes(Stage.VISION)) == 3136 and plan.planned(Stage.VISION, (2048,))
+    assert min(plan.sizes(Stage.VISION)) == 3136 and plan.is_within_boundaries(Stage.VISION, (2048,))
 
 
 def test_an_image_above_every_bucket_takes_an_escape() -> None:
@@ -155,7 +159,7 @@ def test_an_image_above_every_bucket_takes_an_escape() -> None:
 
 
 def test_none_switches_vision_padding_off() -> None:
-    plan = make_plan(SERVING, GUIDE, read({"VLLM_MULTIMODAL_BUCKETS": "None"}))
+    plan = make_plan(SERVING, GUIDE, read_bucket_options({"VLLM_MULTIMODAL_BUCKETS": "None"}))
     assert not plan.of(Stage.VISION) and plan.fit(Stage.VISION, (4160,)).dims == (4160,)
     assert any("not padded" in n for n in plan.notes)
 
@@ -180,9 +184,9 @@ def test_a_file_is_closed_by_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "buckets.txt"
     path.write_text("# rows, query, blocks\n(1, [128, 512], 0)\n(range(1, 5), 1, [4, 16])\n(1, 256, range(1, 9, 4))\n")
     limits = ShapeLimits(16, 2048, 4096, 128)
-    plan = make_plan(SERVING, limits, read({"VLLM_BUCKETING_FROM_FILE": str(path)}))
+    plan = make_plan(SERVING, limits, read_bucket_options({"VLLM_BUCKETING_FROM_FILE": str(path)}))
     added = {Bucket(Stage.FRESH, (1, 2048)), Bucket(Stage.CONTEXT, (256, 32)), Bucket(Stage.DECODE, (1, 32))}
     assert added < set(plan.buckets) and len([n for n in plan.notes if "is added" in n]) == 3
     rng, planned = random.Random(4), set(plan.buckets)
     for _ in range(40):
-        assert all(c.bucket in planned for c in cut_rows(rows_of(limits, rng), plan))
+        assert all(c.bucket in planned for c in split_rows(rows_of(limits, rng), plan))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.core.buckets import DEFAULT_VISION_SLOTS, Bucket, Plan, Policy, Stage, escape
-from trencadis.core.launches.inputs import SampleRow, head_inputs, reset_inputs, text_inputs
-from trencadis.core.launches.split import split
-from trencadis.core.shapes.axes import vision_boundaries
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs, reset_inputs, text_inputs
+from trencadis.core.launches.launch_splitter import split_step
+from trencadis.core.shapes.axis_sizes import vision_boundaries
 from trencadis.core.step import PENDING, Bias, Encode, ImageRows, Reset, Row, Sample, Step
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 POLICY = Policy(
     axes={
@@ -45,7 +45,7 @@ def test_vision_needs_take_the_next_listed_size_or_an_escape(windows: int) -> No
     if slots <= DEFAULT_VISION_SLOTS[-1]:
         assert size == min(s for s in DEFAULT_VISION_SLOTS if s >= slots)
     else:
-        assert size < slots * 1.126 and not PLAN.planned(Stage.VISION, (slots,))
+        assert size < slots * 1.126 and not PLAN.is_within_boundaries(Stage.VISION, (slots,))
 
 
 def test_escape_shapes_are_few() -> None:
@@ -60,7 +60,7 @@ def test_vision_list_covers_the_largest_need(largest: int, windows: bool) -> Non
 
 
 def test_a_tower_without_windows_has_a_size_in_each_wide_gap() -> None:
-    """Its pictures need any multiple of 64; the list's sizes are squares of whole windows."""
+    """Its images need any multiple of 64; the list's sizes are squares of whole windows."""
     assert vision_boundaries(12544) == DEFAULT_VISION_SLOTS
     assert set(vision_boundaries(12544, windows=False)) - set(DEFAULT_VISION_SLOTS) == {40 * 56, 64 * 80}
     sizes = vision_boundaries(100_000, windows=False)
@@ -82,10 +82,10 @@ def row(key: int, slot: int, context: int, tokens: tuple[int, ...], images: tupl
 def test_split_in_device_order() -> None:
     image = Encode("d", (1, 2, 2), 64, np.zeros((4, PATCH_VALUES), np.uint8), np.array([2], np.int32))
     step = Step(1, (row(1, 1, 0, (5, 6)), row(2, 2, 9, (7,))), (image,), (Reset(1, (5,), ()),))
-    stages = [launch.bucket for launch in split(step, PLAN)]
+    stages = [launch.bucket for launch in split_step(step, PLAN)]
     assert stages == [Bucket(Stage.RESET, (4,)), Bucket(Stage.VISION, (256,)), Bucket(Stage.PREFILL, (16, 4))]
     decode = Step(2, (row(1, 1, 3, (5,)), row(2, 2, 9, (7,))))
-    assert [launch.bucket for launch in split(decode, PLAN)] == [Bucket(Stage.DECODE, (4,))]
+    assert [launch.bucket for launch in split_step(decode, PLAN)] == [Bucket(Stage.DECODE, (4,))]
 
 
 def test_text_inputs_lay_rows_out() -> None:
@@ -107,6 +107,6 @@ def test_masks_ban_exactly_what_is_banned() -> None:
 def test_reset_holds_whole_rows() -> None:
     x = reset_inputs([Reset(5, (1, 1, 17), (3, 3), (Bias(9, 0.0), Bias(4, -1.5)))], 20)
     assert x.counts[0].tolist() == [0, 0, 0, 2] + [0] * 16
-    assert np.flatnonzero(np.unpackbits(x.seen[0], bitorder="little")).tolist() == [1, 17]
+    assert np.flatnonzero(np.unpackbits(x.prompt_mask[0], bitorder="little")).tolist() == [1, 17]
     # A kernel takes a first value of 0 for a row without a bias.
     assert x.bias_id[0, 0] == 4 and x.bias_value[0, 0] == -1.5 and not x.bias_value[0, 1:].any()

@@ -18,12 +18,12 @@ from tests.traffic.launch_lines import plan_of
 from trencadis.backends.cuda.policy import SERVING as CUDA
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.launches.inputs import text_inputs
-from trencadis.core.launches.split import Launch, part_of, sample_bucket, score_rows, split
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions, read
-from trencadis.core.shapes.planner import make_plan
-from trencadis.core.shapes.rectangles import Need, cut_rows
+from trencadis.core.launches.host_inputs import text_inputs
+from trencadis.core.launches.launch_splitter import Launch, part_of, sample_bucket, score_rows, split_step
+from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 BLOCK = 128
@@ -54,8 +54,8 @@ ROWS = st.lists(
 @settings(max_examples=120, deadline=None)
 def test_every_token_runs_once_in_a_planned_bucket_and_in_order(plan: Plan, rows: list[tuple[int, int]]) -> None:
     step = Step(1, tuple(row(i, c, n, block=plan.block_size) for i, (c, n) in enumerate(rows)))
-    launches = split(step, plan)
-    assert launches == split(step, plan)
+    launches = split_step(step, plan)
+    assert launches == split_step(step, plan)
     done = [0] * len(rows)
     for launch in launches:
         assert launch.bucket in plan.buckets
@@ -66,7 +66,7 @@ def test_every_token_runs_once_in_a_planned_bucket_and_in_order(plan: Plan, rows
             done[i] = stop
         check_shape(plan, launch, [(rows[i][0] + start, stop - start) for i, start, stop in parts])
     assert done == [n for _, n in rows]
-    each = [cut_rows([Need(i, c, n)], plan) for i, (c, n) in enumerate(rows)]
+    each = [split_rows([RowNeed(i, c, n)], plan) for i, (c, n) in enumerate(rows)]
     alone = sum(plan.policy.cost(cut.bucket) for cuts in each for cut in cuts)
     assert sum(plan.policy.cost(launch.bucket) for launch in launches) <= alone * (1 + 1e-9)
 
@@ -87,7 +87,7 @@ def check_shape(plan: Plan, launch: Launch, parts: list[tuple[int, int]]) -> Non
 
 
 def test_a_merge_must_not_cost_more_than_its_parts() -> None:
-    launches = split(Step(1, (row(0, 0, 120), row(1, 0, 100), row(2, 0, 1000), row(3, 0, 60))), GUIDE)
+    launches = split_step(Step(1, (row(0, 0, 120), row(1, 0, 100), row(2, 0, 1000), row(3, 0, 60))), GUIDE)
     shapes = {launch.bucket.dims: launch.items for launch in launches}
     assert all(launch.bucket.stage is Stage.FRESH for launch in launches)
     assert 2 in shapes[(1, 1024)] and len(shapes[(1, 1024)]) == 1, "a long prompt pads three short ones"
@@ -95,21 +95,21 @@ def test_a_merge_must_not_cost_more_than_its_parts() -> None:
 
 
 def test_a_long_prompt_is_cut_where_the_rest_is_cheaper() -> None:
-    launches = split(Step(1, (row(0, 0, 16500),)), GUIDE)
+    launches = split_step(Step(1, (row(0, 0, 16500),)), GUIDE)
     assert launches[0].bucket == Bucket(Stage.FRESH, (1, 16384)) and launches[0].ranges == ((0, 16384),)
     assert launches[1].bucket.stage is Stage.CONTEXT and launches[1].ranges == ((16384, 16500),)
 
 
 def test_the_end_of_a_chunk_is_cut_where_that_is_cheaper() -> None:
-    launches = split(Step(1, (row(0, 1000, 1030),)), GUIDE)
+    launches = split_step(Step(1, (row(0, 1000, 1030),)), GUIDE)
     assert [launch.ranges for launch in launches] == [((0, 1024),), ((1024, 1030),)]
-    assert len(split(Step(1, (row(0, 1000, 1000),)), GUIDE)) == 1
+    assert len(split_step(Step(1, (row(0, 1000, 1000),)), GUIDE)) == 1
 
 
 def test_many_blocks_are_listed_in_several_launches() -> None:
     plan = make_plan(SERVING, ShapeLimits(64, 8192, 32768, 128), BucketOptions())
     step = Step(1, tuple(row(i, 32000, 1, blocks=range(251)) for i in range(64)))
-    launches = split(step, plan)
+    launches = split_step(step, plan)
     assert len(launches) >= 4 and all(launch.bucket.dims[1] <= plan.policy.decode_blocks for launch in launches)
     assert [i for launch in launches for i in launch.items] == list(range(64))
 
@@ -117,10 +117,10 @@ def test_many_blocks_are_listed_in_several_launches() -> None:
 def test_a_row_that_reads_a_block_of_a_decoding_row_runs_after_it() -> None:
     """Row 0 fills block 7 with its token; row 1 begins with that block in the same Step."""
     rows = (row(0, 127, 1, (7,)), row(1, 128, 50, (7, 8)), row(2, 0, 30), row(3, 300, 1))
-    launches = split(Step(1, rows), GUIDE)
+    launches = split_step(Step(1, rows), GUIDE)
     order = [i for launch in launches for i in launch.items]
     assert order.index(0) < order.index(1) and sorted(order) == [0, 1, 2, 3]
-    free = split(Step(1, (rows[0], row(1, 128, 50), rows[2], rows[3])), GUIDE)
+    free = split_step(Step(1, (rows[0], row(1, 128, 50), rows[2], rows[3])), GUIDE)
     assert [launch.bucket.stage for launch in free] == [Stage.FRESH, Stage.CONTEXT, Stage.DECODE]
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_read_before_it_is_written(made: list[tuple[int, int, int]]) 
         return {(rows[i].blocks[p // BLOCK], p % BLOCK) for p in range(start, stop)}
 
     written = set[tuple[int, int]]().union(*(places(r.key, r.context, r.context + len(r.tokens)) for r in rows))
-    for launch in split(step, GUIDE):
+    for launch in split_step(step, GUIDE):
         parts = [(i, rows[i].context + start, rows[i].context + stop) for i, start, stop in launch.parts(step)]
         if launch.bucket.stage is Stage.DECODE:  # every layer stores all rows before it attends
             written -= set[tuple[int, int]]().union(*(places(*p) for p in parts))
@@ -163,20 +163,22 @@ def test_nothing_is_read_before_it_is_written(made: list[tuple[int, int, int]]) 
 
 def test_a_batch_is_cut_where_one_launch_pads_more_than_a_second_costs() -> None:
     step = Step(1, tuple(row(i, 32 * BLOCK - 1, 1, range(32)) for i in range(65)))
-    launches = split(step, GUIDE)
+    launches = split_step(step, GUIDE)
     whole = GUIDE.fit(Stage.DECODE, (65, 65 * 32))
     assert len(launches) == 2
     assert sum(GUIDE.policy.cost(launch.bucket) for launch in launches) < GUIDE.policy.cost(whole)
 
 
 def test_a_ragged_device_runs_one_vision_launch_and_one_of_text() -> None:
-    plan = make_plan(CUDA, ShapeLimits(8, 2048, 2048, 16, image_slots=4096), read({"VLLM_MULTIMODAL_BUCKETS": "4096"}))
+    plan = make_plan(
+        CUDA, ShapeLimits(8, 2048, 2048, 16, image_slots=4096), read_bucket_options({"VLLM_MULTIMODAL_BUCKETS": "4096"})
+    )
     images = tuple(
         Encode(str(i), (1, 32, 32), 1024, np.zeros((0, 1), np.uint8), np.zeros(0, np.int32)) for i in range(3)
     )
-    assert [launch.items for launch in split(Step(1, (), images), plan)] == [(0, 1, 2)]
+    assert [launch.items for launch in split_step(Step(1, (), images), plan)] == [(0, 1, 2)]
     rows = (row(0, 0, 40, block=16), row(1, 9, 1, block=16))
-    text = split(Step(1, rows, images[:1]), plan)
+    text = split_step(Step(1, rows, images[:1]), plan)
     assert [launch.bucket.stage for launch in text] == [Stage.VISION, Stage.PREFILL]
     assert all(launch.bucket in plan.buckets for launch in text)
 
@@ -187,7 +189,7 @@ def test_order_on_the_device_and_images_in_one_launch() -> None:
         for i, n in enumerate((25, 25, 1, 2))
     )
     step = Step(1, (row(0, 0, 40),), images, tuple(Reset(i + 1, (1,), ()) for i in range(3)))
-    launches = split(step, GUIDE)
+    launches = split_step(step, GUIDE)
     stages = [launch.bucket.stage for launch in launches]
     assert stages == sorted(stages, key=[Stage.RESET, Stage.VISION, Stage.FRESH].index)
     vision = [launch for launch in launches if launch.bucket.stage is Stage.VISION]
@@ -233,9 +235,9 @@ def lines_of(work: Callable[[], object]) -> int:
 
 def test_a_lookup_and_a_cut_are_cheap() -> None:
     """A hundred lines take less than 20 us, 25,000 less than 5 ms."""
-    needs = [Need(i, 37 * i, 1) for i in range(128)]
+    needs = [RowNeed(i, 37 * i, 1) for i in range(128)]
     assert lines_of(lambda: GUIDE.fit(Stage.DECODE, (77, 1234))) < 100
-    assert 128 < lines_of(lambda: cut_rows(needs, GUIDE)) < 25_000
+    assert 128 < lines_of(lambda: split_rows(needs, GUIDE)) < 25_000
 
 
 @pytest.mark.long
@@ -245,16 +247,16 @@ def test_a_lookup_and_a_cut_take_microseconds_and_milliseconds() -> None:
     def least(work: Callable[[], object], number: int) -> float:
         return min(timeit.repeat(work, timer=time.thread_time, number=number, repeat=10)) / number
 
-    needs = [Need(i, 37 * i, 1) for i in range(128)]
+    needs = [RowNeed(i, 37 * i, 1) for i in range(128)]
     assert least(lambda: GUIDE.fit(Stage.DECODE, (77, 1234)), 2000) < 20e-6
-    assert least(lambda: cut_rows(needs, GUIDE), 20) < 5e-3
+    assert least(lambda: split_rows(needs, GUIDE), 20) < 5e-3
 
 
 def test_one_token_prompts_and_ends_decode() -> None:
-    launches = split(Step(1, (row(0, 0, 1), row(1, 256, 1))), GUIDE)
+    launches = split_step(Step(1, (row(0, 0, 1), row(1, 256, 1))), GUIDE)
     assert [(launch.bucket.stage, launch.items) for launch in launches] == [(Stage.DECODE, (0, 1))]
     assert launches[0].bucket == GUIDE.fit(Stage.DECODE, (2, 4))
-    assert cut_rows([Need(0, 0, 1)], GUIDE)[0].bucket == GUIDE.fit(Stage.DECODE, (1, 1))
+    assert split_rows([RowNeed(0, 0, 1)], GUIDE)[0].bucket == GUIDE.fit(Stage.DECODE, (1, 1))
 
 
 def test_sample_slices_stay_inside_the_plan() -> None:

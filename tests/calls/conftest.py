@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.chat_template import ChatTemplate
 
 SPECIAL = ["[TOOL_CALLS]", "<|python_tag|>", "[THINK]", "[/THINK]"]
 
@@ -24,11 +24,11 @@ def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def templated_app(checkpoint: Path, template: str, answer: str = "", **flags: Any) -> ScriptedApp:
     """An application over the tokenizer of ``checkpoint``."""
-    rig = scripted_app(checkpoint)
-    rig.service.template = ChatTemplate(template, rig.tokenizer)
-    rig.engine.answer = rig.tokenizer.encode(answer)
-    rig.app(**flags)
-    return rig
+    harness = scripted_app(checkpoint)
+    harness.service.template = ChatTemplate(template, harness.tokenizer)
+    harness.engine.answer = harness.tokenizer.encode(answer)
+    harness.app(**flags)
+    return harness
 
 
 @pytest.fixture

@@ -61,11 +61,11 @@ ATTACKS = {
 """Name -> ``param``. A body with too many values is refused before anybody knows its fields."""
 
 
-def check(rig: Any, name: str) -> None:
+def check(harness: Any, name: str) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "a"}], **attack(name)}).encode()
     headers = {"content-type": "application/json"}
     start = time.process_time()
-    response = rig.call("/v1/chat/completions", method="POST", content=body, headers=headers)
+    response = harness.call("/v1/chat/completions", method="POST", content=body, headers=headers)
     assert time.process_time() - start < 5 * SECONDS
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, ATTACKS[name]) and len(error["message"]) < 200
@@ -78,12 +78,12 @@ def test_large_tools_are_refused_at_once(serve: Any, name: str) -> None:
 
 @pytest.mark.long
 def test_large_tools_take_little_memory(serve: Any) -> None:
-    rig = serve(HERMES)
-    rig.chat("warm")
+    harness = serve(HERMES)
+    harness.chat("warm")
     for name in ATTACKS:
         tracemalloc.start()
         try:
-            check(rig, name)
+            check(harness, name)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -24,10 +24,10 @@ ANSWERS = {
 TWO = ANSWERS["hermes"] + '\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
-def joined(rig: ScriptedApp, response: Any) -> dict[int, dict[str, Any]]:
+def joined(harness: ScriptedApp, response: Any) -> dict[int, dict[str, Any]]:
     """The choices that the chunks of a stream add up to, in the form of the whole answer."""
     choices: dict[int, dict[str, Any]] = {}
-    for chunk in rig.events(response):
+    for chunk in harness.events(response):
         for one in chunk["choices"]:
             made = choices.setdefault(one["index"], {"content": None, "calls": [], "finish": None, "logprobs": []})
             delta = one["delta"]
@@ -55,12 +55,12 @@ def whole(choice: dict[str, Any]) -> tuple[Any, list[tuple[str, str]], str]:
 
 @pytest.mark.parametrize("style", ANSWERS)
 def test_a_call_comes_whole_and_in_deltas_alike(serve: Any, style: str) -> None:
-    rig = serve(TEMPLATES[style], ANSWERS[style])
-    response = rig.chat(tools=TOOLS)
+    harness = serve(TEMPLATES[style], ANSWERS[style])
+    response = harness.chat(tools=TOOLS)
     content, calls, reason = whole(response.json()["choices"][0])
     assert (content, reason) == (None, "tool_calls") and "x-ignored-fields" not in response.headers
     assert [(n, json.loads(a)) for n, a in calls] == [("get_weather", {"city": "Köln", "days": 2})]
-    made = joined(rig, rig.chat(tools=TOOLS, stream=True))[0]
+    made = joined(harness, harness.chat(tools=TOOLS, stream=True))[0]
     assert [(n, a) for _, n, a in made["calls"]] == calls and made["finish"] == "tool_calls"
     assert made["content"] == ""  # the first chunk has the role and no text
     assert len(made["calls"][0][0]) == (9 if style == "mistral" else 29)
@@ -68,78 +68,78 @@ def test_a_call_comes_whole_and_in_deltas_alike(serve: Any, style: str) -> None:
 
 @pytest.mark.parametrize("style", ANSWERS)
 def test_a_parser_of_the_flag_wins_over_the_template(serve: Any, style: str) -> None:
-    rig = serve(TEMPLATE, ANSWERS[style], tool_call_parser=style)
-    assert whole(rig.chat(tools=TOOLS).json()["choices"][0])[2] == "tool_calls"
+    harness = serve(TEMPLATE, ANSWERS[style], tool_call_parser=style)
+    assert whole(harness.chat(tools=TOOLS).json()["choices"][0])[2] == "tool_calls"
 
 
 def test_arguments_go_out_as_written_and_a_cut_call_stays_cut(serve: Any) -> None:
-    rig = serve(HERMES, ANSWERS["hermes"])
-    _, calls, _ = whole(rig.chat(tools=TOOLS).json()["choices"][0])
+    harness = serve(HERMES, ANSWERS["hermes"])
+    _, calls, _ = whole(harness.chat(tools=TOOLS).json()["choices"][0])
     assert calls[0][1] == '{"city": "Köln",  "days": 2}'
-    cut = next(n for n in range(1, 99) if rig.tokenizer.decode(rig.engine.answer[:n]).endswith("Kö"))
-    content, calls, reason = whole(rig.chat(tools=TOOLS, max_tokens=cut).json()["choices"][0])
+    cut = next(n for n in range(1, 99) if harness.tokenizer.decode(harness.engine.answer[:n]).endswith("Kö"))
+    content, calls, reason = whole(harness.chat(tools=TOOLS, max_tokens=cut).json()["choices"][0])
     assert (content, calls, reason) == (None, [("get_weather", '{"city": "Kö')], "length")
-    early = len(rig.tokenizer.encode('<tool_call>\n{"name": "get'))
-    content, calls, reason = whole(rig.chat(tools=TOOLS, max_tokens=early).json()["choices"][0])
+    early = len(harness.tokenizer.encode('<tool_call>\n{"name": "get'))
+    content, calls, reason = whole(harness.chat(tools=TOOLS, max_tokens=early).json()["choices"][0])
     assert content and content.startswith('<tool_call>\n{"name": "') and (calls, reason) == ([], "length")
 
 
 def test_without_a_call_the_answer_is_text_and_ends_by_stop(serve: Any) -> None:
     text = '  It is <tool_call> that I would write, {"name": "x"}.\n'
     for style in TEMPLATES:
-        rig = serve(TEMPLATES[style], text)
-        assert whole(rig.chat(tools=TOOLS).json()["choices"][0]) == (text, [], "stop"), style
-        assert joined(rig, rig.chat(tools=TOOLS, stream=True))[0]["content"] == text
+        harness = serve(TEMPLATES[style], text)
+        assert whole(harness.chat(tools=TOOLS).json()["choices"][0]) == (text, [], "stop"), style
+        assert joined(harness, harness.chat(tools=TOOLS, stream=True))[0]["content"] == text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_choice_none_and_requests_without_tools_read_no_calls(serve: Any, stream: bool) -> None:
-    rig = serve(HERMES, TWO)
+    harness = serve(HERMES, TWO)
     for fields in ({"tools": TOOLS, "tool_choice": "none"}, {}):
-        response = rig.chat(stream=stream, **fields)
-        made = joined(rig, response)[0] if stream else response.json()["choices"][0]["message"]
+        response = harness.chat(stream=stream, **fields)
+        made = joined(harness, response)[0] if stream else response.json()["choices"][0]["message"]
         assert made["content"] == TWO and not made.get("calls") and "tool_calls" not in made
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_parallel_tool_calls_false_ends_after_the_first_call(serve: Any, stream: bool) -> None:
-    rig = serve(HERMES, "First.\n" + TWO)
+    harness = serve(HERMES, "First.\n" + TWO)
     for parallel in (True, False):
-        rig.engine.aborted.clear()
-        response = rig.chat(tools=TOOLS, parallel_tool_calls=parallel, stream=stream)
+        harness.engine.aborted.clear()
+        response = harness.chat(tools=TOOLS, parallel_tool_calls=parallel, stream=stream)
         if stream:
-            made = joined(rig, response)[0]
+            made = joined(harness, response)[0]
             found = made["content"], [(n, a) for _, n, a in made["calls"]], made["finish"]
         else:
             found = whole(response.json()["choices"][0])
         assert (found[0], found[2]) == ("First.", "tool_calls")
         assert [n for n, _ in found[1]] == (["get_weather", "now"] if parallel else ["get_weather"])
-        assert len(rig.engine.aborted) == (not parallel), "the engine is told of the end"
+        assert len(harness.engine.aborted) == (not parallel), "the engine is told of the end"
     assert "x-ignored-fields" not in response.headers
 
 
 def test_choices_read_calls_of_their_own(serve: Any) -> None:
-    rig = serve(HERMES, TWO)
-    body = rig.chat(tools=TOOLS, n=3).json()
+    harness = serve(HERMES, TWO)
+    body = harness.chat(tools=TOOLS, n=3).json()
     ids = [c["id"] for one in body["choices"] for c in one["message"]["tool_calls"]]
     assert len(ids) == len(set(ids)) == 6 and {c["finish_reason"] for c in body["choices"]} == {"tool_calls"}
-    streamed = joined(rig, rig.chat(tools=TOOLS, n=3, stream=True))
+    streamed = joined(harness, harness.chat(tools=TOOLS, n=3, stream=True))
     assert [[c[1] for c in one["calls"]] for one in streamed.values()] == [["get_weather", "now"]] * 3
 
 
 def test_logprobs_ids_and_usage_count_every_token_of_a_call(serve: Any) -> None:
-    rig = serve(HERMES, TWO)
-    count = len(rig.engine.answer) + 1
-    chunks = rig.chat(tools=TOOLS, stream=True, logprobs=True, stream_options={"include_usage": True})
-    assert len(joined(rig, chunks)[0]["logprobs"]) == count
-    assert rig.events(chunks)[-1]["usage"]["completion_tokens"] == count
-    body = rig.chat(tools=TOOLS, logprobs=True, return_token_ids=True).json()
+    harness = serve(HERMES, TWO)
+    count = len(harness.engine.answer) + 1
+    chunks = harness.chat(tools=TOOLS, stream=True, logprobs=True, stream_options={"include_usage": True})
+    assert len(joined(harness, chunks)[0]["logprobs"]) == count
+    assert harness.events(chunks)[-1]["usage"]["completion_tokens"] == count
+    body = harness.chat(tools=TOOLS, logprobs=True, return_token_ids=True).json()
     assert len(body["choices"][0]["logprobs"]["content"]) == len(body["choices"][0]["token_ids"]) == count
 
 
 def test_a_stop_string_ends_a_call(serve: Any) -> None:
-    rig = serve(HERMES, TWO)
-    choice = rig.chat(tools=TOOLS, stop=["Köl"]).json()["choices"][0]
+    harness = serve(HERMES, TWO)
+    choice = harness.chat(tools=TOOLS, stop=["Köl"]).json()["choices"][0]
     assert whole(choice) == (None, [("get_weather", '{"city": "')], "tool_calls") and choice["stop_reason"] == "Köl"
 
 
@@ -157,25 +157,25 @@ def history(content: Any = "5 degrees") -> list[dict[str, Any]]:
 def test_calls_and_results_of_the_history_reach_the_template_as_transformers_gives_them(serve: Any, style: str) -> None:
     import transformers
 
-    rig = serve(TEMPLATES[style])
-    assert rig.call("/v1/chat/completions", {"messages": history(), "tools": TOOLS}).status_code == 200
+    harness = serve(TEMPLATES[style])
+    assert harness.call("/v1/chat/completions", {"messages": history(), "tools": TOOLS}).status_code == 200
     tools: Any = TOOLS
-    talk: Any = history()
-    talk[1]["content"] = ""
-    talk[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Köln <b>"}
+    conversation: Any = history()
+    conversation[1]["content"] = ""
+    conversation[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Köln <b>"}
     render = transformers.utils.chat_template_utils.render_jinja_template
-    expected = render([talk], tools=tools, chat_template=TEMPLATES[style], add_generation_prompt=True)[0][0]
-    assert rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False) == expected
+    expected = render([conversation], tools=tools, chat_template=TEMPLATES[style], add_generation_prompt=True)[0][0]
+    assert harness.tokenizer.decode(harness.engine.submitted[0][0].tokens, False) == expected
 
 
-def test_pictures_and_texts_in_tool_messages(serve: Any) -> None:
+def test_images_and_texts_in_tool_messages(serve: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     content = [{"type": "text", "text": "the map"}, image]
     for style in ("hermes", "qwen3"):
-        rig = serve(TEMPLATES[style])
-        assert rig.call("/v1/chat/completions", {"messages": history(content), "tools": TOOLS}).status_code == 200
-        assert rig.images.seen == [("data:image/png;base64,AAAA", "messages[2].content[1]")]
-        shown = rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
+        harness = serve(TEMPLATES[style])
+        assert harness.call("/v1/chat/completions", {"messages": history(content), "tools": TOOLS}).status_code == 200
+        assert harness.images.received == [("data:image/png;base64,AAAA", "messages[2].content[1]")]
+        shown = harness.tokenizer.decode(harness.engine.submitted[0][0].tokens, False)
         assert shown.count("<|image_pad|>") == 6 and "the map" in shown and "{'type'" not in shown
 
 
@@ -189,52 +189,52 @@ def test_pictures_and_texts_in_tool_messages(serve: Any) -> None:
     ],
 )
 def test_histories_without_arguments_or_calls_render(serve: Any, calls: Any, shown: str) -> None:
-    rig = serve(HERMES)
+    harness = serve(HERMES)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x", "tool_calls": calls}]
-    assert rig.call("/v1/chat/completions", {"messages": messages}).status_code == 200
-    assert shown in rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
+    assert harness.call("/v1/chat/completions", {"messages": messages}).status_code == 200
+    assert shown in harness.tokenizer.decode(harness.engine.submitted[0][0].tokens, False)
 
 
 @pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|im_end|>"])
 def test_tags_that_users_and_tools_type_stay_text(serve: Any, tag: str) -> None:
-    token = serve(HERMES).tokenizer.token_id(tag)
+    token = serve(HERMES).tokenizer.find_token_id(tag)
     for template in (THINKING_HERMES, QWEN3 + "{# </think> #}", MISTRAL, LLAMA3):
-        rig = serve(template)
+        harness = serve(template)
         counts = []
         for text in ("it", f"{tag}it{tag}"):
             messages = history(text)
             messages[0]["content"] = text
             tools = [{"type": "function", "function": {"name": "f", "description": text}}]
-            assert rig.call("/v1/chat/completions", {"messages": messages, "tools": tools}).status_code == 200
-            counts.append(rig.engine.submitted[-1][0].tokens.count(token))
-        if tag in rig.tokenizer.marks:
+            assert harness.call("/v1/chat/completions", {"messages": messages, "tools": tools}).status_code == 200
+            counts.append(harness.engine.submitted[-1][0].tokens.count(token))
+        if tag in harness.tokenizer.marks:
             assert counts[0] == counts[1], (tag, template)
         else:
             assert tag not in template, "no form has this tag"
 
 
 def test_a_template_of_the_request_chooses_its_form(serve: Any) -> None:
-    rig = serve(HERMES, ANSWERS["mistral"], trust_request_chat_template=True)
-    assert whole(rig.chat(tools=TOOLS).json()["choices"][0])[1] == []
+    harness = serve(HERMES, ANSWERS["mistral"], trust_request_chat_template=True)
+    assert whole(harness.chat(tools=TOOLS).json()["choices"][0])[1] == []
     # The tag is a special token, which only its own form shows.
-    assert len(whole(rig.chat(tools=TOOLS, chat_template=MISTRAL).json()["choices"][0])[1]) == 1
+    assert len(whole(harness.chat(tools=TOOLS, chat_template=MISTRAL).json()["choices"][0])[1]) == 1
 
 
 def test_tags_of_a_form_that_only_the_flag_names_stay_text_too(serve: Any) -> None:
     for flags, tag in (({"tool_call_parser": "hermes"}, "<tool_call>"), ({"reasoning_parser": "qwen3"}, "</think>")):
-        rig = serve(TEMPLATE, **flags)
-        rig.chat(f"a {tag}")
-        assert rig.tokenizer.token_id(tag) not in rig.engine.submitted[0][0].tokens
-        assert rig.tokenizer.decode(rig.engine.submitted[0][0].tokens).count(tag) == 1
+        harness = serve(TEMPLATE, **flags)
+        harness.chat(f"a {tag}")
+        assert harness.tokenizer.find_token_id(tag) not in harness.engine.submitted[0][0].tokens
+        assert harness.tokenizer.decode(harness.engine.submitted[0][0].tokens).count(tag) == 1
 
 
 def test_allowed_tools_leave_some_of_the_tools(serve: Any) -> None:
-    rig = serve(HERMES, ANSWERS["hermes"])
+    harness = serve(HERMES, ANSWERS["hermes"])
     named = [{"type": "function", "function": {"name": "now"}}]
     only = [tool for tool, name in zip(TOOLS, SCHEMAS, strict=True) if name == "now"]
     for mode in ("auto", "required"):
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-        assert rig.chat(tools=TOOLS, tool_choice=choice).status_code == 200
-        assert rig.chat(tools=only, tool_choice=mode).status_code == 200
-        first, second = (request for request, _ in rig.engine.submitted[-2:])
+        assert harness.chat(tools=TOOLS, tool_choice=choice).status_code == 200
+        assert harness.chat(tools=only, tool_choice=mode).status_code == 200
+        first, second = (request for request, _ in harness.engine.submitted[-2:])
         assert first.tokens == second.tokens and first.rule == second.rule and (first.rule is None) == (mode == "auto")

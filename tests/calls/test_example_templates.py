@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.calls.test_chat_tools import TOOLS, history
-from tests.oracles.declared import spec_of
-from trencadis.server.tools.forms import BUILT, tool_form
-from trencadis.server.tools.parser import CallArguments, CallStarted
+from tests.oracles.openapi_checks import spec_of
+from trencadis.server.tools.tool_parser import CallArguments, CallStarted
+from trencadis.server.tools.tool_parser_registry import BUILT, find_tool_parser
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "examples" / "templates"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -25,13 +25,13 @@ EXPECTED = {
 def test_an_example_renders_a_conversation_with_calls(serve: Any, name: str) -> None:
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     style, result = EXPECTED[name]
-    assert tool_form("auto", source) is BUILT[style]
-    rig = serve(source)
-    assert rig.service.template.keeps_specials() and not rig.service.template.text_arguments
-    talk = [{"role": "system", "content": "Be brief."}, *history(), {"role": "assistant", "content": "Five."},
+    assert find_tool_parser("auto", source) is BUILT[style]
+    harness = serve(source)
+    assert harness.service.template.has_all_specials_marked() and not harness.service.template.text_arguments
+    conversation = [{"role": "system", "content": "Be brief."}, *history(), {"role": "assistant", "content": "Five."},
             {"role": "user", "content": "And now?"}]  # fmt: skip
-    assert rig.call("/v1/chat/completions", {"messages": talk, "tools": TOOLS[2:]}).status_code == 200
-    shown = rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
+    assert harness.call("/v1/chat/completions", {"messages": conversation, "tools": TOOLS[2:]}).status_code == 200
+    shown = harness.tokenizer.decode(harness.engine.submitted[0][0].tokens, False)
     assert result in shown and shown.count("Be brief.") == 1 and shown.count('"description": "d"') == 1
     start = shown.index("abcdefghi") if style == "mistral" else len(shown)
     begin = {"hermes": '<tool_call>\n{"name": "get_weather"', "llama3_json": '{"name": "get_weather", "param'}
@@ -41,29 +41,31 @@ def test_an_example_renders_a_conversation_with_calls(serve: Any, name: str) -> 
     assert "".join(e.text for e in events if isinstance(e, CallArguments)) == '{"city": "Köln <b>"}'
 
 
-def test_the_template_of_qwen2_5_vl_takes_pictures_in_every_message(serve: Any) -> None:
-    rig = serve((FOLDER / "qwen2_5_vl_hermes.jinja").read_text(encoding="utf-8"))
-    talk = history([{"type": "text", "text": "map"}, IMAGE])
-    talk[0]["content"] = [IMAGE, {"type": "text", "text": "Where?"}]
-    assert rig.call("/v1/chat/completions", {"messages": talk}).status_code == 200
-    shown = rig.tokenizer.decode(rig.engine.submitted[0][0].tokens, False)
+def test_the_template_of_qwen2_5_vl_takes_images_in_every_message(serve: Any) -> None:
+    harness = serve((FOLDER / "qwen2_5_vl_hermes.jinja").read_text(encoding="utf-8"))
+    conversation = history([{"type": "text", "text": "map"}, IMAGE])
+    conversation[0]["content"] = [IMAGE, {"type": "text", "text": "Where?"}]
+    assert harness.call("/v1/chat/completions", {"messages": conversation}).status_code == 200
+    shown = harness.tokenizer.decode(harness.engine.submitted[0][0].tokens, False)
     assert "<tool_response>\nmap<|vision_start|><|image_pad|>" in shown and "<|vision_end|>Where?<|im_end|>" in shown
-    assert "# Tools" not in shown and rig.images.seen[1][1] == "messages[2].content[1]"
+    assert "# Tools" not in shown and harness.images.received[1][1] == "messages[2].content[1]"
 
 
 def test_the_template_of_vlm2vec_joins_the_parts_of_one_message(serve: Any) -> None:
-    rig = serve((FOLDER / "vlm2vec.jinja").read_text(encoding="utf-8"))
+    harness = serve((FOLDER / "vlm2vec.jinja").read_text(encoding="utf-8"))
     text = {"type": "text", "text": "Represent the given image."}
     parts = [IMAGE, text, IMAGE, {"type": "text", "text": "Where <|im_end|>?"}]
-    made = rig.call("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()["tokens"]
+    made = harness.call("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()["tokens"]
     pad = "<|image_pad|>" * 6
-    assert rig.tokenizer.decode(made, False) == f"{pad} Represent the given image. {pad} Where <|im_end|>?"
-    assert rig.tokenizer.special_ids & {*made} == {rig.tokenizer.token_id("<|image_pad|>")}
-    plain = rig.call("/tokenize", {"messages": [{"role": "user", "content": "A dog"}]}).json()["tokens"]
-    assert rig.tokenizer.decode(plain, False) == "A dog"
-    two = rig.call("/tokenize", {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    assert harness.tokenizer.decode(made, False) == f"{pad} Represent the given image. {pad} Where <|im_end|>?"
+    assert harness.tokenizer.special_ids & {*made} == {harness.tokenizer.find_token_id("<|image_pad|>")}
+    plain = harness.call("/tokenize", {"messages": [{"role": "user", "content": "A dog"}]}).json()["tokens"]
+    assert harness.tokenizer.decode(plain, False) == "A dog"
+    two = harness.call(
+        "/tokenize", {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    )
     assert two.status_code == 400 and "one message" in two.json()["error"]["message"]
-    assert tool_form("auto", rig.service.template.text) is None
+    assert find_tool_parser("auto", harness.service.template.text) is None
 
 
 def test_the_openapi_page_describes_calls_and_reasoning(serve: Any) -> None:

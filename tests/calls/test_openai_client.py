@@ -23,17 +23,17 @@ CALLS = [("get_weather", {"city": "Köln", "days": 2}), ("now", {})]
 
 
 @pytest.fixture
-def rig(serve: Any) -> ScriptedApp:
+def harness(serve: Any) -> ScriptedApp:
     made: ScriptedApp = serve(THINKING_HERMES, ANSWER)
     return made
 
 
 @pytest.fixture
-def client(rig: ScriptedApp) -> Iterator[openai.OpenAI]:
+def client(harness: ScriptedApp) -> Iterator[openai.OpenAI]:
     """The client over a transport that calls the application."""
 
     def send(request: httpx.Request) -> httpx.Response:
-        response = rig.call(request.url.path, json.loads(request.content))
+        response = harness.call(request.url.path, json.loads(request.content))
         return httpx.Response(response.status_code, headers=response.headers, content=response.content)
 
     with httpx.Client(transport=httpx.MockTransport(send)) as made:
@@ -99,11 +99,11 @@ def test_the_helpers_gather_the_same_answer(client: openai.OpenAI) -> None:
     assert kinds.count("tool_calls.function.arguments.done") == 2 and kinds.count("content.done") == 1
 
 
-def test_async(rig: ScriptedApp) -> None:
+def test_async(harness: ScriptedApp) -> None:
     tools: Any = TOOLS
 
     async def run() -> None:
-        transport = httpx.ASGITransport(rig.app())
+        transport = httpx.ASGITransport(harness.app())
         async with httpx.AsyncClient(transport=transport) as made:
             http: Any = made
             client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=http, max_retries=0)
@@ -116,27 +116,29 @@ def test_async(rig: ScriptedApp) -> None:
     asyncio.run(run())
 
 
-def test_a_turn_goes_back_as_the_client_holds_it(client: openai.OpenAI, rig: ScriptedApp) -> None:
+def test_a_turn_goes_back_as_the_client_holds_it(client: openai.OpenAI, harness: ScriptedApp) -> None:
     tools: Any = TOOLS
     first = client.chat.completions.create(model="m", messages=MESSAGES, tools=tools).choices[0].message
     results = [{"role": "tool", "tool_call_id": c.id, "content": "5"} for c in first.tool_calls or []]
-    talk: Any = [*MESSAGES, first, *results]
-    client.chat.completions.create(model="m", messages=talk, tools=tools)
-    shown = rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens, False)
+    conversation: Any = [*MESSAGES, first, *results]
+    client.chat.completions.create(model="m", messages=conversation, tools=tools)
+    shown = harness.tokenizer.decode(harness.engine.submitted[-1][0].tokens, False)
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}</tool_call>' in shown
     assert shown.count("<tool_response>5</tool_response>") == 2
 
 
-def test_calls_that_must_be_made_are_grammars(rig: ScriptedApp, client: openai.OpenAI) -> None:
+def test_calls_that_must_be_made_are_grammars(harness: ScriptedApp, client: openai.OpenAI) -> None:
     tools: Any = TOOLS
-    rig.engine.answer = rig.tokenizer.encode(
+    harness.engine.answer = harness.tokenizer.encode(
         'Hm.</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     )
     choices: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
     for choice, reason in zip(choices, ("tool_calls", "stop"), strict=True):
-        told = client.chat.completions.create(model="m", messages=MESSAGES, tools=tools, tool_choice=choice).choices[0]
-        assert told.finish_reason == reason and told.message.tool_calls
-        rule = rig.engine.submitted[-1][0].rule
+        reported = client.chat.completions.create(
+            model="m", messages=MESSAGES, tools=tools, tool_choice=choice
+        ).choices[0]
+        assert reported.finish_reason == reason and reported.message.tool_calls
+        rule = harness.engine.submitted[-1][0].rule
         assert rule is not None and "arguments" in rule.grammar
 
 
@@ -148,13 +150,13 @@ def test_a_strict_tool_without_a_grammar_is_a_typed_error(client: openai.OpenAI)
     assert caught.value.param == "tools[0].function.parameters.properties.a.uniqueItems"
 
 
-def test_typed_parsing(rig: ScriptedApp, client: openai.OpenAI) -> None:
+def test_typed_parsing(harness: ScriptedApp, client: openai.OpenAI) -> None:
     class Event(BaseModel):
         name: str
         days: list[int]
 
-    rig.engine.answer = rig.tokenizer.encode('Hm.</think>{"name": "x", "days": [1]}')
-    told = client.chat.completions.parse(model="m", messages=MESSAGES, response_format=Event)
-    assert told.choices[0].message.parsed == Event(name="x", days=[1])
-    rule = rig.engine.submitted[-1][0].rule
+    harness.engine.answer = harness.tokenizer.encode('Hm.</think>{"name": "x", "days": [1]}')
+    reported = client.chat.completions.parse(model="m", messages=MESSAGES, response_format=Event)
+    assert reported.choices[0].message.parsed == Event(name="x", days=[1])
+    rule = harness.engine.submitted[-1][0].rule
     assert rule is not None and "days" in rule.grammar

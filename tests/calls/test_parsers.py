@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
-from trencadis.server.prompts.answer import AnswerReader
-from trencadis.server.tools.forms import BUILT
-from trencadis.server.tools.parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
+from trencadis.server.prompts.answer_reader import AnswerReader
+from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent
+from trencadis.server.tools.tool_parser_registry import BUILT
 
 MARKUP = set(
     [
@@ -166,7 +166,7 @@ def test_a_model_s_own_id_is_kept_where_it_can_serve() -> None:
         reader = AnswerReader(None, BUILT["mistral"]({}))
         reader.feed(text)
         reader.finish()
-        return [call.id for call in reader.part().calls if call.id]
+        return [call.id for call in reader.take_part().calls if call.id]
 
     kept, again, odd = ids("".join(f"[TOOL_CALLS]f[CALL_ID]{i}[ARGS]{{}}" for i in ("abcdefghi", "abcdefghi", "x!")))
     assert kept == "abcdefghi" and again != kept and re.fullmatch(r"\w{9}", again) and re.fullmatch(r"\w{9}", odd)

@@ -12,7 +12,7 @@ from tests.calls.test_chat_tools import ANSWERS, TOOLS, joined, whole
 from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.tool_templates import OPENED, THINKING, THINKING_HERMES
 from tests.traffic.written_calls import pieces
-from trencadis.server.reasoning.parser import ReasoningParser, Spoken, Thought
+from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
 
 ANSWER = "<think>\nHm, 2 < 3.\n\nSo:\n</think>\n\nIt is 3.\n"
 
@@ -21,9 +21,9 @@ def split(parts: Any, **how: bool) -> tuple[str, str]:
     parser = ReasoningParser("<think>", "</think>", **how)
     events = [e for part in parts for e in parser.feed(part)] + parser.finish()
     kinds = [type(e) for e in events]
-    assert kinds == sorted(kinds, key=[Thought, Spoken].index)
-    return "".join(e.text for e in events if isinstance(e, Thought)), "".join(
-        e.text for e in events if isinstance(e, Spoken)
+    assert kinds == sorted(kinds, key=[ReasoningContent, AnswerContent].index)
+    return "".join(e.text for e in events if isinstance(e, ReasoningContent)), "".join(
+        e.text for e in events if isinstance(e, AnswerContent)
     )
 
 
@@ -84,36 +84,36 @@ def test_ten_thousand_divisions_of_two_thousand_answers() -> None:
 
 
 def test_reasoning_comes_whole_and_in_deltas_under_both_names(serve: Any) -> None:
-    rig = serve(THINKING, ANSWER)
-    body = rig.chat().json()
+    harness = serve(THINKING, ANSWER)
+    body = harness.chat().json()
     message = body["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "Hm, 2 < 3.\n\nSo:"
     assert message["content"] == "It is 3.\n" and body["choices"][0]["finish_reason"] == "stop"
-    inside = len(rig.tokenizer.encode(ANSWER.partition("</think>")[0]))
+    inside = len(harness.tokenizer.encode(ANSWER.partition("</think>")[0]))
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": inside}
-    response = rig.chat(stream=True, stream_options={"include_usage": True})
-    made = joined(rig, response)[0]
+    response = harness.chat(stream=True, stream_options={"include_usage": True})
+    made = joined(harness, response)[0]
     assert made["reasoning"] == made["reasoning_content"] == message["reasoning"]
     assert made["content"] == message["content"]
-    assert rig.events(response)[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": inside}
+    assert harness.events(response)[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": inside}
 
 
 def test_an_answer_begins_inside_where_the_prompt_has_opened_the_reasoning(serve: Any) -> None:
-    rig = serve(OPENED, "So it is.\n</think>\n\n3")
-    message = rig.chat().json()["choices"][0]["message"]
+    harness = serve(OPENED, "So it is.\n</think>\n\n3")
+    message = harness.chat().json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("So it is.", "3")
-    asked = rig.chat("What is <think>?", add_generation_prompt=False).json()["choices"][0]["message"]
-    assert "reasoning" not in asked and asked["content"].startswith("So it is."), "a user opens nothing"
-    cut = rig.chat(max_tokens=2).json()["choices"][0]
+    requested = harness.chat("What is <think>?", add_generation_prompt=False).json()["choices"][0]["message"]
+    assert "reasoning" not in requested and requested["content"].startswith("So it is."), "a user opens nothing"
+    cut = harness.chat(max_tokens=2).json()["choices"][0]
     assert cut["message"]["content"] is None and cut["message"]["reasoning"] and cut["finish_reason"] == "length"
 
 
 def test_a_prompt_that_closes_the_reasoning_leaves_only_content(serve: Any) -> None:
-    rig = serve(THINKING, "<think>a</think>b", reasoning_parser="deepseek_r1")
-    off = rig.chat(chat_template_kwargs={"enable_thinking": False}).json()
+    harness = serve(THINKING, "<think>a</think>b", reasoning_parser="deepseek_r1")
+    off = harness.chat(chat_template_kwargs={"enable_thinking": False}).json()
     assert off["choices"][0]["message"]["content"] == "<think>a</think>b"
     assert off["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
-    assert rig.chat().json()["choices"][0]["message"]["reasoning"] == "a"
+    assert harness.chat().json()["choices"][0]["message"]["reasoning"] == "a"
 
 
 def test_deepseek_r1_begins_inside_and_qwen3_does_not(serve: Any) -> None:
@@ -123,8 +123,8 @@ def test_deepseek_r1_begins_inside_and_qwen3_does_not(serve: Any) -> None:
 
 
 def test_any_pair_of_tags_even_special_ones(serve: Any) -> None:
-    rig = serve(TEMPLATE, "[THINK]a[/THINK]b", reasoning_parser="[THINK],[/THINK]")
-    message = rig.chat().json()["choices"][0]["message"]
+    harness = serve(TEMPLATE, "[THINK]a[/THINK]b", reasoning_parser="[THINK],[/THINK]")
+    message = harness.chat().json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("a", "b")
     plain = serve(TEMPLATE, "<think>a</think>b").chat().json()
     assert plain["choices"][0]["message"]["content"] == "<think>a</think>b", "a template without tags chooses no form"
@@ -135,43 +135,43 @@ def test_any_pair_of_tags_even_special_ones(serve: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_include_reasoning_false_leaves_thoughts_out_and_counts_them(serve: Any, stream: bool) -> None:
-    rig = serve(THINKING, ANSWER)
-    response = rig.chat(
+    harness = serve(THINKING, ANSWER)
+    response = harness.chat(
         include_reasoning=False, stream=stream, stream_options={"include_usage": True} if stream else None
     )
     assert "Hm" not in response.text and "x-ignored-fields" not in response.headers
-    usage = rig.events(response)[-1]["usage"] if stream else response.json()["usage"]
+    usage = harness.events(response)[-1]["usage"] if stream else response.json()["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 5
     assert serve(TEMPLATE).chat(include_reasoning=False).headers["x-ignored-fields"] == "include_reasoning"
 
 
 def test_calls_follow_the_reasoning(serve: Any) -> None:
     call = ANSWERS["hermes"]
-    rig = serve(THINKING_HERMES, f"I could <tool_call> now.\n</think>\n\nLooking.\n{call}")
-    choice = rig.chat(tools=TOOLS).json()["choices"][0]
+    harness = serve(THINKING_HERMES, f"I could <tool_call> now.\n</think>\n\nLooking.\n{call}")
+    choice = harness.chat(tools=TOOLS).json()["choices"][0]
     content, calls, reason = whole(choice)
     assert (choice["message"]["reasoning"], content, reason) == ("I could <tool_call> now.", "Looking.", "tool_calls")
-    made = joined(rig, rig.chat(tools=TOOLS, stream=True))[0]
+    made = joined(harness, harness.chat(tools=TOOLS, stream=True))[0]
     assert [(n, a) for _, n, a in made["calls"]] == calls and made["reasoning"] == choice["message"]["reasoning"]
     assert made["content"] == "Looking."
 
 
 def test_a_continued_message_goes_on_inside_its_own_reasoning(serve: Any) -> None:
-    rig = serve(THINKING, "more</think>said")
+    harness = serve(THINKING, "more</think>said")
     for text, thoughts, content in (("<think>so", "more", "said"), ("<think>a</think>b", None, "more</think>said")):
-        talk = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
-        body = rig.call("/v1/chat/completions", {"messages": talk, "continue_final_message": True}).json()
+        conversation = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": text}]
+        body = harness.call("/v1/chat/completions", {"messages": conversation, "continue_final_message": True}).json()
         message = body["choices"][0]["message"]
         assert (message.get("reasoning"), message["content"]) == (thoughts, content)
 
 
 def test_reasoning_effort_reaches_the_template(serve: Any) -> None:
-    rig = serve(THINKING)
+    harness = serve(THINKING)
 
     def shown(**fields: Any) -> str:
-        response = rig.chat(**fields)
+        response = harness.chat(**fields)
         assert response.status_code == 200 and "x-ignored-fields" not in response.headers
-        return str(rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens, False))
+        return str(harness.tokenizer.decode(harness.engine.submitted[-1][0].tokens, False))
 
     assert "E=low" in shown(reasoning_effort="low") and "</think>" not in shown(reasoning_effort="low")
     assert "E=none" in shown(reasoning_effort="none") and "</think>" in shown(reasoning_effort="none")
@@ -184,8 +184,8 @@ def test_reasoning_effort_reaches_the_template(serve: Any) -> None:
 
 
 def test_reasoning_of_the_history_reaches_the_template_under_either_name(serve: Any) -> None:
-    rig = serve(THINKING)
+    harness = serve(THINKING)
     for name in ("reasoning", "reasoning_content"):
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "deep"}]
-        rig.call("/v1/chat/completions", {"messages": talk})
-        assert "<think>\ndeep\n</think>" in rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens, False)
+        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "deep"}]
+        harness.call("/v1/chat/completions", {"messages": conversation})
+        assert "<think>\ndeep\n</think>" in harness.tokenizer.decode(harness.engine.submitted[-1][0].tokens, False)

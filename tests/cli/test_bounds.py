@@ -12,12 +12,12 @@ from tests.fakes.command_line import from_command_line
 from trencadis import LLM
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.config import bounds
+from trencadis.server.config import number_bounds
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import table
-from trencadis.server.config.settings import Settings
+from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.resolve_settings import Settings
 
-NAMES = [flag.name for flag in bounds.numeric()]
+NAMES = [flag.name for flag in number_bounds.list_numeric_flags()]
 
 
 def given(name: str, value: Any) -> Settings:
@@ -25,14 +25,14 @@ def given(name: str, value: Any) -> Settings:
 
 
 def test_each_numeric_flag_has_bounds_and_a_default_within() -> None:
-    assert set(NAMES) == {flag.name for flag in table().values() if flag.bound is not None}
-    bounds.check(EngineConfig())
-    bounds.check(ServerConfig())
+    assert set(NAMES) == {flag.name for flag in get_flag_table().values() if flag.bound is not None}
+    number_bounds.check(EngineConfig())
+    number_bounds.check(ServerConfig())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_beyond_the_bounds_are_refused(name: str) -> None:
-    bound, flag = table()[name].bound, f"--{name.replace('_', '-')}"
+    bound, flag = get_flag_table()[name].bound, f"--{name.replace('_', '-')}"
     assert bound is not None
     beyond = [-(10**19), 10**19, 2 * bound.most + 1, "inf", "nan", "x"]
     if name != "max_model_len":  # where -1 is "as long as fits", as elsewhere

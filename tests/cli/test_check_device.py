@@ -11,9 +11,9 @@ import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
 from trencadis.backends import cuda, hpu
-from trencadis.backends.cuda import visible
-from trencadis.backends.hpu.start import stack
-from trencadis.backends.hpu.start.stack import Stack
+from trencadis.backends.cuda import visible_devices
+from trencadis.backends.hpu.start import software_stack
+from trencadis.backends.hpu.start.software_stack import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import check_device, main
@@ -27,7 +27,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PT_HPU_LAZY_MODE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("trencadis.server.cli.signals.early", lambda: None)
+    monkeypatch.setattr("trencadis.server.cli.signals.raise_early_stop", lambda: None)
 
 
 def test_an_emulated_card_passes_every_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_a_stack_that_cannot_start_is_one_line_and_2(
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
     for built, says in (("2.11.0", "was built for torch 2.11.0"), ("2.13.0", "card 3 is")):
         found = Stack(PUBLISHED["2.13.0+cpu"], "2.13.0+cpu", built, True)
-        monkeypatch.setattr(stack, "find", lambda found=found: found)
+        monkeypatch.setattr(software_stack, "find", lambda found=found: found)
         assert main.main(["check-hpu", "3"]) == 2
         said = capsys.readouterr().out
         assert says in said and said.endswith("hpu:3: 0 passed, 1 failed\n")
@@ -91,11 +91,11 @@ def test_devices_lists_cards_by_what_is_visible(monkeypatch: pytest.MonkeyPatch,
     put_cards(tmp_path, 4)
     monkeypatch.setenv("TRENCADIS_MACHINE_ROOT", str(tmp_path))
     monkeypatch.setattr(cuda, "listing", lambda: ["cuda:0"])
-    assert [line for line in devices.listing() if line.startswith("hpu")] == [
+    assert [line for line in devices.describe_devices() if line.startswith("hpu")] == [
         f"hpu:{i}    Gaudi, module {i}" for i in range(4)
     ]
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "3,1")
-    assert [line for line in devices.listing() if line.startswith("hpu")] == [
+    assert [line for line in devices.describe_devices() if line.startswith("hpu")] == [
         "hpu:0    Gaudi, module 3", "hpu:1    Gaudi, module 1",
     ]  # fmt: skip
 
@@ -104,14 +104,19 @@ UUIDS = "GPU-8a5c2f1e-1234-5678-9abc-def012345678,GPU-11112222"
 
 
 def test_cuda_cards_are_named_by_index_uuid_or_mig() -> None:
-    name = visible.VISIBLE
-    assert visible.visible({}) is None and visible.visible({name: ""}) == visible.visible({name: "-1"}) == ()
-    assert visible.visible({name: "2, 0"}) == ("2", "0") and len(visible.visible({name: UUIDS}) or ()) == 2
+    name = visible_devices.VISIBLE
+    assert (
+        visible_devices.visible({}) is None
+        and visible_devices.visible({name: ""}) == visible_devices.visible({name: "-1"}) == ()
+    )
+    assert (
+        visible_devices.visible({name: "2, 0"}) == ("2", "0") and len(visible_devices.visible({name: UUIDS}) or ()) == 2
+    )
     for mig in ("MIG-8a5c2f1e-1234-5678-9abc-def012345678", "MIG-GPU-8a5c2f1e/1/0"):
-        assert visible.visible({name: mig}) == (mig,)
-        assert "one card by MIG instance" in visible.settle({name: mig}).lines[0]
-    assert visible.settle({}).lines == () and "hides all cards" in visible.settle({name: "-1"}).lines[0]
-    assert "2 cards by UUID, counted from 0 here" in visible.settle({name: UUIDS}, 1).lines[0]
+        assert visible_devices.visible({name: mig}) == (mig,)
+        assert "one card by MIG instance" in visible_devices.settle({name: mig}).lines[0]
+    assert visible_devices.settle({}).lines == () and "hides all cards" in visible_devices.settle({name: "-1"}).lines[0]
+    assert "2 cards by UUID, counted from 0 here" in visible_devices.settle({name: UUIDS}, 1).lines[0]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +127,12 @@ def test_cuda_cards_are_named_by_index_uuid_or_mig() -> None:
 )  # fmt: skip
 def test_a_list_that_cuda_would_cut_is_refused(text: str, says: str) -> None:
     with pytest.raises(StartupError, match=says) as raised:
-        visible.visible({visible.VISIBLE: text})
+        visible_devices.visible({visible_devices.VISIBLE: text})
     assert "\n" not in str(raised.value)
 
 
 def test_more_cuda_cards_than_are_shown_are_refused() -> None:
     with pytest.raises(StartupError, match=r"needs 3 cards, and CUDA_VISIBLE_DEVICES=.* shows 2"):
-        visible.settle({visible.VISIBLE: UUIDS}, world=3)
+        visible_devices.settle({visible_devices.VISIBLE: UUIDS}, world=3)
     with pytest.raises(StartupError, match=r"--device cuda:2: .* shows 2, from 0 on"):
-        visible.settle({visible.VISIBLE: UUIDS}, 2)
+        visible_devices.settle({visible_devices.VISIBLE: UUIDS}, 2)

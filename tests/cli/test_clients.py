@@ -14,7 +14,7 @@ import pytest
 import trencadis
 from tools import serve_demo
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat as chat_cli
+from trencadis.server.cli import chat_command as chat_cli
 
 ROOT = Path(trencadis.__file__).resolve().parent.parent
 
@@ -35,13 +35,13 @@ def server(seen, status=200):
     return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
 
 
-def test_a_conversation_with_a_picture(tmp_path):
-    picture = tmp_path / "p.png"
-    picture.write_bytes(b"png")
+def test_a_conversation_with_an_image(tmp_path):
+    one_image = tmp_path / "p.png"
+    one_image.write_bytes(b"png")
     seen = []
     client = server(seen)
-    chat = chat_cli.ChatSession(client, chat_cli.first_model(client), {"max_tokens": 5}, "be kind")
-    chat.images = [picture]
+    chat = chat_cli.ChatSession(client, chat_cli.get_first_model(client), {"max_tokens": 5}, "be kind")
+    chat.images = [one_image]
     assert "".join(chat.ask("what?")) == "Hello" and "".join(chat.ask("sure?")) == "Hello"
     first, second = seen
     assert (first["model"], first["max_tokens"], first["stream"]) == ("first", 5, True)
@@ -65,8 +65,8 @@ def test_errors_are_one_line(tmp_path):
 
 def test_the_printed_request_is_valid_in_a_shell(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_demo, "ROOT", tmp_path)
-    monkeypatch.setattr(serve_demo, "PICTURE", "it's a picture.png")
-    (tmp_path / serve_demo.PICTURE).write_bytes(bytes(range(256)) * 1000)
+    monkeypatch.setattr(serve_demo, "DEMO_IMAGE", "it's a picture.png")
+    (tmp_path / serve_demo.DEMO_IMAGE).write_bytes(bytes(range(256)) * 1000)
     curl = tmp_path / "curl"
     curl.write_text("#!/bin/sh\ncat\n")
     curl.chmod(0o755)

@@ -16,10 +16,10 @@ from trencadis.core import envs
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.server.cli import main as cli
-from trencadis.server.config import dump, reference, values
+from trencadis.server.config import flag_docs, startup_dump, value_parsers
 from trencadis.server.config import help as helptext
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.flags import table, variables
+from trencadis.server.config.flags import get_flag_table, get_flag_variables
 
 GUIDE = (
     "--port 8080 --model M --tensor-parallel-size 1 --max-num-seqs 128 --dtype bfloat16 --gpu-memory-util 0.9 "
@@ -225,13 +225,13 @@ def test_refused_files(tmp_path, content, part):
 
 def test_the_dump_names_sources_and_masks_secrets():
     s = settings("--api-key hush --max-num-seqs 9 --hf-token hush2", {"VLLM_LOGGING_LEVEL": "ERROR"})
-    assert list(dump.lines(s)) == [
+    assert list(startup_dump.format_lines(s)) == [
         "api_key = **** (flag)",
         "hf_token = **** (flag)",
         "max_num_seqs = 9 (flag)",
         "log_level = 'ERROR' (environment VLLM_LOGGING_LEVEL)",
     ]
-    assert {f.name for f in table().values() if f.secret} == {"api_key", "hf_token"}
+    assert {f.name for f in get_flag_table().values() if f.secret} == {"api_key", "hf_token"}
 
 
 @pytest.mark.parametrize("text", ["true", "T", "1", "yes", "Y", "on"])
@@ -261,30 +261,34 @@ def test_environment_rules():
 
 
 def test_no_variable_is_defined_twice():
-    named = [name for flag in table().values() for name in flag.env] + [env.name for env in envs.TABLE]
+    named = [name for flag in get_flag_table().values() for name in flag.env] + [env.name for env in envs.TABLE]
     assert len(named) == len(set(named))
-    assert all(envs.secret(name) == flag.secret for name, flag in variables().items()), "what child processes are told"
+    assert all(envs.secret(name) == flag.secret for name, flag in get_flag_variables().items()), (
+        "what child processes are told"
+    )
 
 
 def test_docs_are_up_to_date():
     root = Path(trencadis.__file__).resolve().parent.parent
-    assert (root / "docs" / "environment.md").read_text() == reference.environment_page(), "tools/gen_environment.py"
-    assert (root / "docs" / "flags.md").read_text() == reference.flags_page(), "tools/gen_flags.py"
+    assert (root / "docs" / "environment.md").read_text() == flag_docs.make_environment_page(), (
+        "tools/gen_environment.py"
+    )
+    assert (root / "docs" / "flags.md").read_text() == flag_docs.make_flags_page(), "tools/gen_flags.py"
 
 
 @pytest.mark.parametrize("text", ["1e3", "1_000", " 1000 ", "1k", "0.001M", "0.001m"])
 def test_counts(text):
-    assert values.count(text, "x") in (1000, 1049)
+    assert value_parsers.parse_count(text, "x") in (1000, 1049)
 
 
 def test_help_names_every_flag_and_no_hidden_one():
-    shown = helptext.text()
-    for flag in table().values():
+    shown = helptext.make_help_text()
+    for flag in get_flag_table().values():
         assert (flag.written in shown.replace("[no-]", "")) == (not flag.hidden), flag.name
     assert max(map(len, shown.splitlines())) <= 120
-    assert "--swap-space" in helptext.text("all") and "--policy" in helptext.text("all")
-    assert helptext.text("max-model-len").startswith("  --max-model-len COUNT")
-    assert "--port" not in helptext.text("engine")
+    assert "--swap-space" in helptext.make_help_text("all") and "--policy" in helptext.make_help_text("all")
+    assert helptext.make_help_text("max-model-len").startswith("  --max-model-len COUNT")
+    assert "--port" not in helptext.make_help_text("engine")
 
 
 def test_commands(capsys):
@@ -299,7 +303,7 @@ def test_commands(capsys):
 def test_what_starts_the_engine_is_light():
     """The engine imports torch meanwhile: whatever is imported before it is started delays the whole server."""
     root = Path(trencadis.__file__).resolve().parent.parent
-    code = "import sys, trencadis.server.cli.run\n"
+    code = "import sys, trencadis.server.cli.serve\n"
     code += "print({'fastapi', 'numpy', 'PIL', 'pydantic', 'tokenizers', 'torch'} & set(sys.modules))"
     run = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "set()\n"

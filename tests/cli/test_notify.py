@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.traffic.server_process import server
-from trencadis.server.cli.notify import Notifier
+from trencadis.server.cli.systemd_notify import Notifier
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def test_a_start_asks_for_time_then_the_watchdog_hears_a_server_that_lives(heard
     async def life() -> None:
         task = asyncio.create_task(unit.run(lambda: alive[0], lambda: "loading weights"))
         await asyncio.sleep(0.1)
-        unit.started()
+        unit.notify_ready()
         await asyncio.sleep(0.2)
         alive[0] = False
         await asyncio.sleep(0.05)
         before = len(messages(heard))
         await asyncio.sleep(0.2)
         assert before >= 4 and not messages(heard), "a server that fails again and again is silent"
-        unit.stopping()
+        unit.notify_stopping()
         task.cancel()
 
     asyncio.run(life())
@@ -60,7 +60,7 @@ def test_messages_are_those_of_the_protocol(heard: socket.socket) -> None:
     async def life() -> None:
         task = asyncio.create_task(unit.run(lambda: True, lambda: "loading"))
         await asyncio.sleep(0.05)
-        unit.started()
+        unit.notify_ready()
         task.cancel()
 
     asyncio.run(life())
@@ -72,8 +72,8 @@ def test_messages_are_those_of_the_protocol(heard: socket.socket) -> None:
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": "/nowhere/socket"}, {"NOTIFY_SOCKET": "@nobody-listens"}])
 def test_without_a_listener_nothing_happens(environ: dict[str, str]) -> None:
     unit = Notifier({**environ, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"})
-    unit.started()
-    unit.stopping()
+    unit.notify_ready()
+    unit.notify_stopping()
     assert unit.watchdog == 0.0  # another process's
 
 

@@ -1,4 +1,4 @@
-"""``complete``, vLLM's flags of ``chat``, and ``collect-env``, which shows no secret."""
+"""``complete``, vLLM's flags of ``chat_command``, and ``collect-env``, which shows no secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_clients import server
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.cli import chat, collect_env, complete, main
+from trencadis.server.cli import chat_command, collect_env, complete, main
 
 
 def continuing(seen, status=200):
@@ -62,8 +62,8 @@ def test_what_complete_cannot_do_is_one_line(monkeypatch):
 
 def test_chat_takes_vllms_names(monkeypatch, capsys):
     seen: list = []
-    over(monkeypatch, chat, server(seen)._transport)
-    assert chat.main(["--quick", "hi", "--model-name", "m", "--system-prompt", "be kind"]) == 0
+    over(monkeypatch, chat_command, server(seen)._transport)
+    assert chat_command.main(["--quick", "hi", "--model-name", "m", "--system-prompt", "be kind"]) == 0
     assert capsys.readouterr().out == "Hello\n"
     assert seen[0]["model"] == "m" and seen[0]["messages"][0] == {"role": "system", "content": "be kind"}
 
@@ -99,7 +99,7 @@ def test_collect_env_tells_of_a_broken_stack(monkeypatch, capsys):
     def broken():
         raise RuntimeError("driver and library differ")
 
-    monkeypatch.setattr(devices, "listing", broken)
+    monkeypatch.setattr(devices, "describe_devices", broken)
     assert collect_env.main([]) == 0
     assert "cannot be listed: RuntimeError: driver and library differ" in capsys.readouterr().out
     with pytest.raises(StartupError, match="does not know --yaml"):

@@ -16,20 +16,20 @@ import pytest
 
 from tests.fakes.command_line import from_command_line
 from trencadis.core.errors import StartupError
+from trencadis.server.config import flag_docs
 from trencadis.server.config import help as helptext
-from trencadis.server.config import reference
-from trencadis.server.config.flags import LISTS, WHOLE, Flag, lookup, table
-from trencadis.server.config.foreign import row as rows
-from trencadis.server.config.foreign.row import FlagRow
-from trencadis.server.config.foreign.table import EVERY, ROWS
-from trencadis.server.config.settings import Settings
+from trencadis.server.config.flags import LISTS, WHOLE, Flag, find_flag, get_flag_table
+from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.config.vllm_flags import flag_row as rows
+from trencadis.server.config.vllm_flags.flag_row import FlagRow
+from trencadis.server.config.vllm_flags.flag_table import EVERY, ROWS
 
 HERE = Path(__file__).parent
 VERDICTS = {"free": rows.FREE, "means": rows.MEANS, "refused": rows.REFUSED}
 PROMISE = re.compile(r"\byet\b|\bwill\b|\bsoon\b|\blater\b|\bplanned to\b|\bfuture\b", re.IGNORECASE)
 
 
-class Theirs(NamedTuple):
+class VllmFlag(NamedTuple):
     """A flag as vLLM has it, and its verdict here."""
 
     name: str
@@ -42,10 +42,10 @@ class Theirs(NamedTuple):
         return f"--{self.name}"
 
 
-def _read(name: str) -> list[Theirs]:
+def _read(name: str) -> list[VllmFlag]:
     with (HERE / name).open(newline="") as file:
-        every = [Theirs(**line) for line in csv.DictReader(file)]
-    return [flag._replace(verdict="works") if lookup(flag.written).flag is not None else flag for flag in every]
+        every = [VllmFlag(**line) for line in csv.DictReader(file)]
+    return [flag._replace(verdict="works") if find_flag(flag.written).flag is not None else flag for flag in every]
 
 
 FLAGS = [*_read("vllm_flags.csv"), *_read("vllm_flags_older.csv")]
@@ -63,7 +63,7 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
-def asking(flag: Theirs, row: FlagRow) -> list[str]:
+def asking(flag: VllmFlag, row: FlagRow) -> list[str]:
     """The flag with a value that asks for something."""
     if flag.kind == "bool":
         return [f"--no-{flag.name}" if row.neutral == (True,) else flag.written]
@@ -76,8 +76,8 @@ def test_both_lists_are_whole() -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_every_flag_has_its_verdict_and_takes_values_as_vllm_does(flag: Theirs) -> None:
-    found = lookup(flag.written)
+def test_every_flag_has_its_verdict_and_takes_values_as_vllm_does(flag: VllmFlag) -> None:
+    found = find_flag(flag.written)
     if flag.verdict == "works":
         assert found.flag is not None or flag.name in ("help", "config")
         return
@@ -87,7 +87,7 @@ def test_every_flag_has_its_verdict_and_takes_values_as_vllm_does(flag: Theirs) 
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.default], ids=lambda flag: flag.name)
-def test_vllms_own_default_is_always_taken(flag: Theirs) -> None:
+def test_vllms_own_default_is_always_taken(flag: VllmFlag) -> None:
     value = [f"--no-{flag.name}" if flag.default == "false" else flag.written] if flag.kind == "bool" else None
     settings = given(*(value or [flag.written, flag.default]))
     assert settings.engine.seed == 5 and settings.engine.model == ""
@@ -96,8 +96,8 @@ def test_vllms_own_default_is_always_taken(flag: Theirs) -> None:
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.verdict == "refused"], ids=lambda flag: flag.name)
-def test_what_would_change_something_is_refused_with_a_reason(flag: Theirs) -> None:
-    row = ROWS[lookup(flag.written).name]
+def test_what_would_change_something_is_refused_with_a_reason(flag: VllmFlag) -> None:
+    row = ROWS[find_flag(flag.written).name]
     message = refusal(*asking(flag, row))
     assert message.startswith(row.written) and " is refused: " in message and message.endswith(".")
     assert "\n" not in message and len(message) < 260 and not PROMISE.search(message)
@@ -108,8 +108,8 @@ def test_what_would_change_something_is_refused_with_a_reason(flag: Theirs) -> N
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.verdict == "free"], ids=lambda flag: flag.name)
-def test_a_flag_without_effect_changes_nothing_and_says_why(flag: Theirs) -> None:
-    row = ROWS[lookup(flag.written).name]
+def test_a_flag_without_effect_changes_nothing_and_says_why(flag: VllmFlag) -> None:
+    row = ROWS[find_flag(flag.written).name]
     settings = given(*asking(flag, row))
     assert (settings.engine, settings.server) == (given().engine, given().server)
     assert len(settings.notes) == 1 and settings.notes[0].startswith(f"{row.written}") and row.why in settings.notes[0]
@@ -214,8 +214,8 @@ def other_value(flag: Flag) -> str:
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.verdict == "works"], ids=lambda flag: flag.name)
-def test_a_flag_that_works_changes_the_configuration(flag: Theirs) -> None:
-    found = lookup(flag.written)
+def test_a_flag_that_works_changes_the_configuration(flag: VllmFlag) -> None:
+    found = find_flag(flag.written)
     if found.flag is None:
         assert found.name in ("help", "config")
         return
@@ -238,18 +238,18 @@ def test_a_flag_that_works_changes_the_configuration(flag: Theirs) -> None:
 
 def test_rows_are_one_a_name_and_promise_nothing() -> None:
     names = [row.name for row in EVERY]
-    own = {name for flag in table().values() for name in (flag.name, *flag.aliases)}
+    own = {name for flag in get_flag_table().values() for name in (flag.name, *flag.aliases)}
     assert len(set(names)) == len(names)
     assert not set(names) & own, "these are flags of ours now: delete their rows"
     for row in EVERY:
         assert row.why and not row.why.endswith(".") and not PROMISE.search(row.why), row.name
         assert row.kind in ("bool", "int", "float", "str", "json", *LISTS), row.name
         for flag in re.findall(r"--[a-z][a-z-]+", row.why):
-            assert flag in OF_OTHERS or lookup(flag).flag is not None or flag == "--no-async-scheduling", flag
+            assert flag in OF_OTHERS or find_flag(flag).flag is not None or flag == "--no-async-scheduling", flag
 
 
 def test_no_value_of_ours_promises_anything() -> None:
-    for flag in table().values():
+    for flag in get_flag_table().values():
         assert not [why for why in flag.later.values() if PROMISE.search(why)], flag.name
 
 
@@ -271,10 +271,10 @@ def misspellings(name: str) -> list[str]:
 def meant(written: str) -> str:
     """The flag that a written name is taken for, or that the line about it asks after; "" if there is none."""
     try:
-        return lookup(f"--{written}").name
+        return find_flag(f"--{written}").name
     except StartupError as error:
-        asked = re.search(r"did you mean --(?:no-)?([\w-]+)\?", str(error))
-        return asked[1].replace("-", "_") if asked else ""
+        requested = re.search(r"did you mean --(?:no-)?([\w-]+)\?", str(error))
+        return requested[1].replace("-", "_") if requested else ""
 
 
 def check_misspellings(names: list[str]) -> None:
@@ -284,18 +284,18 @@ def check_misspellings(names: list[str]) -> None:
 
 
 def test_a_misspelling_is_never_taken_for_another_flag() -> None:
-    check_misspellings(sorted({*table(), *ROWS})[::25])
+    check_misspellings(sorted({*get_flag_table(), *ROWS})[::25])
 
 
 @pytest.mark.long
 def test_no_misspelling_of_any_flag_is_taken_for_another() -> None:
-    check_misspellings(sorted({*table(), *ROWS}))
+    check_misspellings(sorted({*get_flag_table(), *ROWS}))
 
 
 def test_help_and_the_page_have_every_row() -> None:
-    page, legacy = reference.foreign_page(), helptext.text("legacy")
+    page, legacy = flag_docs.vllm_flags_page(), helptext.make_help_text("legacy")
     for row in EVERY:
         assert f"`{row.written}`" in page and row.written in legacy
-    assert helptext.text("swap-space").startswith("--swap-space has no effect here: ")
-    assert "--tensor-parallel-size" in helptext.text("prefill-context-parallel-size")
+    assert helptext.make_help_text("swap-space").startswith("--swap-space has no effect here: ")
+    assert "--tensor-parallel-size" in helptext.make_help_text("prefill-context-parallel-size")
     assert (HERE.parent.parent / "docs" / "vllm-flags.md").read_text() == page

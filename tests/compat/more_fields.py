@@ -7,11 +7,11 @@ from dataclasses import replace
 from tests.compat.fields import SCHEMA, TALK, TEMPLATE, Case, Cases, one
 
 FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
-PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+IMAGE_PART = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 RESPONSES: Cases = {
     "model": [Case("alias"), Case("nope")],
     "input": [
-        Case("Other"), Case([{"role": "user", "content": [{"type": "input_text", "text": "See"}, PICTURE]}],
+        Case("Other"), Case([{"role": "user", "content": [{"type": "input_text", "text": "See"}, IMAGE_PART]}],
                             shown="a message with an image"),
         Case([*TALK, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
               {"type": "function_call_output", "call_id": "c", "output": "5"}], shown="a call and its result"),

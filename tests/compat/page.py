@@ -18,7 +18,7 @@ from tests.compat.fields import TALK, Case, Cases
 from tests.fakes.scripted_app import ScriptedApp
 from tests.traffic.scripted_server import fresh_app
 from trencadis.core.request import Delta, Request
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.chat_template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 ANSWER = f"<think>\nI look.\n</think>\n\nAn answer.\n{CALL}\n{CALL}"
@@ -120,15 +120,15 @@ def vars_of(request: Request) -> dict[str, Any]:
     return {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
 
 
-def prepared(rig: ScriptedApp) -> ScriptedApp:
+def prepared(harness: ScriptedApp) -> ScriptedApp:
     """A model that thinks, in a template that reads what templates may read."""
-    rig.service.template = ChatTemplate(TEMPLATE, rig.tokenizer)
-    rig.engine.answer = rig.tokenizer.encode(ANSWER)
-    encode = rig.tokenizer.encode
-    object.__setattr__(rig.tokenizer, "encode", lambda text, allow_special=True, add_special_tokens=False: (
+    harness.service.template = ChatTemplate(TEMPLATE, harness.tokenizer)
+    harness.engine.answer = harness.tokenizer.encode(ANSWER)
+    encode = harness.tokenizer.encode
+    object.__setattr__(harness.tokenizer, "encode", lambda text, allow_special=True, add_special_tokens=False: (
         [7] * add_special_tokens + encode(text, allow_special)
     ))  # fmt: skip
-    return rig
+    return harness
 
 
 def askers() -> dict[str, Asker]:
@@ -140,11 +140,11 @@ def askers() -> dict[str, Asker]:
     heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
         made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
     for kind, head in heads.items():
-        rig = prepared(fresh_app())
-        vars(rig.service)["config"] = dataclasses.replace(rig.service.config, **{"pooling": head})
-        vars(rig.service)["room"] = 0
-        vars(rig.engine)["_deltas"] = partial(pooled, head.classes or 16)
-        found[kind] = Asker(rig)
+        harness = prepared(fresh_app())
+        vars(harness.service)["config"] = dataclasses.replace(harness.service.config, **{"pooling": head})
+        vars(harness.service)["room"] = 0
+        vars(harness.engine)["_deltas"] = partial(pooled, head.classes or 16)
+        found[kind] = Asker(harness)
     return found
 
 

@@ -8,9 +8,9 @@ from tests.compat import fields, more_fields
 from tests.compat.fields import Case
 from tests.compat.page import IGNORED, ROUTES, SILENT, WORKS, Asker, Route, page
 from tests.traffic.server_process import ROOT
-from trencadis.server.protocol.chat import ChatRequest
+from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
-from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
+from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def test_named_on_the_example() -> None:
     of = of_kind("numpy")
     rest = [name for name in GENERAL if name not in CHEAP]
     cheap = noticeable(of, CHEAP)
-    assert len(cheap) == len(CHEAP) - 5, "the example attends causally to all keys, and to no pictures"
+    assert len(cheap) == len(CHEAP) - 5, "the example attends causally to all keys, and to no images"
     chosen = [*random.Random(11).sample(cheap, 5), *random.Random(12).sample(rest, 2)]
     missed = {name: said for name in chosen if (said := verdict(of, FAULTS[name]))}
     assert not missed

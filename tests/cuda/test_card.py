@@ -18,7 +18,7 @@ from tests.traffic.requests import Traffic
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 
 CARD = torch.cuda.is_available()
 pytestmark = [] if CARD else [pytest.mark.long]
@@ -61,8 +61,8 @@ def persistent(engine: Engine) -> list[Tensor]:
 def check_replays(engine: Engine) -> None:
     """Every captured bucket, on random memory and its padding: outputs, hidden rows, caches and sampler state."""
     graphs = rank(engine).graphs
-    assert graphs.captured()
-    for bucket in graphs.captured():
+    assert graphs.list_captured()
+    for bucket in graphs.list_captured():
         program, runtime = graphs.program(bucket), graphs.backend.runtime
         for i, t in enumerate(persistent(engine)):
             if t.is_floating_point():
@@ -87,8 +87,8 @@ def test_graphs_survive_the_end_of_others(make: Make) -> None:
     """Half of them are given up, and whatever came back is written over; what is left still replays what it ran."""
     engine = make()
     graphs = rank(engine).graphs
-    for _ in range(len(graphs.captured()) // 2):
-        graphs.relieve()
+    for _ in range(len(graphs.list_captured()) // 2):
+        graphs.release_least_used()
     scribble = [torch.full((8 << 20,), float("nan"), device=graphs.backend.device) for _ in range(8)]
     check_replays(engine)
     assert all(bool(t.isnan().all()) for t in scribble)
@@ -134,8 +134,8 @@ def test_graphs_take_what_was_predicted(make: Make) -> None:
     captures = make()._watch.captures  # type: ignore[union-attr]
     assert captures is not None
     took = sum(captures.costs.values())
-    asked = {s: [captures.by_bucket[b] for b in captures.costs if b.stage is s] for s in Stage}
-    want = sum(sum(p.own for p in ps) + max(p.workspace for p in ps) for ps in asked.values() if ps)
+    requested = {s: [captures.by_bucket[b] for b in captures.costs if b.stage is s] for s in Stage}
+    want = sum(sum(p.own for p in ps) + max(p.workspace for p in ps) for ps in requested.values() if ps)
     print(f"graphs: predicted {want}, taken {took}")
     assert abs(took - want) <= max(want / 10, 64 << 20)
 

@@ -25,8 +25,8 @@ STATIC = torch.zeros(1)
 class Life:
     """One engine's: it captures ``GRAPHS`` graphs, some of them in vain, and replays and releases them on the way."""
 
-    def __init__(self, books: fake_cuda.Books, seed: int) -> None:
-        from trencadis.backends.cuda.runtime import CudaRuntime
+    def __init__(self, books: fake_cuda.PoolAccounting, seed: int) -> None:
+        from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
         self.books, self.random = books, random.Random(seed)
         self.runtime: Any = CudaRuntime(torch.device("cuda"))

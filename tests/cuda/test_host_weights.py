@@ -13,17 +13,17 @@ import torch
 
 from tests.oracles.happens_before import races
 from trencadis.backends.cuda.host_layers import HostLayers
-from trencadis.backends.cuda.protocol import Stream
-from trencadis.backends.cuda.twin import device
-from trencadis.backends.cuda.twin.device import TwinCall, TwinRuntime
+from trencadis.backends.cuda.runtime_protocol import Stream
+from trencadis.backends.cuda.twin import twin_runtime
+from trencadis.backends.cuda.twin.twin_runtime import TwinCall, TwinRuntime
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.host_weights import moved
+from trencadis.core.memory.weight_offload import plan_offload
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
-from trencadis.server.plan.command import plan_for
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.plan.plan_command import make_plan
 
 pytestmark = pytest.mark.part("quantised")
 
@@ -48,7 +48,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def size_of(path: Path, layers: float, **flags: Any) -> float:
     """GiB that so many layers take."""
     config = EngineConfig(model=str(path), **{**FLAGS, **flags})
-    sized = plan_for(config, load_model(config), 8 << 30).sized
+    sized = make_plan(config, load_model(config), 8 << 30).estimator
     return layers * sized.layer(LAYERS - 1) / 2**30
 
 
@@ -99,11 +99,11 @@ def test_answers_and_the_plan_are_those_of_a_device_that_holds_all(
     rows, runtime = dict(captures.ledger.rows()), captures.graphs.backend.runtime
     before, launched = runtime.compilations(), runtime.counts["weights"]
     config = EngineConfig(model=str(model), cpu_offload_gb=size, **{**FLAGS, **flags})
-    planned = plan_for(config, load_model(config), 8 << 30)
+    planned = make_plan(config, load_model(config), 8 << 30)
     paper = dict(planned.ledger.rows())
-    kept = dict(plan_for(replace(config, cpu_offload_gb=0.0), load_model(config), 8 << 30).ledger.rows())
-    found = moved(config, planned.sized)
-    assert found.layers == int(layers) and found.bytes == int(layers) * planned.sized.layer(0)
+    kept = dict(make_plan(replace(config, cpu_offload_gb=0.0), load_model(config), 8 << 30).ledger.rows())
+    found = plan_offload(config, planned.estimator)
+    assert found.layers == int(layers) and found.bytes == int(layers) * planned.estimator.layer(0)
     assert rows["copies of host memory"] == paper["copies of host memory"] == 2 * found.buffer
     assert kept["weights"] - paper["weights"] == found.bytes
     assert sum(rows.values()) == runtime.memory.total() and rows["weights"] <= paper["weights"]
@@ -168,7 +168,7 @@ def test_copies_and_layers_are_ordered_by_events() -> None:
 @pytest.mark.long
 def test_copies_and_layers_of_an_engine_are_ordered_by_events(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[TwinCall] = []
-    monkeypatch.setattr(device, "TwinRuntime", lambda: TwinRuntime(record=recorded))
+    monkeypatch.setattr(twin_runtime, "TwinRuntime", lambda: TwinRuntime(record=recorded))
     tokens(started(model, cpu_offload_gb=size_of(model, 5)), 6)
     assert sum(call.kind == "weights" for call in recorded) > 100 and races(recorded) == []
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from trencadis.backends.cuda.kernels.blocks import SPAN
-from trencadis.backends.cuda.launches.items import END, HORIZON, STEP, ItemPlans, Items, blocks_of
-from trencadis.backends.cuda.launches.sizes import LEAST, WAVES, ItemRoom, block_tokens, item_room
+from trencadis.backends.cuda.kernels.query_blocks import SPAN
+from trencadis.backends.cuda.launches.input_sizes import LEAST, WAVES, ItemCapacity, block_tokens, item_capacity
+from trencadis.backends.cuda.launches.work_items import END, HORIZON, STEP, ItemPlans, Items, blocks_of
 from trencadis.core.buckets import Bucket, Stage
 
 LONGEST = 131_072
@@ -23,13 +23,13 @@ HEADS = {"3B": (8, 2), "7B": (7, 4), "72B TP 4": (8, 2), "Llama 8B": (4, 8), "on
 
 def room_of(
     tokens: int, rows: int, group: int, kv_heads: int, processors: int = 132, alike: bool = False, decode: bool = False
-) -> tuple[ItemRoom, int]:
+) -> tuple[ItemCapacity, int]:
     """(room for items, tokens of a block) of a launch with three rows and seven tokens to spare."""
     bucket = Bucket(Stage.DECODE, (rows + 3,)) if decode else Bucket(Stage.PREFILL, (tokens + 7, rows + 3))
-    return item_room(bucket, group, processors, kv_heads, LONGEST, alike), block_tokens(bucket, group, alike)
+    return item_capacity(bucket, group, processors, kv_heads, LONGEST, alike), block_tokens(bucket, group, alike)
 
 
-def planned(rows: list[tuple[int, int]], room: ItemRoom, each: int, upto: Any = None) -> Items:
+def planned(rows: list[tuple[int, int]], room: ItemCapacity, each: int, upto: Any = None) -> Items:
     context, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
     return ItemPlans().several(context, counts, 7, each, room, upto)
 

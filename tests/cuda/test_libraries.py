@@ -16,11 +16,11 @@ from tests.fakes.command_line import from_command_line
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cuda import make_backend
-from trencadis.backends.cuda.launches.buffers import Buffers
-from trencadis.backends.cuda.libraries import choice, sizes
-from trencadis.backends.cuda.libraries.infer import InferLaunch, InferRooms
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
+from trencadis.backends.cuda.libraries import selector, workspace_sizes
+from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, FlashInferWorkspaces
 from trencadis.backends.cuda.policy import SERVING
-from trencadis.backends.cuda.twin.device import TwinRuntime
+from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.errors import StartupError
@@ -40,7 +40,7 @@ def installed(kind: str, patch: pytest.MonkeyPatch) -> str:
         flashinfer.install(patch)
     else:
         flash.install(patch, int(kind[-1]))
-        patch.setattr(choice, "HOPPER", 90 if kind == "flash3" else 0)
+        patch.setattr(selector, "HOPPER", 90 if kind == "flash3" else 0)
     return KINDS[kind][0]
 
 
@@ -86,11 +86,11 @@ def refusal(name: str, **more: Any) -> str:
 @pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
 def test_a_library_that_is_not_there_ends_the_start(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    for third in choice.FLASH_3:
+    for third in selector.FLASH_3:
         monkeypatch.setitem(sys.modules, third, None)
     said = refusal(name)
     assert said == (
-        f"--attention-backend {name}: {module} is not installed; {choice.REMEDIES[name]}, or leave the flag out for "
+        f"--attention-backend {name}: {module} is not installed; {selector.REMEDIES[name]}, or leave the flag out for "
         "this engine's own kernels"
     )
 
@@ -108,7 +108,7 @@ def test_a_library_that_does_not_serve_says_so_in_one_line(monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     said = refusal("FLASH_ATTN")
     assert "flash_attn cannot be imported (undefined symbol: _ZN3c10); reinstall it, or" in said and "\n" not in said
-    monkeypatch.setattr(choice, "HOPPER", 0)
+    monkeypatch.setattr(selector, "HOPPER", 0)
     flash.install(monkeypatch, 2)
     assert refusal("FLASH_ATTN", block_size=16) == (
         "--attention-backend FLASH_ATTN: flash-attn 2.8.4 takes KV blocks of 256 slots, not 16; add --block-size 256, "
@@ -134,9 +134,9 @@ def test_a_model_that_the_library_does_not_take_has_our_kernels(
     assert backend.library is None and type(backend.ops).__name__ == "TwinOps"
     notes = [n for n in backend.notes if "attention" in n]
     assert len(notes) == 1 and notes[0].endswith(why) and "this engine's own kernels do" in notes[0]
-    assert choice.unserved(choice.chosen("FLASH_ATTN", 80), config(name, batch_invariant=True)).startswith(
-        "--batch-inv"
-    )
+    assert selector.unsupported_reason(
+        selector.select_library("FLASH_ATTN", 80), config(name, batch_invariant=True)
+    ).startswith("--batch-inv")
 
 
 def test_layers_that_the_library_does_not_take_are_told_once(
@@ -166,7 +166,11 @@ def test_layers_that_the_library_does_not_take_are_told_once(
     assert len(ours) == 6
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
         f"flashinfer 0.6.18 does not attend to {what}"
-        for what in ("layers with a window of keys", "an 8-bit KV cache", "tokens that see behind their own place")
+        for what in (
+            "layers with a window of keys",
+            "an 8-bit KV cache",
+            "tokens that see keys after their own position",
+        )
     ]
 
 
@@ -176,21 +180,23 @@ def test_the_ledger_counts_what_a_plan_works_in(
 ) -> None:
     """Launches of a stage share one room, as large as its largest bucket needs; prices have it on paper."""
     flashinfer.install(monkeypatch)
-    found = choice.chosen("FLASHINFER", 90)
-    from trencadis.backends.cuda.launches.inputs import Sizes
+    found = selector.select_library("FLASHINFER", 90)
+    from trencadis.backends.cuda.launches.cuda_inputs import Sizes
 
-    runtime, launches = TwinRuntime(size=64 << 30), list[InferLaunch]()
+    runtime, launches = TwinRuntime(size=64 << 30), list[FlashInferLaunch]()
     cuda = Sizes(16, 40, 50, kv_heads, group=group, processors=132)
     planned = InputSizes(50, 16, 40, kv_heads, group=group, head_dim=d)
     counted = attending(SERVING, "FLASHINFER")
     for bucket in (Bucket(Stage.DECODE, (256,)), Bucket(Stage.DECODE, (1,)), Bucket(Stage.PREFILL, (2048, 64))):
-        buffers = Buffers(bucket, cuda, runtime)
-        before = runtime.books.taken
-        launches.append(InferLaunch(found.calls, buffers, runtime, InferRooms(runtime), d, torch.bfloat16))
-        taken = runtime.books.taken - before
+        buffers = InputBuffers(bucket, cuda, runtime)
+        before = runtime.accounted.taken
+        launches.append(
+            FlashInferLaunch(found.calls, buffers, runtime, FlashInferWorkspaces(runtime), d, torch.bfloat16)
+        )
+        taken = runtime.accounted.taken - before
         beside = counted(bucket, planned) - attending(SERVING, "")(bucket, planned)
-        assert beside == sizes.infer_bytes(bucket, planned) and 0 <= beside - taken < 4096, bucket
-    assert sizes.infer_bytes(Bucket(Stage.SAMPLE, (8,)), planned) == 0
+        assert beside == workspace_sizes.infer_bytes(bucket, planned) and 0 <= beside - taken < 4096, bucket
+    assert workspace_sizes.infer_bytes(Bucket(Stage.SAMPLE, (8,)), planned) == 0
 
 
 def test_other_devices_have_their_own_attention(

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.happens_before import Schedule, races
-from trencadis.backends.cuda.launches.buffers import StageBuffer
-from trencadis.backends.cuda.programs import CudaPending, CudaProgram
-from trencadis.backends.cuda.protocol import Stream
-from trencadis.backends.cuda.twin.device import TwinCall
+from trencadis.backends.cuda.cuda_program import CudaPending, CudaProgram
+from trencadis.backends.cuda.launches.input_buffers import StageBuffer
+from trencadis.backends.cuda.runtime_protocol import Stream
+from trencadis.backends.cuda.twin.twin_runtime import TwinCall
 
 
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1, 2]))
@@ -54,10 +54,10 @@ def sent(before: bool, wait: bool, part: int = 1) -> Callable[..., None]:
     """``StageBuffer.send`` with its parts in another order, or left out."""
 
     def send(self: Any, used: int, beside: Any = None) -> None:
-        area, lane = self._staging[self._turn], Stream.UPLOADS
+        area, lane = self._staging[self._area], Stream.UPLOADS
         if wait:
-            self.runtime.wait(lane, self.seen)
-        events = self._sent[self._turn], self.written
+            self.runtime.wait(lane, self.last_read)
+        events = self._sent[self._area], self.written
         for event in events if before else ():
             self.runtime.record(event, lane)
         self.runtime.upload(self.flat[: used // part], area[: used // part])
@@ -70,7 +70,7 @@ def sent(before: bool, wait: bool, part: int = 1) -> Callable[..., None]:
 def rash(self: Any, size: int, runtime: Any) -> None:
     """A room whose first copy need not come after its zeros."""
     roomy(self, size, runtime)
-    self.seen = runtime.event()
+    self.last_read = runtime.event()
 
 
 roomy = StageBuffer.__init__
@@ -78,10 +78,10 @@ roomy = StageBuffer.__init__
 
 def hasty(self: Any, size: int) -> Any:
     """``StageBuffer.host`` that waits for nothing."""
-    self._turn = 1 - self._turn
-    if self._staging[self._turn] is None:
-        self._staging[self._turn] = self.runtime.pinned((self.bytes,), torch.uint8)
-    return self.runtime.write(self._staging[self._turn])
+    self._area = 1 - self._area
+    if self._staging[self._area] is None:
+        self._staging[self._area] = self.runtime.allocate_pinned((self.bytes,), torch.uint8)
+    return self.runtime.write(self._staging[self._area])
 
 
 def begin(written: bool, fetched: bool, seen: bool = False) -> Callable[[Any], None]:
@@ -89,11 +89,11 @@ def begin(written: bool, fetched: bool, seen: bool = False) -> Callable[[Any], N
 
     def _begin(self: Any) -> None:
         if written:
-            self.runtime.wait(Stream.PROGRAMS, self.buffers.room.written)
+            self.runtime.wait(Stream.PROGRAMS, self.buffers.buffer.written)
         if fetched:
             self.runtime.wait(Stream.PROGRAMS, self._fetched)
         if seen:
-            self.runtime.record(self.buffers.room.seen, Stream.PROGRAMS)
+            self.runtime.record(self.buffers.buffer.last_read, Stream.PROGRAMS)
 
     return _begin
 
@@ -134,7 +134,7 @@ MISTAKES: dict[str, list[Patch]] = {
         (CudaProgram, "_begin", begin(True, True, seen=True)), (CudaProgram, "_end", lambda self: None)
     ],
     "seen is recorded on another lane": [
-        (CudaProgram, "_end", lambda self: self.runtime.record(self.buffers.room.seen, Stream.DOWNLOADS))
+        (CudaProgram, "_end", lambda self: self.runtime.record(self.buffers.buffer.last_read, Stream.DOWNLOADS))
     ],
     "seen is never recorded": [(CudaProgram, "_end", lambda self: None)],
     "a fetch does not wait for its launch": [(CudaPending, "__init__", fetch(launched=False, behind=True))],

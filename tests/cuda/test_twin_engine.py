@@ -11,13 +11,13 @@ import pytest
 
 from tests.traffic.requests import Traffic
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.twin.device import TwinFaults, TwinRuntime
+from trencadis.backends.cuda.twin.twin_runtime import TwinFaults, TwinRuntime
 from trencadis.core.backend import OutOfDeviceMemory, ProgramState
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 from trencadis.server.config import argv
-from trencadis.server.config.settings import resolve
+from trencadis.server.config.resolve_settings import resolve_settings
 
 LENGTH = 64
 FLAGS: dict[str, Any] = {
@@ -77,7 +77,7 @@ def check_books(engine: Engine) -> None:
 def test_every_bucket_is_captured_and_nothing_compiles_after_warmup(make: Make, cache: str) -> None:
     engine = make(kv_cache_dtype=cache)
     graphs, runtime = graphs_of(engine), runtime_of(engine)
-    assert len(graphs.captured()) == len(graphs.planned) == 23
+    assert len(graphs.list_captured()) == len(graphs.planned) == 23
     compiled, captured, launched = runtime.compilations(), runtime.counts["capture"], runtime.counts["launch"]
     tokens(engine, 60)
     assert (
@@ -99,8 +99,8 @@ def lacking(engine: Engine) -> dict[str, str]:
     """Planned buckets without a graph that would gain from one, and why."""
     captures, graphs = engine._watch.captures, graphs_of(engine)  # type: ignore[union-attr]
     assert captures is not None
-    lost = set(graphs.planned) - set(graphs.captured())
-    return {str(b): captures.failed.get(b, captures.lacks(b)) for b in lost if captures.gains(b)}
+    lost = set(graphs.planned) - set(graphs.list_captured())
+    return {str(b): captures.failed.get(b, captures.missing_reason(b)) for b in lost if captures.is_worth_capturing(b)}
 
 
 def test_beside_a_cache_that_takes_what_is_free_every_bucket_is_captured(
@@ -111,7 +111,7 @@ def test_beside_a_cache_that_takes_what_is_free_every_bucket_is_captured(
     engine = make(policy="", num_gpu_blocks_override=None, max_num_seqs=1, max_num_batched_tokens=16)
     memory = graphs_of(engine).backend.memory
     assert dict(engine._watch.captures.ledger.rows())["KV cache"] > memory.total() // 2  # type: ignore[union-attr]
-    assert graphs_of(engine).captured() and not lacking(engine)
+    assert graphs_of(engine).list_captured() and not lacking(engine)
     check_books(engine)
 
 
@@ -122,10 +122,10 @@ def test_the_default_line_has_a_graph_for_every_bucket_that_gains_from_one(
     """``TRENCADIS_CUDA_TWIN=1 serve --device cuda``, of which only the server is missing."""
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
     monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
-    config = resolve(argv.parse(["--device", "cuda"]), {}).engine
+    config = resolve_settings(argv.parse(["--device", "cuda"]), {}).engine
     engine = create_engine(replace(config, model=str(demo_path())))
     try:
-        assert len(graphs_of(engine).captured()) > 100 and not lacking(engine)
+        assert len(graphs_of(engine).list_captured()) > 100 and not lacking(engine)
         check_books(engine)
     finally:
         engine.close()
@@ -145,7 +145,7 @@ def test_the_same_tokens_as_the_cpu_at_both_depths_and_without_graphs(make: Make
         assert tokens(make(async_depth=depth), 4, aborts=0) == want
     eager = make(enforce_eager=True)
     assert tokens(eager, 4, aborts=0) == want, "without graphs"
-    assert not graphs_of(eager).captured() and not eager.stats().graphs.recompiles
+    assert not graphs_of(eager).list_captured() and not eager.stats().graphs.recompiles
 
 
 def oom() -> OutOfDeviceMemory:
@@ -185,7 +185,7 @@ def test_out_of_memory_in_a_step_gives_a_graph_up(make: Make, right: Any, kind: 
     runtime.faults = TwinFaults({(kind, runtime.counts[kind] + 9): oom()}, returned=returned)
     assert tokens(engine, 2, seed=5, aborts=0) == right
     if kind == "replay":
-        assert len(graphs.captured()) == len(graphs.planned) - 1
+        assert len(graphs.list_captured()) == len(graphs.planned) - 1
     check_books(engine)
 
 
@@ -193,14 +193,14 @@ def test_a_capture_that_the_card_refuses_costs_one_graph(make: Make, right: Any)
     engine = make(TwinFaults({("capture", 4): RuntimeError("operation not permitted when stream is capturing")}))
     captures = engine._watch.captures  # type: ignore[union-attr]
     assert captures is not None and not captures.accounts.closed
-    assert len(graphs_of(engine).captured()) == len(graphs_of(engine).planned) - 1
+    assert len(graphs_of(engine).list_captured()) == len(graphs_of(engine).planned) - 1
     assert tokens(engine, 2, seed=5, aborts=0) == right
     check_books(engine)
 
 
 def test_the_bucket_in_whose_capture_an_engine_died_is_left_out(make: Make) -> None:
     engine = make(skip_captures=["decode[4]"])
-    lost = {str(b) for b in graphs_of(engine).planned} - {str(b) for b in graphs_of(engine).captured()}
+    lost = {str(b) for b in graphs_of(engine).planned} - {str(b) for b in graphs_of(engine).list_captured()}
     assert lost == {"decode[4]"}
     check_books(engine)
 
@@ -211,15 +211,15 @@ def test_graphs_that_are_given_up_return_what_they_shared_with_the_last_of_their
     graphs, captures = graphs_of(engine), engine._watch.captures  # type: ignore[union-attr]
     assert captures is not None
     runtime, free, cost = runtime_of(engine), graphs.backend.memory.free(), sum(captures.costs.values())
-    while graphs.captured():
-        held = {b: graphs.program(b)._graph for b in graphs.captured()}
+    while graphs.list_captured():
+        held = {b: graphs.program(b)._graph for b in graphs.list_captured()}
         before = graphs.backend.memory.free()
-        gone = graphs.relieve()
+        gone = graphs.release_least_used()
         back = graphs.backend.memory.free() - before
         left = runtime.pools[held[gone].pool]
         assert back == held[gone].nodes if left else back >= held[gone].nodes
         check_books(engine)
-        missing = cost - sum(captures.costs[b] for b in graphs.captured()) - (graphs.backend.memory.free() - free)
+        missing = cost - sum(captures.costs[b] for b in graphs.list_captured()) - (graphs.backend.memory.free() - free)
         assert dict(captures.ledger.rows())["graphs not returned"] == missing
     assert graphs.backend.memory.free() == free + cost
     assert dict(captures.ledger.rows())["graphs not returned"] == 0 and not any(captures.own.spent.values())

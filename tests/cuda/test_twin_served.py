@@ -16,10 +16,10 @@ from tests.traffic.image_chats import wire
 from tests.traffic.server_process import server
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.server.config import argv
-from trencadis.server.config.settings import resolve
-from trencadis.server.plan.command import plan_for
+from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.plan.plan_command import make_plan
 
 TWIN = ("--device", "cuda", "--policy", "twin", "--dtype", "float32")
 SMALL = (
@@ -67,8 +67,8 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
     buckets = {"VLLM_MULTIMODAL_BUCKETS": "256"}
     monkeypatch.setenv("VLLM_MULTIMODAL_BUCKETS", buckets["VLLM_MULTIMODAL_BUCKETS"])
     flags = (*TWIN, *SMALL, "--max-model-len", "128")
-    config = resolve(argv.parse(["--model", str(demo_path()), *flags]), {}).engine
-    count = len(plan_for(config, load_config(demo_path()), 8 << 30).plan.buckets)
+    config = resolve_settings(argv.parse(["--model", str(demo_path()), *flags]), {}).engine
+    count = len(make_plan(config, load_config(demo_path()), 8 << 30).plan.buckets)
     faults = {"TRENCADIS_CUDA_TWIN_FAULTS": f"crash@capture:{count}", "TRENCADIS_CACHE": str(tmp_path)}
     with server(tmp_path, *flags, seconds=300, **buckets, **faults) as running:
         assert "the engine crashed during the capture of" in running.text()
@@ -81,9 +81,9 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(tmp_path: Path, monke
 
 def test_the_guides_launch_line_is_taken_and_planned() -> None:
     """Verbatim with ``--device cuda``; every launch of 80 GiB's plan that gains gets a graph."""
-    config = resolve(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
+    config = resolve_settings(argv.parse(GUIDE), {"VLLM_SKIP_WARMUP": "true"}).engine
     assert (config.device, config.gpu_memory_utilization, config.warmup) == ("cuda", 0.9, "skip")
-    planned = plan_for(config, load_config(demo_path()), 80 << 30)
+    planned = make_plan(config, load_config(demo_path()), 80 << 30)
     captured = {p.bucket for prices in planned.selection.taken.values() for p in prices}
     assert captured == {b for b in planned.plan.buckets if b.stage is not Stage.PREFILL or b.dims[0] <= 2048}
     assert sum(dict(planned.ledger.rows()).values()) == 80 << 30
@@ -100,13 +100,13 @@ def test_the_guides_launch_line_starts_on_the_twin(tmp_path: Path, skipped: str)
         plan = running.http.get("/buckets").json()
         assert len(plan["buckets"]) > 100
         question = {"type": "text", "text": "What is in the picture?"}
-        picture = {"type": "image", "image": Image.open(Path(demo_path()).with_name("demo_picture.png"))}
-        asked = [{"role": "user", "content": [picture, question]}]
-        body = {"messages": wire(asked), "max_tokens": 24, "temperature": 0}
+        image = {"type": "image", "image": Image.open(Path(demo_path()).with_name("demo_picture.png"))}
+        requested = [{"role": "user", "content": [image, question]}]
+        body = {"messages": wire(requested), "max_tokens": 24, "temperature": 0}
         reply = running.http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
-        told = reply.json()["choices"][0]["message"]["content"]
-        assert told == "From left to right: a red circle, a blue square and a green triangle."
+        reported = reply.json()["choices"][0]["message"]["content"]
+        assert reported == "From left to right: a red circle, a blue square and a green triangle."
         plan = running.http.get("/buckets").json()
         assert plan["recompiles"] == 0 and any(b["state"] == "captured" for b in plan["buckets"])
         assert (plan["lazy_compiles"] == 0) == (skipped == "false")

@@ -18,11 +18,11 @@ import yaml
 from deploy import dashboards
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.core.process.wire import BucketUse, EngineStats, GraphCounters
+from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
 from trencadis.core.progress import Warming
 from trencadis.server.config.argv import parse
-from trencadis.server.config.flags import table
-from trencadis.server.config.settings import resolve
+from trencadis.server.config.flags import get_flag_table
+from trencadis.server.config.resolve_settings import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -33,7 +33,7 @@ OURS = {"$__rate_interval"}
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     return scripted_app(write_text_checkpoint(tmp_path_factory.mktemp("deploy")))
 
 
@@ -58,9 +58,11 @@ def test_command_lines_are_ours(name: str, tmp_path: Path) -> None:
         file = tmp_path / "serve.yaml"
         file.write_text("max-num-seqs: 4\n")
         words[words.index("--config") + 1] = str(file)
-    resolve(parse([*words, "--model", "other/model"]), {})  # what follows the image's name counts
+    resolve_settings(parse([*words, "--model", "other/model"]), {})  # what follows the image's name counts
     for word in words:
-        assert not word.startswith("--") or word in ("--config",) or word[2:].replace("-", "_") in table(), word
+        assert not word.startswith("--") or word in ("--config",) or word[2:].replace("-", "_") in get_flag_table(), (
+            word
+        )
 
 
 def test_variables_are_ours() -> None:
@@ -70,12 +72,12 @@ def test_variables_are_ours() -> None:
         assert f"`{name}`" in known or name in ("VLLM_API_KEY",), name
 
 
-def test_probes_and_grace_periods_fit_the_server(rig: ScriptedApp) -> None:
+def test_probes_and_grace_periods_fit_the_server(harness: ScriptedApp) -> None:
     deployment = next(yaml.safe_load_all((KUBERNETES / "base" / "server.yaml").read_text()))
     pod = deployment["spec"]["template"]["spec"]
     container = pod["containers"][0]
     probes = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
-    assert probes == {"/ready", "/live"} and all(rig.call(path).status_code == 200 for path in probes)
+    assert probes == {"/ready", "/live"} and all(harness.call(path).status_code == 200 for path in probes)
     flags = dict(zip(container["args"][::2], map(float, container["args"][1::2]), strict=True))
     assert pod["terminationGracePeriodSeconds"] > flags["--drain-delay"] + flags["--shutdown-timeout"]
     noticed = container["readinessProbe"]["periodSeconds"] * container["readinessProbe"]["failureThreshold"]
@@ -94,7 +96,7 @@ def test_probes_and_grace_periods_fit_the_server(rig: ScriptedApp) -> None:
 
 def test_the_unit_waits_as_long_as_the_server_drains() -> None:
     unit = (DEPLOY / "systemd" / "trencadis-server.service").read_text()
-    defaults = resolve(parse([]), {}).server
+    defaults = resolve_settings(parse([]), {}).server
     seconds = float(re.search(r"TimeoutStopSec=(\d+)s", unit).group(1))  # type: ignore[union-attr]
     assert seconds > defaults.shutdown_timeout + defaults.drain_delay
     assert "RestartPreventExitStatus=2" in unit and "Type=notify" in unit
@@ -118,43 +120,43 @@ def expressions() -> list[str]:
     return found + [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
 
 
-def scraped(rig: ScriptedApp, folder: Path) -> dict[str, set[str]]:
+def scraped(harness: ScriptedApp, folder: Path) -> dict[str, set[str]]:
     """Labels of each metric after a request, a launch without a graph, a warm-up and a refusal."""
     keys = folder / "keys.yaml"
     digest = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8"
     keys.write_text(f"keys:\n- name: ann\n  sha256: {digest}\n  concurrency: 1\n")
     keys.chmod(0o600)
-    app = rig.app(api_key_file=str(keys), max_num_queued_reqs=3)
+    app = harness.app(api_key_file=str(keys), max_num_queued_reqs=3)
     headers = {"x-api-key": "password"}
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    rig.call("/v1/chat/completions", chat, headers=headers)
-    rig.call("/v1/chat/completions", {**chat, "n": 2, "temperature": 1}, headers=headers)
+    harness.call("/v1/chat/completions", chat, headers=headers)
+    harness.call("/v1/chat/completions", {**chat, "n": 2, "temperature": 1}, headers=headers)
     state = app.state.trencadis
     state.admission.rejected["max_num_queued_reqs"] += 1
     use = BucketUse("vision", 64, 128, 0.1, "vision[128]", "compiled", True, "warming", 1, 64)
     graphs = GraphCounters(1, 0, {"text": 5}, Warming(total=3))
     state.metrics.on_stats(EngineStats(step_tokens=[3], buckets=[use], graphs=graphs))
-    rig.engine.stats = EngineStats(graphs=graphs)
+    harness.engine.stats = EngineStats(graphs=graphs)
     found: dict[str, set[str]] = defaultdict(set)
-    for line in rig.call("/metrics", headers=headers).text.splitlines():
+    for line in harness.call("/metrics", headers=headers).text.splitlines():
         if match := re.match(r"([\w:]+)(?:\{(.*)\})? ", line):
             found[match[1]] |= set(re.findall(r"(\w+)=", match[2] or ""))
     return found
 
 
-def test_boards_and_alerts_name_metrics_and_labels_of_a_live_scrape(rig: ScriptedApp, tmp_path: Path) -> None:
-    known = scraped(rig, tmp_path)
+def test_boards_and_alerts_name_metrics_and_labels_of_a_live_scrape(harness: ScriptedApp, tmp_path: Path) -> None:
+    known = scraped(harness, tmp_path)
     for expression in expressions():
         names = NAME.findall(expression)
         assert names or expression.startswith("up{"), expression
         for name in names:
             assert name in known, f"{name} of {expression}"
-        asked = {
+        requested = {
             label
             for group, braces in LABELS.findall(expression)
             for label in (group.split(",") if group else re.findall(r"(\w+)(?:=|!=)", braces))
         }
-        for label in {label.strip() for label in asked} - {"job"}:
+        for label in {label.strip() for label in requested} - {"job"}:
             assert any(label in known[name] for name in names), f"{label} of {expression}"
 
 

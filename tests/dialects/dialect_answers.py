@@ -44,8 +44,8 @@ class Script:
 
     def messages(self, **more: Any) -> dict[str, Any]:
         """A body for /v1/messages."""
-        talk = [{"role": "user", "content": "Hi"}]
-        body: dict[str, Any] = {"model": "m", "max_tokens": self.limit, "messages": talk}
+        conversation = [{"role": "user", "content": "Hi"}]
+        body: dict[str, Any] = {"model": "m", "max_tokens": self.limit, "messages": conversation}
         if self.tools:
             body["tools"] = [{"name": n, "input_schema": SCHEMA} for n in "fg"]
         if self.stop:

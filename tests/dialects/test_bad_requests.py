@@ -28,7 +28,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def rig(tagged: Path) -> ScriptedApp:
+def harness(tagged: Path) -> ScriptedApp:
     """An application that no request gets through to."""
     return templated_app(tagged, HERMES)
 
@@ -85,12 +85,12 @@ def deep(levels: int) -> Any:
         ({"tools": [deep(90)]}, "tools"),
     ],
 )  # fmt: skip
-def test_responses(rig: ScriptedApp, fields: dict[str, Any], param: str) -> None:
+def test_responses(harness: ScriptedApp, fields: dict[str, Any], param: str) -> None:
     body = json.dumps({"input": "a", **fields})
-    response = rig.call("/v1/responses", method="POST", content=body, headers=JSON)
+    response = harness.call("/v1/responses", method="POST", content=body, headers=JSON)
     error = response.json()["error"]
     assert response.status_code == 400 and f"{error['param']}.".startswith(f"{param}."), error
-    assert len(error["message"]) < 200 and "\n" not in error["message"] and not rig.engine.submitted
+    assert len(error["message"]) < 200 and "\n" not in error["message"] and not harness.engine.submitted
     assert "messages[" not in error["message"] and "max_tokens" not in error["message"].split("_out")[0]
 
 
@@ -130,39 +130,39 @@ def test_responses(rig: ScriptedApp, fields: dict[str, Any], param: str) -> None
         ({"n": 2}, "n must be 1"),
     ],
 )  # fmt: skip
-def test_messages(rig: ScriptedApp, fields: dict[str, Any], said: str) -> None:
-    response = rig.call("/v1/messages", {"max_tokens": 5, "messages": [USER], **fields})
+def test_messages(harness: ScriptedApp, fields: dict[str, Any], said: str) -> None:
+    response = harness.call("/v1/messages", {"max_tokens": 5, "messages": [USER], **fields})
     body = response.json()
     assert (response.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
     message = body["error"]["message"]
-    assert message.startswith(said) and "\n" not in message and not rig.engine.submitted
+    assert message.startswith(said) and "\n" not in message and not harness.engine.submitted
     assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
 
 
 def test_a_path_below_responses_that_is_posted_to_is_no_response(serve: Any) -> None:
-    rig: ScriptedApp = serve(TEMPLATE)
-    refused = rig.call("/v1/responses/input_tokens")
+    harness: ScriptedApp = serve(TEMPLATE)
+    refused = harness.call("/v1/responses/input_tokens")
     assert refused.status_code == 405 and refused.headers["allow"] == "POST"
-    assert rig.call("/v1/responses/resp_1").status_code == 404
+    assert harness.call("/v1/responses/resp_1").status_code == 404
 
 
 def test_every_error_of_these_paths_has_anthropics_form(serve: Any) -> None:
-    rig: ScriptedApp = serve(TEMPLATE, api_key=["k"], max_body_bytes=2000)
+    harness: ScriptedApp = serve(TEMPLATE, api_key=["k"], max_body_bytes=2000)
     key = {"x-api-key": "k"}
     body = {"max_tokens": 5, "messages": [USER]}
     calls: list[tuple[Any, int, str]] = [
-        (rig.call("/v1/messages", body), 401, "authentication_error"),
-        (rig.call("/v1/messages", {**body, "system": "x" * 3000}, headers=key), 413, "request_too_large"),
-        (rig.call("/v1/messages", {**body, "model": "nope"}, headers=key), 404, "not_found_error"),
-        (rig.call("/v1/messages/nope", body, headers=key), 404, "not_found_error"),
-        (rig.call("/v1/messages", headers=key), 405, "invalid_request_error"),
-        (rig.call("/v1/messages", method="POST", content="{", headers=key | JSON), 400, "invalid_request_error"),
-        (rig.call("/v1/messages", method="POST", content="a", headers=key), 400, "invalid_request_error"),
-        (rig.call("/v1/messages/count_tokens", {}, headers=key), 400, "invalid_request_error"),
-        (rig.call("/v1/messages", {**body, "chat_template": "x"}, headers=key), 403, "permission_error"),
+        (harness.call("/v1/messages", body), 401, "authentication_error"),
+        (harness.call("/v1/messages", {**body, "system": "x" * 3000}, headers=key), 413, "request_too_large"),
+        (harness.call("/v1/messages", {**body, "model": "nope"}, headers=key), 404, "not_found_error"),
+        (harness.call("/v1/messages/nope", body, headers=key), 404, "not_found_error"),
+        (harness.call("/v1/messages", headers=key), 405, "invalid_request_error"),
+        (harness.call("/v1/messages", method="POST", content="{", headers=key | JSON), 400, "invalid_request_error"),
+        (harness.call("/v1/messages", method="POST", content="a", headers=key), 400, "invalid_request_error"),
+        (harness.call("/v1/messages/count_tokens", {}, headers=key), 400, "invalid_request_error"),
+        (harness.call("/v1/messages", {**body, "chat_template": "x"}, headers=key), 403, "permission_error"),
     ]
-    rig.engine.accepting = False
-    calls.append((rig.call("/v1/messages", body, headers=key), 529, "overloaded_error"))
+    harness.engine.accepting = False
+    calls.append((harness.call("/v1/messages", body, headers=key), 529, "overloaded_error"))
     full = serve(TEMPLATE, bounds=Bounds(requests=1))
     full.made.state.trencadis.admission.enter()
     calls.append((full.call("/v1/messages", body), 529, "overloaded_error"))
@@ -171,25 +171,25 @@ def test_every_error_of_these_paths_has_anthropics_form(serve: Any) -> None:
         assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind), response.text
         assert set(error) == {"type", "error", "request_id"} and response.headers["request-id"] == error["request_id"]
     assert calls[-1][0].headers["retry-after"] and calls[-2][0].headers["retry-after"]
-    assert "error" in rig.call("/v1/responses", body, headers=key).json(), "other paths keep OpenAI's form"
-    assert "request-id" not in rig.call("/v1/models", headers=key).headers
+    assert "error" in harness.call("/v1/responses", body, headers=key).json(), "other paths keep OpenAI's form"
+    assert "request-id" not in harness.call("/v1/models", headers=key).headers
 
 
 def test_a_limit_of_the_key_is_429_and_its_priorities_hold(serve: Any, tmp_path: Path) -> None:
     path = key_file(tmp_path, "  requests_per_minute: 1\n  priority: [0, 5]\n")
-    rig = serve(TEMPLATE, "a", api_key_file=path, priorities=True)
+    harness = serve(TEMPLATE, "a", api_key_file=path, priorities=True)
     key, body = {"x-api-key": "key-a"}, {"max_tokens": 5, "messages": [USER]}
-    refused = rig.call("/v1/messages", body | {"priority": 9}, headers=key)
+    refused = harness.call("/v1/messages", body | {"priority": 9}, headers=key)
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
-    assert rig.call("/v1/messages", body, headers=key).status_code == 200
-    limited = rig.call("/v1/messages", body, headers=key)
+    assert harness.call("/v1/messages", body, headers=key).status_code == 200
+    limited = harness.call("/v1/messages", body, headers=key)
     assert (limited.status_code, limited.json()["error"]["type"]) == (429, "rate_limit_error")
     assert limited.headers["retry-after"] and limited.headers["x-ratelimit-limit-requests"] == "1"
 
 
 def test_what_has_no_effect_is_named_in_the_words_of_the_request(serve: Any) -> None:
-    rig = serve(THINKING.replace("enable_thinking", "nothing").replace("reasoning_effort", "nothing"))
-    response = rig.call("/v1/responses", {
+    harness = serve(THINKING.replace("enable_thinking", "nothing").replace("reasoning_effort", "nothing"))
+    response = harness.call("/v1/responses", {
         "input": "a", "store": True, "include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"},
         "reasoning": {"effort": "low", "summary": "auto"}, "made_up": 1, "return_token_ids": True, "max_tool_calls": 2,
     })  # fmt: skip
@@ -197,53 +197,53 @@ def test_what_has_no_effect_is_named_in_the_words_of_the_request(serve: Any) -> 
         "include.reasoning.encrypted_content,made_up,max_tool_calls,reasoning.effort,reasoning.summary,"
         "return_token_ids,store,text.verbosity"
     )
-    response = rig.call("/v1/messages", {
+    response = harness.call("/v1/messages", {
         "max_tokens": 5, "messages": [USER], "metadata": {"user_id": "u"}, "mcp_servers": [1],
         "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
     })  # fmt: skip
     assert response.headers["x-ignored-fields"] == "mcp_servers,metadata,output_config.effort,thinking"
-    rig.app(strict_request_fields=True)
-    assert rig.call("/v1/messages", {"max_tokens": 5, "messages": [USER], "mcp_servers": [1]}).status_code == 400
-    assert rig.call("/v1/messages", {"max_tokens": 5, "messages": [USER], "metadata": {}}).status_code == 200
+    harness.app(strict_request_fields=True)
+    assert harness.call("/v1/messages", {"max_tokens": 5, "messages": [USER], "mcp_servers": [1]}).status_code == 400
+    assert harness.call("/v1/messages", {"max_tokens": 5, "messages": [USER], "metadata": {}}).status_code == 200
 
 
 def test_an_answer_that_the_context_cuts_off_says_so(serve: Any) -> None:
-    rig = serve(TEMPLATE, "a b c d")
-    rig.engine.answer *= 300
+    harness = serve(TEMPLATE, "a b c d")
+    harness.engine.answer *= 300
     for limit, reason in ((100_000, "model_context_window_exceeded"), (5, "max_tokens")):
-        made = rig.call("/v1/messages", {"max_tokens": limit, "messages": [USER]}).json()
+        made = harness.call("/v1/messages", {"max_tokens": limit, "messages": [USER]}).json()
         assert made["stop_reason"] == reason
-    made = rig.call("/v1/responses", {"input": "a", "max_output_tokens": 100_000}).json()
+    made = harness.call("/v1/responses", {"input": "a", "max_output_tokens": 100_000}).json()
     assert made["incomplete_details"] == {"reason": "max_output_tokens"} and made["max_output_tokens"] == 100_000
-    rig.service.defaults = replace(rig.service.defaults, cap=5)
-    made = rig.call("/v1/messages", {"max_tokens": 100_000, "messages": [USER]}).json()
+    harness.service.defaults = replace(harness.service.defaults, cap=5)
+    made = harness.call("/v1/messages", {"max_tokens": 100_000, "messages": [USER]}).json()
     assert (made["stop_reason"], made["usage"]["output_tokens"]) == ("max_tokens", 5), "the operator's limit"
 
 
 def test_truncation_drops_the_beginning(serve: Any) -> None:
-    rig = serve(TEMPLATE, "a")
-    response = rig.call("/v1/responses", {"input": "a " * 2000, "truncation": "auto", "max_output_tokens": 24})
-    assert response.status_code == 200 and len(rig.engine.submitted[0][0].tokens) == 1000
+    harness = serve(TEMPLATE, "a")
+    response = harness.call("/v1/responses", {"input": "a " * 2000, "truncation": "auto", "max_output_tokens": 24})
+    assert response.status_code == 200 and len(harness.engine.submitted[0][0].tokens) == 1000
 
 
 def test_a_count_is_the_prompts_with_its_images(serve: Any) -> None:
-    rig = serve(TEMPLATE, "a")
+    harness = serve(TEMPLATE, "a")
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
-    counted = rig.call("/v1/messages/count_tokens", {"messages": talk, "system": "s"}).json()
-    usage = rig.call("/v1/messages", {"max_tokens": 5, "messages": talk, "system": "s"}).json()["usage"]
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
+    counted = harness.call("/v1/messages/count_tokens", {"messages": conversation, "system": "s"}).json()
+    usage = harness.call("/v1/messages", {"max_tokens": 5, "messages": conversation, "system": "s"}).json()["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
-    assert rig.images.seen[0] == ("data:image/png;base64,AAAA", "messages[1].content[1]")
+    assert harness.images.received[0] == ("data:image/png;base64,AAAA", "messages[1].content[1]")
     items = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]
-    counted = rig.call("/v1/responses/input_tokens", {"input": items}).json()
-    usage = rig.call("/v1/responses", {"input": items}).json()["usage"]
+    counted = harness.call("/v1/responses/input_tokens", {"input": items}).json()
+    usage = harness.call("/v1/responses", {"input": items}).json()["usage"]
     assert counted == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
 
 
-def test_many_results_and_large_images_are_bounded_as_in_chat(rig: ScriptedApp) -> None:
+def test_many_results_and_large_images_are_bounded_as_in_chat(harness: ScriptedApp) -> None:
     results = [{"type": "tool_result", "tool_use_id": "c", "content": "a"}] * 9000
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": results}]}
-    error = rig.call("/v1/messages", body).json()["error"]["message"]
+    error = harness.call("/v1/messages", body).json()["error"]["message"]
     assert error == "messages[0].content[8192]: the conversation has more than 8192 messages."
     for head, fits in ((b"/9j/", True), (b"text", False)):
         scan = BodyScan(BodyLimits(text=1 << 17))
@@ -288,14 +288,14 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 def fuzzed(serve: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(odd_bodies, "BODIES", BODIES)
     caplog.set_level(logging.INFO)
-    random, rig, seen = Random(seed), serve(HERMES, "a"), []
+    random, harness, seen = Random(seed), serve(HERMES, "a"), []
     for path, bodies in BODIES.items():
-        assert rig.call(path, bodies[0]).status_code == 200
+        assert harness.call(path, bodies[0]).status_code == 200
     for _ in range(count):
         path = random.choice(list(BODIES))
         _, body = odd_bodies.drawn(random, path)
         caplog.clear()
-        response = rig.call(path, method="POST", content=json.dumps(body), headers=JSON)
+        response = harness.call(path, method="POST", content=json.dumps(body), headers=JSON)
         seen.append(response.status_code)
         assert seen[-1] < 500 and not [r for r in caplog.records if r.exc_info], json.dumps(body)[:2000]
         if seen[-1] != 200 and not body.get("stream"):

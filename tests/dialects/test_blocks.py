@@ -10,21 +10,21 @@ import pytest
 
 from tests.traffic.written_calls import SCHEMAS, STYLES, damaged, pieces, written
 from trencadis.core.request import TokenLogprob
-from trencadis.server.dialects.blocks import Block, BlockClosed, BlockGrown, BlockOpened, Blocks
-from trencadis.server.prompts.answer import AnswerPart, AnswerReader, CallPart
-from trencadis.server.prompts.output import TextPiece
-from trencadis.server.reasoning.parser import ReasoningParser, Spoken, Thought
-from trencadis.server.tools.forms import BUILT
+from trencadis.server.dialects.answer_blocks import AnswerBlock, BlockBuilder, BlockClosed, BlockDelta, BlockOpened
+from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader, CallPart
+from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
+from trencadis.server.tools.tool_parser_registry import BUILT
 
 
 def read(style: str, parts: list[str]) -> list[tuple[str, str, str]]:
     """The blocks of an answer; checks that each change concerns the open block."""
     reader = AnswerReader(ReasoningParser("<think>", "</think>"), BUILT[style](SCHEMAS))
-    blocks, open_block = Blocks(), None
+    blocks, open_block = BlockBuilder(), None
     grown: dict[int, str] = {}
     for i, part in enumerate([*parts, None]):
         reader.finish() if part is None else reader.feed(part)
-        changes: list[Any] = list(blocks.feed(TextPiece(part or "", answer=reader.part())))
+        changes: list[Any] = list(blocks.feed(TextPiece(part or "", answer=reader.take_part())))
         changes += blocks.finish(False) if i == len(parts) else []
         for change in changes:
             if isinstance(change, BlockOpened):
@@ -32,7 +32,7 @@ def read(style: str, parts: list[str]) -> list[tuple[str, str, str]]:
                 open_block, grown[change.block.index] = change.block, ""
             else:
                 assert change.block is open_block
-                if isinstance(change, BlockGrown):
+                if isinstance(change, BlockDelta):
                     assert change.text
                     grown[change.block.index] += change.text
                 else:
@@ -69,20 +69,26 @@ def score(token: int) -> TokenLogprob:
 
 
 def test_log_probabilities_follow_the_text_of_their_tokens() -> None:
-    blocks = Blocks({9})
+    blocks = BlockBuilder({9})
     changes: list[Any] = []
     for text, token, finish in (("", 1, None), ("ö", 2, None), ("!", 3, None), ("", 9, "stop")):
         changes += blocks.feed(TextPiece(text, [token], [score(token)], finish))
     changes += blocks.finish(False)
-    grown = [[one.token for one in c.logprobs] for c in changes if isinstance(c, BlockGrown)]
+    grown = [[one.token for one in c.logprobs] for c in changes if isinstance(c, BlockDelta)]
     assert grown == [[1, 2], [3]] and [one.token for one in blocks.blocks[0].logprobs] == [1, 2, 3]
     closed = changes[-1]
-    assert isinstance(closed, BlockClosed) and not closed.cut and isinstance(closed.block, Block)
+    assert isinstance(closed, BlockClosed) and not closed.cut and isinstance(closed.block, AnswerBlock)
 
 
 def test_log_probabilities_of_thoughts_and_tags_are_not_the_texts() -> None:
-    blocks = Blocks()
-    segments: list[list[Any]] = [[Thought("hm")], [], [Spoken("a")], [Spoken("b"), CallPart(0, "c", "f")], []]
+    blocks = BlockBuilder()
+    segments: list[list[Any]] = [
+        [ReasoningContent("hm")],
+        [],
+        [AnswerContent("a")],
+        [AnswerContent("b"), CallPart(0, "c", "f")],
+        [],
+    ]
     for token, some in enumerate(segments):
         list(blocks.feed(TextPiece("", [token], [score(token)], answer=AnswerPart(some))))
     assert [(b.kind, [one.token for one in b.logprobs]) for b in blocks.blocks] == [

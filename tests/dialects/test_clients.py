@@ -19,7 +19,7 @@ from tests.dialects.dialect_answers import SCRIPTS
 from tests.fakes.scripted_app import ScriptedApp
 from tests.fakes.text_checkpoint import TEMPLATE
 from tests.traffic.live_app import live
-from trencadis.server.protocol.base import GenerateRequest
+from trencadis.server.protocol.base_request import GenerateRequest
 
 SCRIPT = SCRIPTS["all"]
 CALLS = [("f", {"a": 1}), ("g", {})]
@@ -28,26 +28,26 @@ DEADLINE = 10.0
 
 
 @pytest.fixture(scope="module")
-def rig(tagged: Path) -> ScriptedApp:
+def harness(tagged: Path) -> ScriptedApp:
     return templated_app(tagged, SCRIPT.template, SCRIPT.answer, api_key=["k"])
 
 
 @pytest.fixture(scope="module")
-def url(rig: ScriptedApp) -> Iterator[str]:
-    with live(rig) as found:
+def url(harness: ScriptedApp) -> Iterator[str]:
+    with live(harness) as found:
         yield found
 
 
 @pytest.fixture
-def open_ai(url: str, rig: ScriptedApp) -> Iterator[openai.OpenAI]:
-    rig.engine.break_at, rig.engine.delay = None, 0.0
+def open_ai(url: str, harness: ScriptedApp) -> Iterator[openai.OpenAI]:
+    harness.engine.break_at, harness.engine.delay = None, 0.0
     with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def claude(url: str, rig: ScriptedApp) -> Iterator[anthropic.Anthropic]:
-    rig.engine.break_at, rig.engine.delay = None, 0.0
+def claude(url: str, harness: ScriptedApp) -> Iterator[anthropic.Anthropic]:
+    harness.engine.break_at, harness.engine.delay = None, 0.0
     with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as client:
         yield client
 
@@ -103,24 +103,24 @@ def test_async_openai(url: str, open_ai: openai.OpenAI) -> None:
     asyncio.run(run())
 
 
-def test_an_answer_goes_back_as_openai_gave_it(open_ai: openai.OpenAI, rig: ScriptedApp) -> None:
+def test_an_answer_goes_back_as_openai_gave_it(open_ai: openai.OpenAI, harness: ScriptedApp) -> None:
     tools: Any = SCRIPT.responses()["tools"]
     first = open_ai.responses.create(model="m", input="Hi", tools=tools)
     results = [
         {"type": "function_call_output", "call_id": c.call_id, "output": "5"}
         for c in first.output if c.type == "function_call"
     ]  # fmt: skip
-    talk: Any = [{"role": "user", "content": "Hi"}, *first.output, *results]
-    open_ai.responses.create(model="m", input=talk, tools=tools)
-    check_turn(rig, [c.call_id for c in first.output if c.type == "function_call"])
+    conversation: Any = [{"role": "user", "content": "Hi"}, *first.output, *results]
+    open_ai.responses.create(model="m", input=conversation, tools=tools)
+    check_turn(harness, [c.call_id for c in first.output if c.type == "function_call"])
 
 
-def check_turn(rig: ScriptedApp, ids: list[str]) -> None:
+def check_turn(harness: ScriptedApp, ids: list[str]) -> None:
     """The prompt is the one that chat makes of the same conversation."""
-    tokens = rig.engine.submitted[-1][0].tokens
+    tokens = harness.engine.submitted[-1][0].tokens
     functions = [{"name": name, "arguments": json.dumps(given)} for name, given in CALLS]
     calls = [{"id": id, "type": "function", "function": f} for id, f in zip(ids, functions, strict=True)]
-    talk = [
+    conversation = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "One.\nTwo.", "reasoning": "Hm.", "tool_calls": calls},
         *({"role": "tool", "tool_call_id": id, "content": "5"} for id in ids),
@@ -128,8 +128,11 @@ def check_turn(rig: ScriptedApp, ids: list[str]) -> None:
     tools = [{"type": "function", "function": {"name": t["name"], "parameters": t["parameters"]}}
              for t in SCRIPT.responses()["tools"]]  # fmt: skip
     headers = {"authorization": "Bearer k"}
-    assert rig.call("/v1/chat/completions", {"messages": talk, "tools": tools}, headers=headers).status_code == 200
-    assert rig.tokenizer.decode(rig.engine.submitted[-1][0].tokens) == rig.tokenizer.decode(tokens)
+    assert (
+        harness.call("/v1/chat/completions", {"messages": conversation, "tools": tools}, headers=headers).status_code
+        == 200
+    )
+    assert harness.tokenizer.decode(harness.engine.submitted[-1][0].tokens) == harness.tokenizer.decode(tokens)
 
 
 class Parsed(BaseModel):
@@ -147,8 +150,8 @@ def test_typed_parsing(tagged: Path) -> None:
             with open_ai.responses.stream(model="m", input="Hi", text_format=Parsed) as stream:
                 assert stream.get_final_response().output_parsed == Parsed(a=5)
         with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude:
-            talk: Any = [{"role": "user", "content": "Hi"}]
-            message = claude.messages.parse(model="m", max_tokens=50, messages=talk, output_format=Parsed)
+            conversation: Any = [{"role": "user", "content": "Hi"}]
+            message = claude.messages.parse(model="m", max_tokens=50, messages=conversation, output_format=Parsed)
             assert message.parsed_output == Parsed(a=5)
 
 
@@ -198,17 +201,23 @@ def test_async_anthropic(url: str, claude: anthropic.Anthropic) -> None:
     asyncio.run(run())
 
 
-def test_an_answer_goes_back_as_anthropic_gave_it(claude: anthropic.Anthropic, rig: ScriptedApp) -> None:
+def test_an_answer_goes_back_as_anthropic_gave_it(claude: anthropic.Anthropic, harness: ScriptedApp) -> None:
     body: Any = SCRIPT.messages()
     first = claude.messages.create(**body)
     ids = [b.id for b in first.content if b.type == "tool_use"]
     results: Any = [{"type": "tool_result", "tool_use_id": id, "content": "5"} for id in ids]
-    talk = [*body["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
-    claude.messages.create(**{**body, "messages": talk})
-    check_turn(rig, ids)
+    conversation = [
+        *body["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
+    claude.messages.create(**{**body, "messages": conversation})
+    check_turn(harness, ids)
 
 
-def test_errors_are_the_clients_own(url: str, open_ai: openai.OpenAI, claude: anthropic.Anthropic, rig: Any) -> None:
+def test_errors_are_the_clients_own(
+    url: str, open_ai: openai.OpenAI, claude: anthropic.Anthropic, harness: Any
+) -> None:
     message: Any = SCRIPT.messages()
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(**message)
@@ -217,7 +226,7 @@ def test_errors_are_the_clients_own(url: str, open_ai: openai.OpenAI, claude: an
     with pytest.raises(anthropic.BadRequestError, match="web_search") as caught:
         claude.messages.create(**{**message, "tools": [{"type": "web_search_20250305", "name": "web_search"}]})
     assert caught.value.type == "invalid_request_error" and caught.value.request_id
-    rig.engine.break_at = 3
+    harness.engine.break_at = 3
     with pytest.raises(anthropic.APIStatusError, match="Internal server error"):
         list(claude.messages.create(**message, stream=True))
     with pytest.raises(anthropic.InternalServerError):
@@ -226,32 +235,32 @@ def test_errors_are_the_clients_own(url: str, open_ai: openai.OpenAI, claude: an
         failed = list(stream)[-1]
     assert failed.type == "response.failed" and failed.response.error is not None
     assert failed.response.error.code == "server_error"
-    rig.engine.break_at = None
-    rig.engine.accepting = False
+    harness.engine.break_at = None
+    harness.engine.accepting = False
     try:
         with pytest.raises(anthropic.APIStatusError) as overloaded:
             claude.messages.create(**message)
         with pytest.raises(openai.InternalServerError):
             open_ai.responses.create(model="m", input="Hi")
     finally:
-        rig.engine.accepting = True
+        harness.engine.accepting = True
     assert (overloaded.value.status_code, overloaded.value.type) == (529, "overloaded_error")
 
 
 def test_a_client_that_leaves_aborts_the_request(
-    open_ai: openai.OpenAI, claude: anthropic.Anthropic, rig: ScriptedApp
+    open_ai: openai.OpenAI, claude: anthropic.Anthropic, harness: ScriptedApp
 ) -> None:
-    rig.engine.delay = 0.05
+    harness.engine.delay = 0.05
     begin: Any = (
         lambda: open_ai.responses.create(**SCRIPT.responses(), stream=True),
         lambda: claude.messages.create(**SCRIPT.messages(), stream=True),
     )
     for begun in begin:
-        rig.engine.aborted.clear()
+        harness.engine.aborted.clear()
         stream = begun()
         next(iter(stream))
         stream.close()
         end = time.monotonic() + DEADLINE
-        while not rig.engine.aborted and time.monotonic() < end:
+        while not harness.engine.aborted and time.monotonic() < end:
             time.sleep(0.01)
-        assert rig.engine.aborted == [(rig.engine.submitted[-1][0].id, -1)]
+        assert harness.engine.aborted == [(harness.engine.submitted[-1][0].id, -1)]

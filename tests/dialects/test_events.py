@@ -38,10 +38,10 @@ def apps(tagged: Path) -> Apps:
 
 
 def run(apps: Apps, api: str, script: Script, stream: bool) -> Any:
-    rig = apps(script.template)
-    rig.engine.answer, rig.engine.break_at = rig.tokenizer.encode(script.answer), script.breaks
+    harness = apps(script.template)
+    harness.engine.answer, harness.engine.break_at = harness.tokenizer.encode(script.answer), script.breaks
     body = script.responses(stream=stream) if api == "responses" else script.messages(stream=stream)
-    return rig.call(PATHS[api], body)
+    return harness.call(PATHS[api], body)
 
 
 def events(response: Any) -> list[dict[str, Any]]:
@@ -189,11 +189,11 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_silence_is_filled_in_the_words_of_the_api(serve: Callable[..., ScriptedApp]) -> None:
-    rig = serve(TEMPLATE, "ö", sse_keep_alive_interval=0.02)
-    rig.engine.delay = 0.1
-    kinds = [one["type"] for one in events(rig.call(PATHS["messages"], SCRIPTS["text"].messages(stream=True)))]
+    harness = serve(TEMPLATE, "ö", sse_keep_alive_interval=0.02)
+    harness.engine.delay = 0.1
+    kinds = [one["type"] for one in events(harness.call(PATHS["messages"], SCRIPTS["text"].messages(stream=True)))]
     assert kinds.count("ping") > 1 and kinds[0] == "message_start"
-    assert ": keep-alive\n\n" in rig.call(PATHS["responses"], SCRIPTS["text"].responses(stream=True)).text
+    assert ": keep-alive\n\n" in harness.call(PATHS["responses"], SCRIPTS["text"].responses(stream=True)).text
 
 
 def rewrite() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trencadis.server.dialects import messages_input, responses_input
-from trencadis.server.dialects.talk import InnerRequest
-from trencadis.server.protocol.messages import BUDGET, MessagesRequest
-from trencadis.server.protocol.responses import ResponsesRequest
+from trencadis.server.dialects import anthropic_input, responses_input
+from trencadis.server.dialects.message_collector import InnerRequest
+from trencadis.server.protocol.anthropic_messages import BUDGET, MessagesRequest
+from trencadis.server.protocol.responses_request import ResponsesRequest
 
 URL = "data:image/png;base64,AAAA"
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -31,13 +31,13 @@ def called(id: str, arguments: Any, name: str = "f") -> dict[str, Any]:
 def of_responses(**fields: Any) -> InnerRequest:
     body = ResponsesRequest(**fields)
     body.check()
-    return responses_input.inner_request(body, 1000)
+    return responses_input.make_inner_request(body, 1000)
 
 
 def of_messages(known: tuple[str, ...] = (), **fields: Any) -> InnerRequest:
     body = MessagesRequest(**{"max_tokens": 9, **fields})
     body.check()
-    return messages_input.inner_request(body, lambda name: name in known, "enable_thinking" in known)
+    return anthropic_input.make_inner_request(body, lambda name: name in known, "enable_thinking" in known)
 
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -99,7 +99,7 @@ def test_fields_of_responses() -> None:
         "stream": True, "chat_template_kwargs": {"x": 1},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a": 1}, "strict": True}},
     }  # fmt: skip
-    assert inner.names.name("tools[0].function.parameters.type") == "tools[1].parameters.type"
+    assert inner.names.translate_path("tools[0].function.parameters.type") == "tools[1].parameters.type"
     bare = of_responses(input="a", tools=[], tool_choice="auto", top_logprobs=3).chat
     assert bare.tools is None and bare.tool_choice is None and (bare.logprobs, bare.top_logprobs) == (True, 3)
 

@@ -27,14 +27,14 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 
 def aligned(image: Image.Image) -> Image.Image:
-    """The picture at the size that the reference's formula gives for a factor of 112."""
+    """The image at the size that the reference's formula gives for a factor of 112."""
     height, width = smart_resize(image.height, image.width, 112, LOW, HIGH)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def check(path: Path, seeds: range, **flags: Any) -> list[str]:
     oracle = Oracle(path, min_pixels=LOW, max_pixels=2 * HIGH)
-    llm, asked, answers, slots = LLM(str(path), **FLAGS, **flags), [], [], 0
+    llm, requested, answers, slots = LLM(str(path), **FLAGS, **flags), [], [], 0
     try:
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), high=500, aspect=6.0)
@@ -42,14 +42,14 @@ def check(path: Path, seeds: range, **flags: Any) -> list[str]:
             if images:
                 assert (inputs["image_grid_thw"][:, 1:] % 8 == 0).all(), "the oracle must see whole windows"
                 slots += int(inputs["image_grid_thw"].prod(1).sum())
-            asked.append((messages, inputs))
+            requested.append((messages, inputs))
             answers.append(oracle.answer(inputs, LENGTH))
         llm.engine.stats()
-        got = llm.chat([m for m, _ in asked], SamplingParams(temperature=0, max_tokens=LENGTH))
+        got = llm.chat([m for m, _ in requested], SamplingParams(temperature=0, max_tokens=LENGTH))
         vision = [use for use in llm.engine.stats().buckets if use.stage == "vision"]
     finally:
         llm.close()
-    for output, (_, inputs) in zip(got, asked, strict=True):
+    for output, (_, inputs) in zip(got, requested, strict=True):
         assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
     assert slots and sum(use.real for use in vision) == slots, "no slot of a window is padding"
     pairs = [(o.outputs[0].token_ids, a) for o, a in zip(got, answers, strict=True)]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hostile.altered import GONE, altered, verdict
+from tests.hostile.altered_config import GONE, altered, verdict
 from trencadis import LLM
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.server.prompts.generation_config import NEUTRAL, Defaults
+from trencadis.server.prompts.generation_config import NEUTRAL, SamplingDefaults
 
 RIGHT, REFUSED = "right", "refused"
 NAN = math.nan
@@ -65,13 +65,13 @@ class Pair:
         """The answer to a request that says nothing of sampling."""
         scheduler, service = self.llm.engine.scheduler, self.llm.service
         eos = load_config(path).eos
-        service.defaults = Defaults.read(path)
+        service.defaults = SamplingDefaults.read(path)
         service.eos = frozenset(eos)
         scheduler.limits = replace(scheduler.limits, eos=eos)
-        asked = self.llm._chat_defaults(len(PROMPT))
-        return torch.tensor(self.llm.generate([PROMPT], asked, use_tqdm=False)[0].outputs[0].token_ids).float()
+        requested = self.llm._chat_defaults(len(PROMPT))
+        return torch.tensor(self.llm.generate([PROMPT], requested, use_tqdm=False)[0].outputs[0].token_ids).float()
 
-    def theirs(self, path: Path) -> torch.Tensor:
+    def reference(self, path: Path) -> torch.Tensor:
         from transformers import GenerationConfig
 
         ids = torch.tensor([PROMPT])
@@ -99,10 +99,10 @@ def pair(checkpoint: Callable[..., Path]) -> Any:
 def wrong(pair: Pair, tmp_path: Path, picked: list[tuple[str, Any, str]]) -> list[str]:
     lines = []
     base = altered(pair.source, tmp_path / "base", FILE, "max_new_tokens", LENGTH)
-    second = int(pair.theirs(base)[1])
+    second = int(pair.reference(base)[1])
     for i, (key, value, expected) in enumerate(picked):
         path = altered(base, tmp_path / str(i), FILE, key, [second] if value == "second" else value)
-        found = verdict(lambda path=path: pair.ours(path), lambda path=path: pair.theirs(path), key)
+        found = verdict(lambda path=path: pair.ours(path), lambda path=path: pair.reference(path), key)
         if found != expected:
             lines.append(f"{key} = {'(none)' if value is GONE else value!r}: {found}, expected: {expected}")
     return lines
@@ -122,10 +122,10 @@ def test_a_sample_of_altered_keys(pair: Any, tmp_path: Path) -> None:
 def test_sampling_with_one_candidate_and_the_length_of_both_together(pair: Any, tmp_path: Path) -> None:
     one = pair("llama")
     path = altered(one.source, tmp_path / "a", FILE, "max_length", len(PROMPT) + 6)
-    assert one.ours(path).tolist() == one.theirs(path).tolist() and len(one.ours(path)) == 6
+    assert one.ours(path).tolist() == one.reference(path).tolist() and len(one.ours(path)) == 6
     for key, value in (("do_sample", True), ("top_k", 1), ("temperature", 1.7)):
         path = altered(path, tmp_path / key, FILE, key, value)
-    assert one.ours(path).tolist() == one.theirs(path).tolist()
+    assert one.ours(path).tolist() == one.reference(path).tolist()
 
 
 def write(folder: Path, **values: Any) -> Path:
@@ -136,23 +136,23 @@ def write(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_what_is_not_implemented_is_refused_and_neutral_values_pass(tmp_path: Path, key: str) -> None:
     for value in (None, *NEUTRAL[key]):
-        assert Defaults.read(write(tmp_path, **{key: value})) == Defaults()
+        assert SamplingDefaults.read(write(tmp_path, **{key: value})) == SamplingDefaults()
     with pytest.raises(StartupError, match=rf"{FILE}: {key} is 7; .*--generation-config vllm"):
-        Defaults.read(write(tmp_path, **{key: 7}))
-    assert Defaults.read(tmp_path, "vllm") == Defaults()
-    assert Defaults.read(tmp_path, override={key: None}) == Defaults()
+        SamplingDefaults.read(write(tmp_path, **{key: 7}))
+    assert SamplingDefaults.read(tmp_path, "vllm") == SamplingDefaults()
+    assert SamplingDefaults.read(tmp_path, override={key: None}) == SamplingDefaults()
 
 
 def test_the_override_is_checked_and_wins(tmp_path: Path) -> None:
     path = write(tmp_path, do_sample=False, temperature=0.5, top_p=0.5)
-    read = Defaults.read(path)
-    assert read.greedy and read.temperature(1) == 0 and read.temperature(2) == 1
-    assert Defaults.read(path, override={"temperature": 0.3}).temperature(1) == 0.3
+    read = SamplingDefaults.read(path)
+    assert read.greedy and read.get_temperature(1) == 0 and read.get_temperature(2) == 1
+    assert SamplingDefaults.read(path, override={"temperature": 0.3}).get_temperature(1) == 0.3
     for wrong_one, part in (({"temprature": 1}, "did you mean temperature"), ({"top_p": 2}, "top_p is 2")):
         with pytest.raises(StartupError, match=part):
-            Defaults.read(path, override=wrong_one)
+            SamplingDefaults.read(path, override=wrong_one)
 
 
 def test_an_old_checkpoint_holds_them_in_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"temperature": 0.4, "hidden_size": 8, "num_beams": 1}))
-    assert Defaults.read(tmp_path).values["temperature"] == 0.4
+    assert SamplingDefaults.read(tmp_path).values["temperature"] == 0.4

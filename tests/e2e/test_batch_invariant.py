@@ -13,7 +13,7 @@ import torch
 from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.core.errors import StartupError
 
 LENGTH = 8
@@ -46,11 +46,11 @@ def bits(outputs: Any) -> list[tuple[list[int], list[tuple[float, ...]]]]:
     return found
 
 
-AskedForm = tuple[SamplingParams, list[Any]]
+ResponseForm = tuple[SamplingParams, list[Any]]
 
 
 @functools.cache
-def alone(dtype: str, seeds: range) -> list[AskedForm]:
+def alone(dtype: str, seeds: range) -> list[ResponseForm]:
     """Each chat answered with nothing beside it, greedily and drawn."""
     llm = LLM(str(demo_path()), **BASE, dtype=dtype)
     found = [(p, [bits(llm.chat([c], p))[0] for c in chats(seeds)]) for p in (GREEDY, SEEDED)]
@@ -59,15 +59,15 @@ def alone(dtype: str, seeds: range) -> list[AskedForm]:
 
 
 def compare(name: str, dtype: str, seeds: range, company: int) -> int:
-    expected, asked = alone(dtype, seeds), chats(seeds)
+    expected, requested = alone(dtype, seeds), chats(seeds)
     llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]}, dtype=dtype)
     for params, answers in expected:
-        for start in range(0, len(asked), company):
+        for start in range(0, len(requested), company):
             part = slice(start, start + company)
-            for i, (got, want) in enumerate(zip(bits(llm.chat(asked[part], params)), answers[part], strict=True)):
+            for i, (got, want) in enumerate(zip(bits(llm.chat(requested[part], params)), answers[part], strict=True)):
                 assert got == want, f"chat {seeds[start + i]} differs"
     llm.close()
-    return len(asked)
+    return len(requested)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.oracles.transformers_model import Answer, assert_same
 from tests.oracles.video_chats import chat
 from tests.traffic import video_clips
-from tests.traffic.image_chats import Chat, answers, talks, wire
+from tests.traffic.image_chats import Chat, answers, make_conversations, wire
 from tests.traffic.server_process import RunningServer, server
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.server.plan.command import plan_for
+from trencadis.server.plan.plan_command import make_plan
 
 LENGTH = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=2)
@@ -45,7 +45,7 @@ COARSE: dict[str, Any] = {
 
 def chats(count: int) -> list[Chat]:
     """The same ones for each count."""
-    return talks(range(count), high=300)
+    return make_conversations(range(count), high=300)
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,10 @@ def test_in_the_background(plan: dict[str, Any], few: list[Answer], tmp_path: Pa
         assert phase in ("planned", "compiling", "capturing", "validating")
         same(running, few[:2])
         until(lambda: "progress" not in running.http.get("/ready").json())
-        told = running.text()
-        assert told.index("Application startup complete.") < told.index("engine: validating"), "it is not waited for"
+        reported = running.text()
+        assert reported.index("Application startup complete.") < reported.index("engine: validating"), (
+            "it is not waited for"
+        )
         told_plan = running.http.get("/buckets").json()
         assert {b["state"] for b in told_plan["buckets"]} == {"captured"} and told_plan["recompiles"] == 0
         assert set(misses(running)) <= {"warming"}
@@ -197,7 +199,7 @@ def test_a_crash_in_a_capture_is_skipped_after_the_restart(
         monkeypatch.setenv(name, value)
     flags = ["1" if word == "4" else word for word in FLAGS]
     config = EngineConfig(model=str(demo_path()), device="hpu", **{**SMALL, "max_num_seqs": 1})
-    count = len(plan_for(config, load_config(demo_path()), 96 << 30).plan.buckets)
+    count = len(make_plan(config, load_config(demo_path()), 96 << 30).plan.buckets)
     faults: dict[str, Any] = {
         "TRENCADIS_HPU_EMULATOR_FAULTS": f"crash@capture:{count}",
         "TRENCADIS_CACHE": str(tmp_path),

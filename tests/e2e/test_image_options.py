@@ -1,4 +1,4 @@
-"""Options, salts, names and sizes of pictures through ``LLM``, with a real engine."""
+"""Options, salts, names and sizes of images through ``LLM``, with a real engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_names(llm: LLM) -> None:
         llm.generate({**prompt, "multi_modal_uuids": {"image": ["b", "c"]}}, GREEDY)
 
 
-def test_arrays_are_pictures(llm: LLM) -> None:
+def test_arrays_are_images(llm: LLM) -> None:
     image = noise(6)
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
@@ -108,10 +108,11 @@ def test_arrays_are_pictures(llm: LLM) -> None:
 def test_a_template_from_a_file_is_its_text(llm: LLM, tmp_path: Path) -> None:
     text = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     (tmp_path / "own.jinja").write_text(text)
-    talk = [{"role": "user", "content": "Hi"}]
-    made = [llm.chat(talk, GREEDY, chat_template=t)[0].prompt for t in (text, tmp_path / "own.jinja")]
+    conversation = [{"role": "user", "content": "Hi"}]
+    made = [llm.chat(conversation, GREEDY, chat_template=t)[0].prompt for t in (text, tmp_path / "own.jinja")]
     assert (
-        made == ["<Hi>"] * 2 and llm.chat(talk, GREEDY, chat_template=str(tmp_path / "own.jinja"))[0].prompt == "<Hi>"
+        made == ["<Hi>"] * 2
+        and llm.chat(conversation, GREEDY, chat_template=str(tmp_path / "own.jinja"))[0].prompt == "<Hi>"
     )
     with pytest.raises(BadRequest, match="no such file"):
-        llm.chat(talk, GREEDY, chat_template="/no/such.jinja")
+        llm.chat(conversation, GREEDY, chat_template="/no/such.jinja")

@@ -22,7 +22,7 @@ def ran(name: str) -> Any:
 
 def test_an_image_in_a_conversation_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert ran("chat_with_image") == "A red circle."
-    assert "prompt tokens are the picture's" in capsys.readouterr().out
+    assert "prompt tokens are the image's" in capsys.readouterr().out
 
 
 def test_an_answer_obeys_the_schema() -> None:
@@ -30,7 +30,7 @@ def test_an_answer_obeys_the_schema() -> None:
     assert answer["colour"] in ("red", "green", "blue") and answer["sides"] <= 9 and len(answer) == 2
 
 
-def test_four_beams_are_told_apart() -> None:
+def test_four_beams_are_distinguished() -> None:
     found = ran("beam_search")
     assert len(set(found)) == 4 and all(text.startswith("The picture shows") for text in found)
 

@@ -35,10 +35,10 @@ def test_the_emulated_card_serves(python: str) -> None:
         pytest.skip("TRENCADIS_TEST_PYTHONS names no Python with another torch")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PT_HPU", "TORCH_", "VIRTUAL_ENV"))}
     code = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
-    told = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.strip()
-    old = re.search(r"torch 2\.[0-8]\.", told)
+    reported = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.strip()
+    old = re.search(r"torch 2\.[0-8]\.", reported)
     line = [python, "-m", "pytest", "-p", "no:cacheprovider", *TESTS, *([] if old else [COMPILED])]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     ended = [x for x in done.stdout.splitlines() if " passed" in x or " failed" in x]
-    print(f"\n{told}: {ended[-1] if ended else done.stderr[-300:]}")
+    print(f"\n{reported}: {ended[-1] if ended else done.stderr[-300:]}")
     assert done.returncode == 0, done.stdout[-4000:]

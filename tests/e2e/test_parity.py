@@ -46,14 +46,14 @@ class Pair:
 
     def check(self, seeds: range, **size: Any) -> list[str]:
         """Chats of ``seeds``: equal ids and pixels, same tokens. Returns the verdicts."""
-        asked, pairs = [], []
+        requested, pairs = [], []
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), **size)
             inputs = self.oracle.inputs(messages, images)
-            asked.append((messages, inputs, self.oracle.answer(inputs, LENGTH)))
+            requested.append((messages, inputs, self.oracle.answer(inputs, LENGTH)))
         params = SamplingParams(temperature=0, max_tokens=LENGTH)
-        got = self.llm.chat([m for m, _, _ in asked], params)
-        for output, (_, inputs, answer) in zip(got, asked, strict=True):
+        got = self.llm.chat([m for m, _, _ in requested], params)
+        for output, (_, inputs, answer) in zip(got, requested, strict=True):
             assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
             pairs.append((output.outputs[0].token_ids, answer))
         assert_same(pairs)
@@ -88,12 +88,12 @@ def test_pixel_values_equal_transformers(demo: Pair) -> None:
         _, images = conversation(np.random.default_rng(200 + seed))
         for image in images:
             ours = processor.prepare(image, "d")
-            theirs = demo.oracle.images(images=[image], return_tensors="np", **demo.oracle.pixels)
-            assert tuple(theirs["image_grid_thw"][0]) == ours.grid
+            expected = demo.oracle.images(images=[image], return_tensors="np", **demo.oracle.pixels)
+            assert tuple(expected["image_grid_thw"][0]) == ours.grid
             mean, std = np.array(processor.mean, np.float32), np.array(processor.std, np.float32)
             x = ours.pixels.reshape(-1, 3, 392).astype(np.float32)
             values = (x * np.float32(1 / 255) - mean[:, None]) / std[:, None]
-            np.testing.assert_allclose(values.reshape(-1, 1176), theirs["pixel_values"], atol=1e-6)
+            np.testing.assert_allclose(values.reshape(-1, 1176), expected["pixel_values"], atol=1e-6)
 
 
 def test_logits_of_prompt_and_answer(demo: Pair) -> None:
@@ -140,7 +140,7 @@ def test_random_checkpoints_equal_transformers(shape: str, checkpoint: Callable[
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["demo", "moved", *SHAPES])
 def test_three_hundred_prompts(which: str, request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> None:
-    """Pictures from 28 to 1,500 pixels a side, any aspect up to 20:1."""
+    """Images from 28 to 1,500 pixels a side, any aspect up to 20:1."""
     pair: Pair
     if which in SHAPES:
         pair = Pair(checkpoint("qwen2_5_vl", max_position_embeddings=32_768, **SHAPES[which]))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.oracles.transformers_model import Answer, Oracle, assert_same, conversation
-from tests.traffic.image_chats import Chat, answers, talks
+from tests.traffic.image_chats import Chat, answers, make_conversations
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.scheduling.random_numbers import uniform
 
 LENGTH = 20
 BASE: dict[str, Any] = {
@@ -44,12 +44,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def chats(seeds: range) -> list[Chat]:
-    return talks(seeds, high=400)
+    return make_conversations(seeds, high=400)
 
 
-def each_alone(llm: LLM, asked: list[Chat]) -> list[Answer]:
+def each_alone(llm: LLM, requested: list[Chat]) -> list[Answer]:
     """One after another: what the variants are held to."""
-    return [answers(llm, [chat], GREEDY)[0] for chat in asked]
+    return [answers(llm, [chat], GREEDY)[0] for chat in requested]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def expected(base: LLM) -> Callable[[range], list[Answer]]:
 
     def find(seeds: range) -> list[Answer]:
         new = [s for s in seeds if s not in known]
-        known.update(zip(new, each_alone(base, talks(new, high=400)), strict=True))
+        known.update(zip(new, each_alone(base, make_conversations(new, high=400)), strict=True))
         return [known[s] for s in seeds]
 
     return find
@@ -117,10 +117,10 @@ def near_a_boundary(oracle: Oracle, prompt: list[int], out: list[int], at: int, 
 @pytest.mark.parametrize("name", ["chunks of 7", "depth 1", "padded policy", "preemption", "no prefix cache"])
 def test_seeded_sampling(name: str, base: LLM) -> None:
     """Four choices with every filter and penalty on: the same draws alone and in company, preempted or not."""
-    asked = chats(range(40, 42))
-    alone = [base.chat([c], SAMPLED)[0] for c in asked]
+    requested = chats(range(40, 42))
+    alone = [base.chat([c], SAMPLED)[0] for c in requested]
     llm = LLM(str(demo_path()), **{**BASE, **VARIANTS[name]})
-    together = llm.chat(asked, SAMPLED)
+    together = llm.chat(requested, SAMPLED)
     same = total = 0
     for a, b in zip(alone, together, strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):
@@ -154,7 +154,7 @@ def test_offline_surface(base: LLM) -> None:
 
     image = Image.new("RGB", (120, 90), "red")
     chat = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What colour?"}]}]
-    told = base.chat(chat, SamplingParams(temperature=0, max_tokens=8))[0]
+    reported = base.chat(chat, SamplingParams(temperature=0, max_tokens=8))[0]
     marks = "<|vision_start|><|image_pad|><|vision_end|>"
     text = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -163,7 +163,7 @@ def test_offline_surface(base: LLM) -> None:
     raw = base.generate(
         {"prompt": text, "multi_modal_data": {"image": image}}, SamplingParams(temperature=0, max_tokens=8)
     )
-    assert raw[0].prompt_token_ids == told.prompt_token_ids and raw[0].outputs[0].text == told.outputs[0].text
+    assert raw[0].prompt_token_ids == reported.prompt_token_ids and raw[0].outputs[0].text == reported.outputs[0].text
     prompts: list[Any] = ["Hello", [5, 6, 7]]
     two = base.generate(prompts, SamplingParams(temperature=0, max_tokens=3))
     assert len(two) == 2 and two[1].prompt_token_ids == [5, 6, 7] and len(two[0].outputs[0].token_ids) <= 3

@@ -42,11 +42,11 @@ def client(running: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
-PICTURE: list[dict[str, Any]] = [
+DEMO_IMAGE: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (150, 100), "red"))}},
     {"type": "text", "text": "What colour is it?"},
 ]
-ASK: list[Any] = [{"role": "user", "content": PICTURE}]
+ASK: list[Any] = [{"role": "user", "content": DEMO_IMAGE}]
 MODEL = "trencadis-demo"
 
 
@@ -56,10 +56,10 @@ def test_served_equals_offline_streamed_and_not(client: openai.OpenAI) -> None:
         messages, _ = conversation(np.random.default_rng(seed), high=400)
         offline = llm.chat([messages], SamplingParams(temperature=0, max_tokens=24))[0]
         sent = cast(Any, wire(messages))
-        told = client.chat.completions.create(model=MODEL, messages=sent, temperature=0, max_tokens=24)
-        assert told.usage is not None and told.usage.prompt_tokens == len(offline.prompt_token_ids)
-        assert told.choices[0].message.content == offline.outputs[0].text
-        assert told.choices[0].finish_reason == offline.outputs[0].finish_reason
+        reported = client.chat.completions.create(model=MODEL, messages=sent, temperature=0, max_tokens=24)
+        assert reported.usage is not None and reported.usage.prompt_tokens == len(offline.prompt_token_ids)
+        assert reported.choices[0].message.content == offline.outputs[0].text
+        assert reported.choices[0].finish_reason == offline.outputs[0].finish_reason
         stream = client.chat.completions.create(
             model=MODEL,
             messages=sent,
@@ -73,23 +73,23 @@ def test_served_equals_offline_streamed_and_not(client: openai.OpenAI) -> None:
             usage = chunk.usage or usage
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         assert text == offline.outputs[0].text
-        assert usage is not None and usage.completion_tokens == told.usage.completion_tokens
+        assert usage is not None and usage.completion_tokens == reported.usage.completion_tokens
         fields = {"use_beam_search": True, "length_penalty": 0.5}
-        told = client.chat.completions.create(model=MODEL, messages=sent, n=3, max_tokens=8, extra_body=fields)
+        reported = client.chat.completions.create(model=MODEL, messages=sent, n=3, max_tokens=8, extra_body=fields)
         (beams,) = llm.chat([messages], BeamSearchParams(3, 8, length_penalty=0.5), use_tqdm=False)
-        assert [c.message.content for c in told.choices] == [o.text for o in beams.outputs]
-        assert [c.finish_reason for c in told.choices] == [o.finish_reason for o in beams.outputs]
+        assert [c.message.content for c in reported.choices] == [o.text for o in beams.outputs]
+        assert [c.finish_reason for c in reported.choices] == [o.finish_reason for o in beams.outputs]
     llm.close()
 
 
 def test_usage_counts_image_tokens(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4)
-    assert told.usage is not None and told.usage.prompt_tokens_details is not None
-    assert told.usage.prompt_tokens_details.image_tokens == 20  # 150x100 -> 140x112 pixels -> 10x8 patches / 4
+    reported = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4)
+    assert reported.usage is not None and reported.usage.prompt_tokens_details is not None
+    assert reported.usage.prompt_tokens_details.image_tokens == 20  # 150x100 -> 140x112 pixels -> 10x8 patches / 4
 
 
 def test_logprobs_n_stop_seed(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(
+    reported = client.chat.completions.create(
         model=MODEL,
         messages=ASK,
         max_tokens=6,
@@ -97,7 +97,7 @@ def test_logprobs_n_stop_seed(client: openai.OpenAI) -> None:
         top_logprobs=3,
         temperature=0,
     )
-    content = told.choices[0].logprobs.content
+    content = reported.choices[0].logprobs.content
     assert content and all(len(c.top_logprobs) == 3 and c.logprob <= 0 for c in content)
     assert content[0].top_logprobs[0].token == content[0].token
     draws = [
@@ -123,8 +123,8 @@ def test_logprobs_n_stop_seed(client: openai.OpenAI) -> None:
 
 
 def test_completions_models_tokens(client: openai.OpenAI, running: RunningServer) -> None:
-    told = client.completions.create(model=MODEL, prompt=["Hello", "Hello there"], max_tokens=5, logprobs=2)
-    assert [c.index for c in told.choices] == [0, 1] and told.usage is not None
+    reported = client.completions.create(model=MODEL, prompt=["Hello", "Hello there"], max_tokens=5, logprobs=2)
+    assert [c.index for c in reported.choices] == [0, 1] and reported.usage is not None
     assert client.models.list().data[0].id == MODEL
     ids = running.http.post("/tokenize", json={"prompt": "Hello there"}).json()
     assert running.http.post("/detokenize", json={"tokens": ids["tokens"]}).json()["prompt"] == "Hello there"
@@ -138,9 +138,9 @@ def test_completions_models_tokens(client: openai.OpenAI, running: RunningServer
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "base64": (400, {"type": "image_url", "image_url": {"url": "data:image/png;base64,!!!"}}, "[0].content[0]"),
     "truncated": (
-        400, {"type": "image_url", "image_url": {"url": PICTURE[0]["image_url"]["url"][:120]}}, "[0].content[0]",
+        400, {"type": "image_url", "image_url": {"url": DEMO_IMAGE[0]["image_url"]["url"][:120]}}, "[0].content[0]",
     ),
-    "not a picture": (415, {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "content[0]"),
+    "not an image": (415, {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "content[0]"),
     "private address": (403, {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}, "content[0]"),
     "metadata": (403, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "content[0]"),
     "local file": (403, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "content[0]"),
@@ -150,7 +150,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_pictures_get_one_short_line(name: str, running: RunningServer) -> None:
+def test_bad_images_get_one_short_line(name: str, running: RunningServer) -> None:
     status, part, param = BAD[name]
     body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}], "max_tokens": 2}
     answer = running.http.post("/v1/chat/completions", json=body)
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[int, dict[str, Any]]] = {
     "temperature": (400, {"messages": ASK, "temperature": 3}),
     "max_tokens": (400, {"messages": ASK, "max_tokens": 0}),
     "model": (404, {"messages": ASK, "model": "nope"}),
-    "too many images": (400, {"messages": [{"role": "user", "content": [PICTURE[0]] * 5}]}),
+    "too many images": (400, {"messages": [{"role": "user", "content": [DEMO_IMAGE[0]] * 5}]}),
     "too long": (400, {"messages": [{"role": "user", "content": "word " * 40_000}]}),
     "n": (400, {"messages": ASK, "n": 100_000}),
     "tools": (400, {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f g"}}]}),
@@ -230,8 +230,8 @@ GUIDE = (
 
 def test_the_guides_launch_line_starts_and_its_killed_engine_ends_requests_and_comes_back(tmp_path: Path) -> None:
     with server(tmp_path, *GUIDE, VLLM_SKIP_WARMUP="true") as running:
-        told = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
-        assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
+        reported = running.http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, "model": "demo"})
+        assert reported.status_code == 200 and reported.json()["choices"][0]["message"]["content"]
         body = {"messages": ASK, "max_tokens": 20_000, "ignore_eos": True}
         seen: list[tuple[int, float]] = []
 
@@ -264,18 +264,20 @@ CLOSED: dict[str, Any] = {
 }
 
 
-def test_an_answer_about_a_picture_follows_a_schema_streamed_and_not(client: openai.OpenAI) -> None:
+def test_an_answer_about_an_image_follows_a_schema_streamed_and_not(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": CLOSED, "strict": True}}
     more = {"structured_outputs": {"disable_any_whitespace": True}}
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL, "messages": ASK, "response_format": form, "temperature": 1, "seed": 5, "max_tokens": 60,
         "extra_body": more,
     }  # fmt: skip
-    told = client.chat.completions.create(**asked).choices[0]
-    text = told.message.content or ""
+    reported = client.chat.completions.create(**requested).choices[0]
+    text = reported.message.content or ""
     found = json.loads(text)
-    assert told.finish_reason == "stop" and found["colour"] in ("red", "green") and 1 <= found["size"] <= 99
-    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert reported.finish_reason == "stop" and found["colour"] in ("red", "green") and 1 <= found["size"] <= 99
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**requested, stream=True)
+    ]
     assert "".join(pieces) == text and len(pieces) > 3
     raw = client.completions.create(
         model=MODEL, prompt="Hi", extra_body={"guided_choice": ["yes", "no"]}, temperature=1
@@ -287,12 +289,12 @@ def test_a_model_that_knows_no_tools_calls_the_one_it_must(client: openai.OpenAI
     tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": CLOSED}}]
     for choice, reason in (("required", "tool_calls"), ({"type": "function", "function": {"name": "paint"}}, "stop")):
         wanted: Any = choice
-        told = client.chat.completions.create(
+        reported = client.chat.completions.create(
             model=MODEL, messages=ASK, tools=tools, tool_choice=wanted, parallel_tool_calls=False, temperature=1,
             seed=1, max_tokens=400,
         ).choices[0]  # fmt: skip
-        calls: Any = told.message.tool_calls
-        assert told.finish_reason == reason and [c.function.name for c in calls] == ["paint"]
+        calls: Any = reported.message.tool_calls
+        assert reported.finish_reason == reason and [c.function.name for c in calls] == ["paint"]
         assert set(json.loads(calls[0].function.arguments)) == {"colour", "size"}
 
 

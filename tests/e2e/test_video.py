@@ -51,7 +51,7 @@ def llm() -> Iterator[LLM]:
     made.close()
 
 
-def asked(oracle: Oracle, array: np.ndarray, rate: float, **options: Any) -> tuple[Any, Any]:
+def ask(oracle: Oracle, array: np.ndarray, rate: float, **options: Any) -> tuple[Any, Any]:
     """The oracle's inputs and answer for a file of these frames."""
     question = chat("clip")
     inputs = video_inputs(oracle, question, *qwen_vl_utils.of_file(array, rate, **LIMITS, **options))
@@ -69,7 +69,7 @@ def test_answers_equal_transformers(llm: LLM, oracle: Oracle) -> None:
     pairs = []
     for seed, (count, fps, options) in enumerate(CASES):
         array = scene(seed, count)
-        inputs, answer = asked(oracle, array, fps, **options)
+        inputs, answer = ask(oracle, array, fps, **options)
         data = video_clips.animation(array, "WEBP", round(1000 / fps))
         out = llm.chat(chat(data, **options), GREEDY)[0]
         assert out.prompt_token_ids == inputs["input_ids"][0].tolist()
@@ -79,14 +79,14 @@ def test_answers_equal_transformers(llm: LLM, oracle: Oracle) -> None:
 
 def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path) -> None:
     array = scene(7, 3)
-    inputs = video_inputs(oracle, chat("clip"), *qwen_vl_utils.of_list(video_clips.pictures(array), **LIMITS))
+    inputs = video_inputs(oracle, chat("clip"), *qwen_vl_utils.of_list(video_clips.make_frames(array), **LIMITS))
     answer = oracle.answer(inputs, LENGTH)
     files = [tmp_path / f"{i}.png" for i in range(3)]
-    for file, picture in zip(files, video_clips.pictures(array), strict=True):
-        file.write_bytes(video_clips.png(picture))
+    for file, image in zip(files, video_clips.make_frames(array), strict=True):
+        file.write_bytes(video_clips.png(image))
     urls = [f"data:image/png;base64,{base64.b64encode(f.read_bytes()).decode()}" for f in files]
     forms: list[Any] = [
-        video_clips.pictures(array),
+        video_clips.make_frames(array),
         array,
         list(array),
         torch.from_numpy(array).permute(0, 3, 1, 2).float() / 255,
@@ -101,7 +101,7 @@ def test_a_list_of_frames_in_every_form(llm: LLM, oracle: Oracle, tmp_path: Path
     assert_same([(g.outputs[0].token_ids, answer) for g in got])
     raw = "<|vision_start|><|video_pad|><|vision_end|>See?"
     data = {"prompt": raw, "multi_modal_data": {"video": array}, "mm_processor_kwargs": LIMITS}
-    two = {"prompt": raw + raw, "multi_modal_data": {"video": [array, video_clips.pictures(array)]}}
+    two = {"prompt": raw + raw, "multi_modal_data": {"video": [array, video_clips.make_frames(array)]}}
     one, both = llm.generate([data, two], GREEDY)
     pad = llm.service.config.video_token
     assert 2 * one.prompt_token_ids.count(pad) == both.prompt_token_ids.count(pad) > 0
@@ -115,7 +115,7 @@ def test_a_clip_larger_than_the_arena(oracle: Oracle) -> None:
     )  # fmt: skip
     try:
         array = scene(3, 40)
-        inputs, answer = asked(oracle, array, 10.0, nframes=40)
+        inputs, answer = ask(oracle, array, 10.0, nframes=40)
         rows = llm.engine.scheduler.arena.capacity
         assert int(inputs["video_grid_thw"].prod()) // 4 > 2 * rows
         out = llm.chat(chat(video_clips.animation(array, "WEBP", 100), nframes=40), GREEDY)[0]
@@ -131,16 +131,16 @@ def test_equal_frames_at_another_rate_share_rows_but_only_the_first_blocks(llm: 
     """The frames are in the arena already; from the second pair on their positions differ, so no block is shared."""
     array = scene(11, 8)
     before = llm.engine.scheduler.totals.images_encoded
-    first = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
+    first = llm.chat(chat(video_clips.make_frames(array), fps=2.0), GREEDY)[0]
     encoded = llm.engine.scheduler.totals.images_encoded
-    again = llm.chat(chat(video_clips.pictures(array), fps=2.0), GREEDY)[0]
-    other = llm.chat(chat(video_clips.pictures(array), fps=0.5), GREEDY)[0]
+    again = llm.chat(chat(video_clips.make_frames(array), fps=2.0), GREEDY)[0]
+    other = llm.chat(chat(video_clips.make_frames(array), fps=0.5), GREEDY)[0]
     assert encoded - before == 4 and llm.engine.scheduler.totals.images_encoded == encoded
     assert first.prompt_token_ids == other.prompt_token_ids
     start = first.prompt_token_ids.index(llm.service.config.video_token)
     pair = first.prompt_token_ids.count(llm.service.config.video_token) // 4
     assert again.num_cached_tokens > start + 2 * pair and other.num_cached_tokens <= start + pair
-    inputs = video_inputs(oracle, chat("clip"), qwen_vl_utils.of_list(video_clips.pictures(array))[0], 0.5)
+    inputs = video_inputs(oracle, chat("clip"), qwen_vl_utils.of_list(video_clips.make_frames(array))[0], 0.5)
     if inputs["input_ids"].shape[1] == len(other.prompt_token_ids):
         assert_same([(other.outputs[0].token_ids, oracle.answer(inputs, LENGTH))])
 
@@ -215,8 +215,8 @@ def test_served_in_every_form(running: RunningServer, llm: LLM, media: Path) -> 
 
 def test_frames_and_a_file_over_http(running: RunningServer, llm: LLM) -> None:
     array = scene(5, 3)
-    want = llm.chat(chat(video_clips.pictures(array)), GREEDY)[0].outputs[0].text
-    pngs = [video_clips.png(p) for p in video_clips.pictures(array)]
+    want = llm.chat(chat(video_clips.make_frames(array)), GREEDY)[0].outputs[0].text
+    pngs = [video_clips.png(p) for p in video_clips.make_frames(array)]
     listed = {"type": "video", "video": [url(p, "image/png")["url"] for p in pngs]}
     joined = ",".join(base64.b64encode(p).decode() for p in pngs)
     comma = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{joined}"}}
@@ -292,7 +292,7 @@ def test_forty_clips(variant: str, oracle: Oracle, monkeypatch: pytest.MonkeyPat
                 options = {"fps": float(rng.choice([1.0, 5.0, 8.0]))}
             elif rng.random() < 0.5:
                 options = {"nframes": int(rng.integers(2, count + 1)) // 2 * 2}
-            inputs, answer = asked(oracle, array, 10.0, **options)
+            inputs, answer = ask(oracle, array, 10.0, **options)
             ids.append(inputs["input_ids"][0].tolist())
             answers.append(answer)
             chats.append(chat(video_clips.animation(array, "WEBP", 100), **options))

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_schedules import play
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.launches.batch import RankBatch
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.launches.rank_input_batch import RankInputBatch
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.fairness import FairQueue
+from trencadis.core.scheduling.fair_order import FairOrder
 from trencadis.core.scheduling.lifecycle import Lifecycle
-from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.scheduling.sequence import Sequence, SequenceStatus
 from trencadis.core.step import HeadOutput, Step, StepOutput
 
@@ -33,9 +33,9 @@ class Driven:
             by_priority=policy == "priority", caching=caching,
         )  # fmt: skip
         self.now = 0.0
-        self.scheduler = Scheduler(limits, BlockPool(blocks), Arena(64), rows, clock=lambda: self.now)
+        self.scheduler = Scheduler(limits, BlockPool(blocks), EncoderCache(64), rows, clock=lambda: self.now)
         self.life = Lifecycle(self.scheduler)
-        self.batch = RankBatch()
+        self.batch = RankInputBatch()
         self.served: dict[str, int] = {}
         self.began: dict[str, int] = {}
         """The step that brought the first token of a request."""
@@ -57,7 +57,7 @@ class Driven:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        step = self.batch.follow(step)
+        step = self.batch.expand_step(step)
         self._count(step)
         keys = [draw.key for row in step.rows for draw in row.samples]
         head = HeadOutput(np.full(len(keys), 7, np.int32))
@@ -139,13 +139,13 @@ def test_a_flood_leaves_a_row_for_another_tenant_that_comes_again(policy: str) -
     assert (max(waits) <= 5) == (policy == "fair"), waits
 
 
-def beside(made: Driven, clients: int, pause: int, asked: int, prompt: int = 20, answer: int = 3) -> list[int]:
+def beside(made: Driven, clients: int, pause: int, requested: int, prompt: int = 20, answer: int = 3) -> list[int]:
     """Steps until the first tokens of a tenant of three times the flood's weight, whose clients ask again after
     ``pause`` steps."""
     waits, number = list[int](), 0
     asks = dict[int, str]()
     began, free_at = dict[str, int](), dict.fromkeys(range(clients), made.steps)
-    while len(waits) < asked:
+    while len(waits) < requested:
         for client, at in list(free_at.items()):
             if made.steps >= at:
                 del free_at[client]
@@ -177,7 +177,7 @@ def flooded(rows: int, **given: bool) -> Driven:
 def test_a_tenant_that_asks_for_no_more_than_its_share_has_it_at_once() -> None:
     """Four clients ask at the same time, while a flood's answers go on for hundreds of steps."""
     made = flooded(8)
-    assert max(beside(made, 4, 5, asked=20)) <= 5
+    assert max(beside(made, 4, 5, requested=20)) <= 5
     running = [seq.request.tenant for seq in made.scheduler.running]
     assert running.count("flood") >= 4, "no more than it needs is taken from the flood"
     while made.life.requests:
@@ -280,7 +280,9 @@ def test_no_choice_starves_and_places_never_change(
         for _ in range(pause):
             made.step()
             for seq in (*made.scheduler.running, *made.scheduler.waiting):
-                assert seq.place is not None and places.setdefault(seq.key, seq.place) == seq.place
+                assert (
+                    seq.virtual_start is not None and places.setdefault(seq.key, seq.virtual_start) == seq.virtual_start
+                )
     for _ in range(5000):
         if not made.step() and not made.life.requests:
             break
@@ -328,9 +330,9 @@ def test_what_tenants_run_and_wait_for_is_counted(
 @pytest.mark.parametrize("depth", [0, 1])
 def test_answers_do_not_change_where_choices_make_way(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made_way: list[int] = []
-    usual = FairQueue.displaced
+    usual = FairOrder.choose_displaced
 
-    def counted(self: FairQueue, running: list[Sequence]) -> list[Sequence]:
+    def counted(self: FairOrder, running: list[Sequence]) -> list[Sequence]:
         found = usual(self, running)
         made_way.extend(seq.key for seq in found)
         return found
@@ -339,7 +341,7 @@ def test_answers_do_not_change_where_choices_make_way(depth: int, monkeypatch: p
         request.tenant, request.weight = ("flood", 1.0) if rng.random() < 0.7 else (f"t{rng.randrange(3)}", 4.0)
         return request
 
-    monkeypatch.setattr(FairQueue, "displaced", counted)
+    monkeypatch.setattr(FairOrder, "choose_displaced", counted)
     for seed in range(4, 10):
         before = len(made_way)
         scheduler = play(seed, 30, depth, of_a_tenant, seqs=(4, 8), fair=True).engine.scheduler

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.core.kv.host import HostBlocks
-from trencadis.core.kv.pool import BlockPool
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.host_block_pool import HostBlockPool
 from trencadis.core.request import Request, SamplingParams
 
 
@@ -24,7 +24,7 @@ from trencadis.core.request import Request, SamplingParams
 @settings(deadline=None)
 def test_what_comes_back_is_what_was_evicted(size: int, slots: int, actions: list[tuple[str, int, int]]) -> None:
     """Contents are followed through every copy, in the order in which they are listed."""
-    pool, held = BlockPool(size, HostBlocks(slots)), list[list[int]]()
+    pool, held = BlockPool(size, HostBlockPool(slots)), list[list[int]]()
     host, device, memory = pool.host, dict[int, bytes](), dict[int, bytes]()
     assert host is not None
 
@@ -66,7 +66,7 @@ def test_what_comes_back_is_what_was_evicted(size: int, slots: int, actions: lis
 
 def test_slots_that_are_read_are_not_overwritten_by_what_makes_room() -> None:
     """Two blocks, two slots: both come back, and both that give way find no slot."""
-    pool = BlockPool(2, HostBlocks(2))
+    pool = BlockPool(2, HostBlockPool(2))
     assert pool.host is not None
     for keys in ((b"a", b"b"), (b"c", b"d")):
         blocks = pool.take(2) or []
@@ -80,7 +80,7 @@ def test_slots_that_are_read_are_not_overwritten_by_what_makes_room() -> None:
 
 
 def test_what_host_memory_has_is_not_copied_again() -> None:
-    pool = BlockPool(1, HostBlocks(4))
+    pool = BlockPool(1, HostBlockPool(4))
     assert pool.host is not None
     for _ in range(3):
         blocks = pool.restore([b"a"]) if pool.on_host(b"a") else pool.take(1) or []
@@ -121,7 +121,7 @@ def conversations(count: int, depth: int, seed: int = 0) -> tuple[ScheduleDriver
         sampling = SamplingParams(temperature=0, max_tokens=2, seed=1, ignore_eos=True)
         driver.add(Request(f"r{number}", [*text, *tail], sampling))
         if number % 5 == 0:  # some come together
-            driver.turn()
+            driver.run_step()
             continue
         driver.finish()
         if number % 5 > 1:

@@ -16,9 +16,9 @@ from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.host_blocks import HostKV, block_parts
+from trencadis.core.launches.host_block_copies import HostKV, block_parts
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 from trencadis.core.step import BlockMove
 
 LENGTH = 64
@@ -53,7 +53,7 @@ def answers(path: Path, device: str, count: int, **flags: Any) -> Traffic:
 
 @pytest.mark.usefixtures("settled")
 def test_answers_are_equal_with_host_memory(vl_checkpoint: Path) -> None:
-    """Preempted, forked, with pictures: blocks that come back serve as those that stayed."""
+    """Preempted, forked, with images: blocks that come back serve as those that stayed."""
     compare(vl_checkpoint, "cpu", 1, 40)
 
 
@@ -85,8 +85,8 @@ def gaudi(path: Path, depth: int, count: int, monkeypatch: pytest.MonkeyPatch, *
     prompts = [[rng.randrange(100, 200) for _ in range(49)] for _ in range(4)]
     found = []
     for size in (0.0, SOME):
-        asked = {**FLAGS, **DEVICES["hpu"], "async_depth": depth, "kv_offloading_size": size, **flags}
-        engine = create_engine(EngineConfig(model=str(path), **asked))
+        requested = {**FLAGS, **DEVICES["hpu"], "async_depth": depth, "kv_offloading_size": size, **flags}
+        engine = create_engine(EngineConfig(model=str(path), **requested))
         rank: Any = engine.executor._rank  # type: ignore[attr-defined]
         before, answers = rank.backend.compilations(), []
         for number in range(count):
@@ -186,8 +186,8 @@ def test_a_card_copies_in_the_order_of_its_launches() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(flags: dict[str, Any], part: str, vl_checkpoint: Path) -> None:
-    asked = {**FLAGS, **DEVICES["cpu"], "kv_offloading_size": SOME, **flags}
+    requested = {**FLAGS, **DEVICES["cpu"], "kv_offloading_size": SOME, **flags}
     with pytest.raises(StartupError) as refused:
-        create_engine(EngineConfig(model=str(vl_checkpoint), **asked))
+        create_engine(EngineConfig(model=str(vl_checkpoint), **requested))
     line = str(refused.value)
     assert line.startswith("--kv-offloading-size ") and part in line and "\n" not in line, line

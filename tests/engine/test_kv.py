@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as rotary
 
 
@@ -68,7 +68,7 @@ def request(**more: object) -> Request:
 
 
 def keys(r: Request, size: int = 4) -> list[bytes]:
-    chain = Chain(r, size)
+    chain = BlockHashChain(r, size)
     chain.extend(r.tokens, len(r.tokens))
     return chain.keys
 
@@ -85,7 +85,7 @@ def test_keys_tell_apart_what_kv_depends_on() -> None:
         assert keys(base)[0] != keys(other)[0]
     assert keys(request())[0] != keys(request(salt="x"))[0]
     assert keys(request())[1] != keys(request(tokens=[9, *range(1, 8)]))[1], "a key covers all blocks before its own"
-    assert Chain(request(), 4, adapter=1).keys == []
+    assert BlockHashChain(request(), 4, adapter=1).keys == []
 
 
 def test_an_image_is_keyed_only_in_the_blocks_it_touches() -> None:
@@ -97,7 +97,7 @@ def test_an_image_is_keyed_only_in_the_blocks_it_touches() -> None:
 @given(st.integers(2, 20), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()), max_size=60))
 @settings(deadline=None)
 def test_arena_never_gives_a_pinned_row_away(rows: int, actions: list[tuple[int, int, bool]]) -> None:
-    arena, pinned = Arena(rows), {}
+    arena, pinned = EncoderCache(rows), {}
     for name, size, keep in actions:
         key = str(name)
         if key in pinned:
@@ -117,8 +117,8 @@ def test_arena_never_gives_a_pinned_row_away(rows: int, actions: list[tuple[int,
             assert found is not None and found.tolist() == kept
 
 
-def test_blocks_before_and_between_pictures_are_shared() -> None:
-    """Keys follow what the KV depends on: later pictures change no earlier block, and an answer becomes a prompt."""
+def test_blocks_before_and_between_images_are_shared() -> None:
+    """Keys follow what the KV depends on: later images change no earlier block, and an answer becomes a prompt."""
 
     def keys(tokens: int, spans: list[MediaSpan], prompt: int) -> list[bytes]:
         positions, delta = None, 0
@@ -126,27 +126,27 @@ def test_blocks_before_and_between_pictures_are_shared() -> None:
             places, delta = rotary(prompt, spans, 2.0)
             positions = places.astype("<i4").tobytes()
         request = Request("r", [7] * prompt, SamplingParams(), spans, positions, delta)
-        chain = Chain(request, 4)
+        chain = BlockHashChain(request, 4)
         chain.extend([7] * tokens, tokens)
         return chain.keys
 
     first, second = MediaSpan(8, 4, "aa", (1, 4, 4), 64), MediaSpan(32, 16, "bb", (1, 8, 8), 64)
     text, one = keys(24, [], 24), keys(28, [first], 16)
     both, other = keys(56, [first, second], 56), keys(56, [MediaSpan(8, 4, "cc", (1, 4, 4), 64), second], 56)
-    assert text[:2] == one[:2] == both[:2] == other[:2], "the text before the first picture"
+    assert text[:2] == one[:2] == both[:2] == other[:2], "the text before the first image"
     assert one == both[:7], "the first turn, and the answer that was generated in it"
     assert not set(text[2:]) & set(one[2:]) and not set(both[2:]) & set(other[2:])
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=12), st.integers(0, 8))
 @settings(deadline=None)
-def test_a_key_is_the_same_in_whatever_order_it_is_asked_for(asked: list[tuple[int, bool]], behind: int) -> None:
+def test_a_key_is_the_same_in_whatever_order_it_is_asked_for(requested: list[tuple[int, bool]], behind: int) -> None:
     tokens = list(range(50, 98))
     asking = request(tokens=tokens)
-    wanted, chain, parent = keys(asking), Chain(asking, 4), Chain(asking, 4)
+    wanted, chain, parent = keys(asking), BlockHashChain(asking, 4), BlockHashChain(asking, 4)
     parent.extend(tokens, 4 * behind - 1)
-    chain.behind(parent, tokens, behind)
-    for index, kept in asked:
+    chain.continue_from(parent, tokens, behind)
+    for index, kept in requested:
         if kept:
             assert chain.extend(tokens, 4 * index + 3) == wanted[: len(chain.keys)] and len(chain.keys) >= index
         else:

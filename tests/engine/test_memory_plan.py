@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.host_plan import ARENA_ROWS, KV_CAP, CacheOptions, block_bytes, plan_cpu, weights_bytes
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
+from trencadis.core.memory.cpu_cache_plan import ARENA_ROWS, KV_CAP, CacheOptions, block_bytes, plan_cpu, weights_bytes
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
 
 TEXT = TextConfig(896, 24, 14, 2, 64, 4864, 151936, 1e-6, 1e6, 32768, True, True, (8, 12, 12))
 VISION = VisionConfig(8, 1280, 16, 3420, 896, (3, 7))
@@ -25,23 +25,23 @@ def test_weights_by_formula_are_close() -> None:
 
 
 def test_the_least_of_three() -> None:
-    asked = CacheOptions(16, 128)
-    plenty = plan_cpu(MODEL, asked, 4, 64 * GIB, 16384)
+    requested = CacheOptions(16, 128)
+    plenty = plan_cpu(MODEL, requested, 4, 64 * GIB, 16384)
     assert KV_CAP - block_bytes(TEXT, 16, 4) < plenty.num_blocks * block_bytes(TEXT, 16, 4) <= KV_CAP
-    tight = plan_cpu(MODEL, asked, 4, 9 * GIB, 16384)
+    tight = plan_cpu(MODEL, requested, 4, 9 * GIB, 16384)
     left = 9 * GIB - weights_bytes(MODEL, 4)
     assert tight.num_blocks == int(0.4 * left) // block_bytes(TEXT, 16, 4)
-    few = plan_cpu(MODEL, replace(asked, max_num_seqs=2, max_model_len=1000), 4, 64 * GIB, 16384)
+    few = plan_cpu(MODEL, replace(requested, max_num_seqs=2, max_model_len=1000), 4, 64 * GIB, 16384)
     assert few.num_blocks == 2 * 63 and few.max_model_len == 1000
 
 
 def test_model_length_is_lowered_only_where_it_was_left_open() -> None:
-    asked = CacheOptions(16, 128, kv_bytes=64 << 20)
-    plan = plan_cpu(MODEL, asked, 4, 64 * GIB, 16384)
+    requested = CacheOptions(16, 128, kv_bytes=64 << 20)
+    plan = plan_cpu(MODEL, requested, 4, 64 * GIB, 16384)
     assert plan.max_model_len == plan.kv_tokens < 32768 and "lowered" in plan.notes[0]
     with pytest.raises(StartupError, match=rf"largest that fits is {plan.kv_tokens}"):
-        plan_cpu(MODEL, replace(asked, max_model_len=32768), 4, 64 * GIB, 16384)
-    fits = plan_cpu(MODEL, replace(asked, max_model_len=plan.kv_tokens), 4, 64 * GIB, 16384)
+        plan_cpu(MODEL, replace(requested, max_model_len=32768), 4, 64 * GIB, 16384)
+    fits = plan_cpu(MODEL, replace(requested, max_model_len=plan.kv_tokens), 4, 64 * GIB, 16384)
     assert fits.max_model_len == plan.kv_tokens
 
 

@@ -14,11 +14,11 @@ from PIL import Image
 from trencadis import LLM, SamplingParams
 from trencadis.backends.hpu.policy import RULES, SERVING
 from trencadis.core.buckets import AxisRule, Bucket, Plan, Stage
-from trencadis.core.launches import runner
-from trencadis.core.launches.split import Launch, split
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.launches import model_runner
+from trencadis.core.launches.launch_splitter import Launch, split_step
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import Step
 
 SMALL = dataclasses.replace(
@@ -39,13 +39,13 @@ def test_the_same_answers_whatever_the_launches(vl_checkpoint: Path, monkeypatch
     shared = rng.integers(40, 250, 48).tolist()
     prompts = [[*shared, *rng.integers(40, 250, n).tolist()] for n in (1, 17, 40, 200)]
     prompts += [rng.integers(40, 250, n).tolist() for n in (1, 2, 9, 33, 90, 150)]
-    picture = Image.fromarray(rng.integers(0, 255, (120, 90, 3), dtype=np.uint8))
-    chats = [[{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]}]]
+    image = Image.fromarray(rng.integers(0, 255, (120, 90, 3), dtype=np.uint8))
+    chats = [[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]]
     seen: Counter[Stage] = Counter()
 
     def cut(step: Step, plan: Plan) -> tuple[Launch, ...]:
         found = []
-        for launch in split(step, PLAN):
+        for launch in split_step(step, PLAN):
             stage = launch.bucket.stage
             seen[stage] += 1
             assert launch.bucket in PLAN.buckets
@@ -68,14 +68,14 @@ def test_the_same_answers_whatever_the_launches(vl_checkpoint: Path, monkeypatch
         return [list(o.outputs[0].token_ids) for o in outputs]
 
     whole = answers()
-    monkeypatch.setattr(runner, "split", cut)
-    opened = runner.Runner.__init__
+    monkeypatch.setattr(model_runner, "split_step", cut)
+    opened = model_runner.ModelRunner.__init__
 
-    def rectangular(self: runner.Runner, *args: Any, **more: Any) -> None:
+    def rectangular(self: model_runner.ModelRunner, *args: Any, **more: Any) -> None:
         opened(self, *args, **more)
         self.ragged = False
 
-    monkeypatch.setattr(runner.Runner, "__init__", rectangular)
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", rectangular)
     differ = sum(a != b for a, b in zip(answers(), whole, strict=True))
     assert differ <= 1, "sums in another order may turn one near tie; more than that is a fault"
     assert all(seen[s] for s in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE, Stage.VISION)), seen

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.prefix_hits import cached_blocks
 
@@ -81,7 +81,7 @@ def play(
         request = random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes)
         driver.add(change(request, rng))
         for _ in range(rng.choice([0, 0, 1, 3, 10])):
-            driver.turn()
+            driver.run_step()
         if rng.random() < 0.1:
             driver.engine.abort(f"r{rng.randrange(number + 1)}", rng.choice([-1, -1, 0, 1]))
         if rng.random() < 0.1:
@@ -172,7 +172,7 @@ def test_media_of_waiting_choices_are_told_with_one_look_up() -> None:
         spans = [MediaSpan(80, 8, f"{number:02x}", (1, 2, 16), 64), MediaSpan(90, 4, "ff", (1, 2, 8), 64)]
         tokens = [*prefix, *[0] * 8, 1, 2, *[0] * 4, *[5] * 9]
         engine.add(Request(f"r{number}", tokens, SamplingParams(temperature=0, max_tokens=2), spans))
-    order = list(scheduler._in_order())
+    order = list(scheduler._media_in_order())
     assert looks[0] == 5
     for choice, start in order:
         exact = len(cached_blocks(choice, scheduler.limits, scheduler.pool)) * 4

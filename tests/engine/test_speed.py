@@ -9,8 +9,8 @@ import pytest
 
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import StartupError
-from trencadis.core.process import wire
-from trencadis.server.engine.client import STALL_FACTOR, STALL_SECONDS, EngineLink
+from trencadis.core.process import engine_messages
+from trencadis.server.engine.engine_link import STALL_FACTOR, STALL_SECONDS, EngineLink
 
 MANY = 2048
 
@@ -34,9 +34,9 @@ def test_texts_are_checked_like_flags(vl_checkpoint: Path) -> None:
 def test_the_limit_of_a_step_follows_the_prediction(predicted: float, limit: float) -> None:
     link, reasons = EngineLink.__new__(EngineLink), list[str]()
     link.compile_timeout, link.pinged, link.ponged = 1800.0, 0, 0
-    link.give_up = reasons.append  # type: ignore[assignment]
-    link.info = wire.EngineInfo("cpu", "float32", 1, 1, 1, 1, 1, step_seconds=predicted)
-    link.check_step(wire.Pong(1, "running", 1, limit - 1))
+    link.kill_engine = reasons.append  # type: ignore[assignment]
+    link.info = engine_messages.EngineInfo("cpu", "float32", 1, 1, 1, 1, 1, step_seconds=predicted)
+    link.check_step(engine_messages.Pong(1, "running", 1, limit - 1))
     assert not reasons
-    link.check_step(wire.Pong(1, "running", 1, limit + 1))
+    link.check_step(engine_messages.Pong(1, "running", 1, limit + 1))
     assert len(reasons) == 1 and f"limit {limit:.0f} s" in reasons[0]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.cpus import available_cpus, computing_cpus
-from trencadis.core.startup.build import create_engine
-from trencadis.server.engine.spawn import child_config, child_environment
+from trencadis.core.cpu_affinity import available_cpus, computing_cpus
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.engine.spawn import make_child_config, make_child_environment
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +21,14 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("asked", "variable", "found"), [(None, "3", 3), (5, "3", 5), (None, "", computing_cpus())])
+@pytest.mark.parametrize(
+    ("requested", "variable", "found"), [(None, "3", 3), (5, "3", 5), (None, "", computing_cpus())]
+)
 def test_an_engine_takes_the_threads_that_were_asked_for(
-    asked: int | None, variable: str, found: int, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    requested: int | None, variable: str, found: int, vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    config = EngineConfig(str(vl_checkpoint), kv_cache_memory_bytes=1 << 22, threads=asked, device="cpu")
+    config = EngineConfig(str(vl_checkpoint), kv_cache_memory_bytes=1 << 22, threads=requested, device="cpu")
     engine = create_engine(config)
     assert engine.info().device == f"cpu ({found} threads)"
     engine.close()
@@ -35,12 +37,12 @@ def test_an_engine_takes_the_threads_that_were_asked_for(
 SHARED = [(None, "6", 6), (8, "6", 8), (None, "", computing_cpus())]
 
 
-@pytest.mark.parametrize(("asked", "variable", "all_ranks"), SHARED)
-def test_ranks_share_the_threads_of_the_engine(asked: int | None, variable: str, all_ranks: int) -> None:
+@pytest.mark.parametrize(("requested", "variable", "all_ranks"), SHARED)
+def test_ranks_share_the_threads_of_the_engine(requested: int | None, variable: str, all_ranks: int) -> None:
     """The child of a server sees its share in the environment; the configuration holds the whole."""
-    config, environ = EngineConfig("m", threads=asked, tensor_parallel_size=2), {"OMP_NUM_THREADS": variable}
-    assert child_config(config, environ).threads == all_ranks
-    assert child_environment(config, environ)["OMP_NUM_THREADS"] == str(max(all_ranks // 2, 1))
+    config, environ = EngineConfig("m", threads=requested, tensor_parallel_size=2), {"OMP_NUM_THREADS": variable}
+    assert make_child_config(config, environ).threads == all_ranks
+    assert make_child_environment(config, environ)["OMP_NUM_THREADS"] == str(max(all_ranks // 2, 1))
 
 
 def test_a_core_counts_once_whatever_its_threads(tmp_path: Path) -> None:

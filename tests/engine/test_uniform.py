@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from trencadis.core.scheduling.uniform import AHEAD, uniform
+from trencadis.core.scheduling.random_numbers import AHEAD, uniform
 
 EDGES = (0, 1, AHEAD - 1, AHEAD, AHEAD + 1, 5 * AHEAD - 1, 1 << 20, (1 << 33) + 7)
 
@@ -19,9 +19,9 @@ def philox(seed: int, choice: int, index: int) -> float:
 
 def test_numbers_are_philox_at_their_counter() -> None:
     rng = random.Random(3)
-    asked = [(s, c, i) for s in (0, 7, 2**63 - 1, -1, -(2**63)) for c in (0, 3) for i in EDGES]
-    rng.shuffle(asked)
-    for seed, choice, index in asked:
+    requested = [(s, c, i) for s in (0, 7, 2**63 - 1, -1, -(2**63)) for c in (0, 3) for i in EDGES]
+    rng.shuffle(requested)
+    for seed, choice, index in requested:
         found = uniform(seed, choice, index)
         assert found == philox(seed, choice, index) and 0 < found < 1 and float(np.float32(found)) == found
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Request, SamplingParams
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions as positions
 
@@ -84,7 +84,7 @@ def play(seed: int, count: int, depth: int, seen: Any) -> None:
         seen.large += sum(s.length for s in made.spans) > ARENA
         driver.add(made)
         for _ in range(rng.choice([0, 1, 5])):
-            driver.turn()
+            driver.run_step()
         if rng.random() < 0.1:
             engine.abort(f"r{rng.randrange(number + 1)}")
     driver.finish()

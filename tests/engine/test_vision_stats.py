@@ -12,11 +12,11 @@ import pytest
 from trencadis.core.buckets import Stage
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams
-from trencadis.core.startup.build import create_engine
-from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,
@@ -46,7 +46,7 @@ def make(vl_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def shown(name: str, *grids: tuple[int, int]) -> Request:
     tokens, spans = [5] * 3, []
     for h, w in grids:
-        spans.append(MediaSpan(len(tokens), h * w // 4, f"{h:04x}{w:04x}", (1, h, w), slots_of((1, h, w))))
+        spans.append(MediaSpan(len(tokens), h * w // 4, f"{h:04x}{w:04x}", (1, h, w), count_slots((1, h, w))))
         tokens += [7] * (h * w // 4)
     return Request(name, [*tokens, 5], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), spans)
 
@@ -66,7 +66,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, RequestStats]:
         for id, index in engine.needs():
             _, h, w = spans[id][index].grid
             pixels = np.random.default_rng(h * 64 + w).integers(0, 256, (h * w, PATCH_VALUES), dtype=np.uint8)
-            engine.media(id, index, pixels)
+            engine.add_media(id, index, pixels)
     return ended
 
 
@@ -74,19 +74,19 @@ def test_counts_and_seconds(make: Make) -> None:
     engine = make()
     stats = run(engine, shown("a", (8, 8), (10, 6)), shown("b", (8, 8)))
     assert (stats["a"].images, stats["b"].images) == (2, 1)
-    assert stats["a"].image_hits + stats["b"].image_hits == 1, "the picture that they share is encoded once"
+    assert stats["a"].image_hits + stats["b"].image_hits == 1, "the image that they share is encoded once"
     assert stats["a"].encode > 0 and stats["a"].launches > 1 and stats["a"].misses == 0
     assert stats["a"].first_buckets and all("[" in name for name in stats["a"].first_buckets)
     assert [name.split("[")[0] for name in stats["a"].last_buckets] == ["decode"]
     vision = [use for use in engine.stats().buckets if use.stage == "vision"]
     assert sum(use.items for use in vision) == 2
-    assert sum(use.needed for use in vision) == slots_of((1, 8, 8)) + slots_of((1, 10, 6))
+    assert sum(use.needed for use in vision) == count_slots((1, 8, 8)) + count_slots((1, 10, 6))
     again = run(engine, shown("c", (8, 8)))["c"]
     assert (again.images, again.image_hits, again.encode) == (1, 1, 0.0)
 
 
-def pictures(seed: int, count: int) -> list[Request]:
-    """Requests of one or two pictures with sides of up to 24 patches."""
+def make_images(seed: int, count: int) -> list[Request]:
+    """Requests of one or two images with sides of up to 24 patches."""
     rng = np.random.default_rng(seed)
 
     def grids() -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ def pictures(seed: int, count: int) -> list[Request]:
 
 def test_the_default_list_has_no_misses_and_nothing_compiles(make: Make) -> None:
     engine = make(device="hpu", block_size=64)
-    found = run(engine, *pictures(1, 24))
+    found = run(engine, *make_images(1, 24))
     stats = engine.stats()
     vision = [use for use in stats.buckets if use.stage == "vision"]
     assert vision and all(use.planned and not use.miss for use in stats.buckets)
@@ -108,7 +108,7 @@ def test_the_default_list_has_no_misses_and_nothing_compiles(make: Make) -> None
 
 def test_above_a_users_list_only_escape_shapes_run_and_are_counted(make: Make) -> None:
     engine = make("64,128", device="hpu", block_size=64)
-    requests = pictures(2, 24)
+    requests = make_images(2, 24)
     plan = engine.executor._rank.plan  # type: ignore[attr-defined]
     found = run(engine, *requests)
     stats = engine.stats()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trencadis.server.config.argv import parse
-from trencadis.server.config.settings import Settings, resolve
+from trencadis.server.config.resolve_settings import Settings, resolve_settings
 
 
 def from_command_line(words: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """What ``serve`` makes of ``words``."""
-    return resolve(parse(words), environ)
+    return resolve_settings(parse(words), environ)

@@ -10,14 +10,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from trencadis.core.errors import from_status
 from trencadis.core.request import Request, SamplingParams
-from trencadis.server.http.gate import Gate
+from trencadis.server.http.request_middleware import RequestMiddleware
 from trencadis.server.routes.auth import Keys
 from trencadis.server.routes.sse import EventStream
 
 
 def build_app(settings, supervisor):
     app = FastAPI()
-    app.add_middleware(Gate, keys=Keys(()), max_body=1 << 20, observe=lambda *_: None)
+    app.add_middleware(RequestMiddleware, keys=Keys(()), max_body=1 << 20, observe=lambda *_: None)
     ids = itertools.count()
 
     @app.get("/health")

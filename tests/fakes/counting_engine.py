@@ -7,7 +7,7 @@ import os
 import time
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.process.wire import EngineInfo, EngineStats
+from trencadis.core.process.engine_messages import EngineInfo, EngineStats
 from trencadis.core.request import Delta
 
 HELD = "held:"
@@ -52,7 +52,7 @@ class CountingEngine:
             self.made[request.id, choice] = 0
         self.wanted += [(request.id, i) for i in range(len(request.spans))]
 
-    def vocabulary(self, data):
+    def set_vocabulary(self, data):
         self.words = hashlib.sha256(data).digest()
         self.wordings += 1
 
@@ -60,7 +60,7 @@ class CountingEngine:
         for key in [k for k in self.made if k[0] == id and choice in (-1, k[1])]:
             del self.made[key]
 
-    def media(self, id, index, pixels):
+    def add_media(self, id, index, pixels):
         self.pixels[id, index] = hashlib.sha256(pixels.tobytes()).digest()
         request = self.requests.get(id)
         if request is not None and request.salt == "again" and (id, index) not in self.refetch:

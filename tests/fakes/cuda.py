@@ -67,7 +67,7 @@ class Workspace:
 
 
 @dataclass
-class Books:
+class PoolAccounting:
     """The allocator's: graphs by pool, pools whose memory something still holds, pools that are recorded into."""
 
     threads: bool = False
@@ -162,7 +162,7 @@ class Books:
 class Graph:
     """``torch.cuda.CUDAGraph``."""
 
-    books: Books
+    accounting: PoolAccounting
 
     def __init__(self) -> None:
         self.begun = False
@@ -173,7 +173,7 @@ class Graph:
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads wait for events meanwhile"
-        b = self.books
+        b = self.accounting
         pool = pool or b.handle()
         if not isinstance(Stream.current(), Stream):
             raise Refused("CUDA graphs must be captured on a non-default stream")
@@ -190,21 +190,21 @@ class Graph:
 
     def capture_end(self) -> None:
         assert self.mempool is not None
-        if self.books.invalid:
-            self.books.invalid = False
-            if self.books.version >= ENDS:
+        if self.accounting.invalid:
+            self.accounting.invalid = False
+            if self.accounting.version >= ENDS:
                 self._end()
             raise Refused("CUDA error: operation failed due to a previous error during capture")
         self._end()
         self.ended = True
-        if self.books.unbuilt:
-            self.books.unbuilt = False
+        if self.accounting.unbuilt:
+            self.accounting.unbuilt = False
             raise Refused("CUDA error: out of memory (cudaGraphInstantiate)")
 
     def _end(self) -> None:
         assert self.mempool is not None
-        self.books.end(0, self.mempool)
-        self.books.filters.remove(weakref.ref(self))
+        self.accounting.end(0, self.mempool)
+        self.accounting.filters.remove(weakref.ref(self))
 
     def pool(self) -> Pool:
         if not self.ended:
@@ -214,22 +214,22 @@ class Graph:
 
     def replay(self) -> None:
         assert self.ended and self.mempool is not None
-        self.books.settle()
-        if not all(self.books.valid(w, self.mempool) for w in self.workspaces):
+        self.accounting.settle()
+        if not all(self.accounting.valid(w, self.mempool) for w in self.workspaces):
             raise Refused("CUDA error: an illegal memory access was encountered (a workspace that was freed)")
 
     def reset(self) -> None:
-        if self.ended or (self.begun and self.books.version >= RELEASES):
+        if self.ended or (self.begun and self.accounting.version >= RELEASES):
             assert self.mempool is not None
-            self.books.drop(self.stream)
-            self.books.release(0, self.mempool)
+            self.accounting.drop(self.stream)
+            self.accounting.release(0, self.mempool)
         self.ended = self.begun = False
 
     def __del__(self) -> None:
         self.reset()
 
 
-def _current(books: Books) -> dict[str, Any]:
+def _current(books: PoolAccounting) -> dict[str, Any]:
     """Which card and stream are a thread's."""
     here = threading.local()
 
@@ -259,7 +259,7 @@ def _current(books: Books) -> dict[str, Any]:
     return {"current_device": current_device, "set_device": set_device, "set_stream": set_stream, "stream": stream}
 
 
-def _locked(books: Books) -> tuple[Any, Any]:
+def _locked(books: PoolAccounting) -> tuple[Any, Any]:
     """(``torch.empty``, ``torch.cuda.cudart``) with page-locked memory."""
     empty = torch.empty
 
@@ -289,7 +289,7 @@ def _locked(books: Books) -> tuple[Any, Any]:
 
 def install(
     patch: pytest.MonkeyPatch, threads: bool = False, drops: bool = True, version: tuple[int, int] = (2, 11)
-) -> Books:
+) -> PoolAccounting:
     """Puts all of it in the place of ``torch.cuda``'s; returns the allocator's books.
 
     Args:
@@ -297,10 +297,10 @@ def install(
         drops: whether torch has its call that drops workspaces.
         version: of torch.
     """
-    books = Books(threads, version=version)
+    books = PoolAccounting(threads, version=version)
     empty, cudart = _locked(books)
     patch.setattr(torch, "empty", empty)
-    graph = type("Graph", (Graph,), {"books": books})
+    graph = type("Graph", (Graph,), {"accounting": books})
     fakes: dict[str, Any] = {
         "CUDAGraph": graph, "graph_pool_handle": books.handle, "Stream": Stream, "cudart": cudart,
         "get_device_properties": lambda d: SimpleNamespace(name="a card", multi_processor_count=132),

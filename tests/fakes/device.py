@@ -9,12 +9,12 @@ from typing import Any
 
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Plan, Policy, Stage
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.journal import Journal
-from trencadis.core.graphs.manager import GraphManager
-from trencadis.core.graphs.observer import GraphObserver
-from trencadis.core.memory.graph_budget import Price
-from trencadis.core.memory.ledger import Before, GraphSettings, divide
+from trencadis.core.graphs.capture_journal import CaptureJournal
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 
 GIB = 1 << 30
 AXES: dict[Stage, tuple[str, ...]] = {
@@ -129,7 +129,7 @@ def small_plan() -> Plan:
     return Plan(POLICY, buckets=tuple(sorted(buckets)), block_size=16)
 
 
-def rig(
+def make_harness(
     device: FakeDevice,
     price: Callable[[Bucket], int] = lambda bucket: 1 << 20,
     plan: Plan | None = None,
@@ -138,14 +138,14 @@ def rig(
     utilisation: float = 0.5,
     lazy: bool = False,
     **settings: Any,
-) -> tuple[GraphManager, Captures]:
+) -> tuple[GraphManager, GraphCaptures]:
     """A manager and its captures after the KV cache was taken; ``lazy``: graphs are captured at first use."""
     plan = plan or small_plan()
     bodies: Any = dict.fromkeys(("text", "vision", "greedy", "full", "reset"))
     manager = GraphManager(device, bodies, plan, GraphObserver(lazy=lazy))  # type: ignore[arg-type]
-    before = Before(device.size, others=device.used)
+    before = MemoryInUse(device.size, others=device.used)
     chosen = GraphSettings(**settings)
-    division = divide(before, utilisation, "free", chosen, 1 << 20, multimodal=True)
+    division = divide_memory(before, utilisation, "free", chosen, 1 << 20, multimodal=True)
     device.used += division.kv
-    prices = [Price(b, price(b)) for b in plan.buckets]
-    return manager, Captures(manager, before, division, chosen, prices, True, journal=Journal(skip, tell))
+    prices = [GraphPrice(b, price(b)) for b in plan.buckets]
+    return manager, GraphCaptures(manager, before, division, chosen, prices, True, journal=CaptureJournal(skip, tell))

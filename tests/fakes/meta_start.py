@@ -9,25 +9,25 @@ import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.watch import GraphWatch
-from trencadis.core.launches.runner import Runner
-from trencadis.core.memory import measured
-from trencadis.core.memory.host_plan import CachePlan
-from trencadis.core.progress import Silent
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.startup.captured import DeviceStart
-from trencadis.core.startup.dry_run import DryRun, Planned
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_reporter import GraphReporter
+from trencadis.core.launches.model_runner import ModelRunner
+from trencadis.core.memory import measurement_cache
+from trencadis.core.memory.cpu_cache_plan import CachePlan
+from trencadis.core.progress import SilentProgress
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.startup.dry_run import DryRun, StartupPlan
 from trencadis.core.startup.dry_run import PlannedDevice as Paper
+from trencadis.core.startup.graph_startup import DeviceStart
 
 GIB = 1 << 30
 
@@ -37,11 +37,11 @@ class Started:
     """A start-up that came up, and the card that it ran on."""
 
     start: DeviceStart
-    runner: Runner
+    runner: ModelRunner
     cache: CachePlan
     limits: ShapeLimits
-    watch: GraphWatch
-    captures: Captures
+    watch: GraphReporter
+    captures: GraphCaptures
     card: EmulatedDevice
 
     @property
@@ -84,13 +84,15 @@ def run(
 ) -> Started:  # fmt: skip
     """All of ``DeviceStart``; what images need is given, because there is no checkpoint to read it from."""
     limits = config.max_num_batched_tokens or 8192, config.max_num_seqs or 256
-    device = made or backend(model, on, ranks, *limits, bridge or of(on))
-    start = DeviceStart.planned(config, model, device, Silent(), images)
+    device = made or backend(model, on, ranks, *limits, bridge or make_bridge(on))
+    start = DeviceStart.plan(config, model, device, SilentProgress(), images)
     return Started(start, *start.run(), on)
 
 
-def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> Planned:
+def on_paper(model: ModelConfig, config: EngineConfig, images: ImageNeeds, total: int, ranks: int = 1) -> StartupPlan:
     """What ``trencadis plan`` computes, with the measurements of an earlier start where there are some."""
-    key = measured.Key(measured.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128)
-    known = measured.load(key, measured.folder())
-    return DryRun(config, model, SERVING, BucketOptions(), images, Paper("hpu", total, 0, ranks, 2), known).planned()
+    key = measurement_cache.MeasurementKey(measurement_cache.fingerprint(model), "hpu (emulated)", "16 bit", ranks, 128)
+    known = measurement_cache.load(key, measurement_cache.folder())
+    return DryRun(
+        config, model, SERVING, BucketOptions(), images, Paper("hpu", total, 0, ranks, 2), known
+    ).plan_startup()

@@ -10,8 +10,8 @@ import numpy as np
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor import frames
-from trencadis.core.executor.ranks import Place
+from trencadis.core.executor import rank_messages
+from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.progress import Progress, Warming
 from trencadis.core.step import Bias, Draw, Encode, HeadOutput, ImageRows, Reset, Row, Sample, Step, StepOutput
 
@@ -34,7 +34,7 @@ class Said:
 class FakeRank:
     """``mode`` is ``what@rank``: raise, differ, kill, sleep in step 3 of that rank, or raise late, in its result."""
 
-    def __init__(self, mode: str, place: Place) -> None:
+    def __init__(self, mode: str, place: RankInfo) -> None:
         what, _, rank = mode.partition("@")
         self.what = what if rank == str(place.rank) else ""
         self.warmed = 0
@@ -45,7 +45,10 @@ class FakeRank:
         return self
 
     def execute(self, step: Step) -> Any:
-        token = np.frombuffer(frames.encode(frames.Run(step)), np.uint8).astype(np.int64).sum() + self.warmed
+        token = (
+            np.frombuffer(rank_messages.encode(rank_messages.RunStep(step)), np.uint8).astype(np.int64).sum()
+            + self.warmed
+        )
         if step.number == 3:
             match self.what:
                 case "raise":
@@ -60,7 +63,7 @@ class FakeRank:
         output = StepOutput(step.number, {}, HeadOutput(np.array([token], np.int64).astype(np.int32)))
         return Said(output, wrong)
 
-    def vocabulary(self, data: bytes | bytearray) -> None:
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
         raise AssertionError("no vocabulary is sent here")
 
     def prepare(self, grammar: str) -> Any:
@@ -71,7 +74,7 @@ class FakeRank:
         return Warming(done=self.warmed)
 
 
-def make(config: EngineConfig, place: Place, progress: Progress | None = None) -> FakeRank:
+def make(config: EngineConfig, place: RankInfo, progress: Progress | None = None) -> FakeRank:
     """``EngineConfig.policy`` says what goes wrong."""
     if progress is not None:
         progress.capture("prefill[8x1]", True)

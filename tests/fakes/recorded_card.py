@@ -16,15 +16,15 @@ import torch
 from tests.fakes.meta_start import Started, config_of
 from trencadis.backends.hpu.backend import HpuBackend
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.launches.graph_program import GraphProgram
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig, OutOfDeviceMemory, ProgramState
 from trencadis.core.buckets import Bucket, InputSizes
 from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.memory.measured import bucket_of
+from trencadis.core.memory.measurement_cache import bucket_of
 
 __all__ = ["Record", "Records", "RecordedBackend", "config_of"]
 
@@ -86,7 +86,7 @@ class RecordedProgram:
             before = self.backend.memory.free()
             program.capture()
             known = Record(peak_of(program), before - self.backend.memory.free())
-            self.backend.card.allocator.give("graphs", known.graph)
+            self.backend.card.allocator.release("graphs", known.graph)
             self.backend.records.of[self.bucket] = known
             self.backend.live += 1
         return known
@@ -96,7 +96,7 @@ class RecordedProgram:
         try:
             allocator.grow_workspace(self.record.peak)
             if graph:
-                allocator.take("graphs", self.record.graph, "a graph")
+                allocator.allocate("graphs", self.record.graph, "a graph")
         except EmulatedOutOfMemory as error:
             raise OutOfDeviceMemory(str(error)) from error
 
@@ -114,7 +114,7 @@ class RecordedProgram:
         if self.state is not ProgramState.CAPTURED:
             return 0
         back = int(self.record.graph * self.backend.returned)
-        self.backend.card.allocator.give("graphs", back)
+        self.backend.card.allocator.release("graphs", back)
         self.state = ProgramState.COMPILED
         return back
 

@@ -15,28 +15,28 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
-from tests.oracles.declared import check_declared
+from tests.oracles.openapi_checks import check_declared
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
 from trencadis.core.errors import BadRequest, TrencadisError, from_status
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.process.wire import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.process.engine_messages import Add, EngineInfo, EngineStats, GraphPlan, Phase, frame
 from trencadis.core.request import Delta, Request, RequestStats, SamplingParams, TokenLogprob
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.options import MediaPart, MediaScope
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
-from trencadis.multimodal.workers.pool import WorkerPool
+from trencadis.multimodal.decode_workers.worker_pool import WorkerPool
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.media_options import MediaPart, MediaScope
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
 from trencadis.server.admission import Bounds
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.protocol import Taker
-from trencadis.server.grammars.book import JOBS
+from trencadis.server.engine.engine_client import DeltaCallback
+from trencadis.server.grammars.grammar_cache import JOBS
 from trencadis.server.http.app import create_app
-from trencadis.server.prompts.generation_config import Defaults
-from trencadis.server.prompts.media import Expanded, media_places
-from trencadis.server.prompts.params import RequestLimits
-from trencadis.server.prompts.service import TextService
-from trencadis.server.routes.settings import HttpSettings
-from trencadis.server.text.template import ChatTemplate
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.prompts.generation_config import SamplingDefaults
+from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt, find_media_positions
+from trencadis.server.prompts.sampling_params import RequestLimits
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.text.chat_template import ChatTemplate
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 1024
 
@@ -52,7 +52,7 @@ class ScriptedEngine:
         self.phase, self.accepting, self.healthy, self.ready = "running", True, True, True
         self.restarts = 0
         self.failing = False
-        self.sleep_level, self.under_way = 0, ""
+        self.sleep_level, self.sleep_operation = 0, ""
         self.on_operation: list[Callable[[str, float], None]] = []
         self.stats = EngineStats()
         self.plan: GraphPlan | None = None
@@ -76,7 +76,7 @@ class ScriptedEngine:
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
 
-    def divert(self, id: str, taker: Taker) -> None:
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
         pass  # its deltas come from the iterator itself
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
@@ -158,12 +158,12 @@ class FakeImages:
 
     def __init__(self) -> None:
         self.parts: list[MediaPart] = []
-        self.cache = PreparedCache(0)
+        self.cache = ProcessorCache(0)
         self.scope = MediaScope()
         self.status = 0
 
     @property
-    def seen(self) -> list[tuple[Any, str]]:
+    def received(self) -> list[tuple[Any, str]]:
         return [(p.source, p.path) for p in self.parts]
 
     async def prepare(self, parts: Sequence[MediaPart], scope: MediaScope) -> list[FakeImage]:
@@ -198,7 +198,7 @@ class ScriptedApp:
         settings = HttpSettings(ServerConfig(**{**flags, **given}), **beside)
         self.made = create_app(settings, self.engine, self.service)
         state = self.made.state.trencadis
-        state.grammars.pool = trials()
+        state.grammar_cache.pool = trials()
         return self.made
 
     def call(self, path: str, body: Any = None, method: str = "", **kwargs: Any) -> httpx.Response:
@@ -242,7 +242,7 @@ def scripted_app(checkpoint: Path) -> ScriptedApp:
     template = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
 
     def token(text: str) -> int:
-        found = tokenizer.token_id(text)
+        found = tokenizer.find_token_id(text)
         assert found is not None
         return found
 
@@ -253,22 +253,22 @@ def scripted_app(checkpoint: Path) -> ScriptedApp:
         token("<|vision_start|>"), token("<|vision_end|>"),
     )  # fmt: skip
 
-    def join(tokens: Sequence[int], pictures: Sequence[Any]) -> Expanded:
-        places = media_places(tokens, config.image_token, config.video_token, pictures)
+    def join(tokens: Sequence[int], all_images: Sequence[Any]) -> ExpandedPrompt:
+        places = find_media_positions(tokens, config.image_token, config.video_token, all_images)
         out: list[int] = []
         spans = []
         for i, t in enumerate(tokens):
             if i in places:
                 spans.append(MediaSpan(len(out), 6, "d", (1, 4, 6), 64))
             out += [t] * 6 if i in places else [t]
-        return Expanded(out, spans, b"p", -2)
+        return ExpandedPrompt(out, spans, b"p", -2)
 
     images = FakeImages()
     service = TextService(
         config,
         tokenizer,
         template,
-        Defaults(),
+        SamplingDefaults(),
         RequestLimits(1000, max_images=2, max_choices=8),
         cast(Any, images),
         cast(Any, join),

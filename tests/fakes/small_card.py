@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.ranks import Place
+from trencadis.core.executor.rank_info import RankInfo
 from trencadis.core.progress import Progress
-from trencadis.core.startup.build import OpenedRank, rank_of
+from trencadis.core.startup.engine_builder import OpenedRank, rank_of
 
 
-def make(config: EngineConfig, place: Place, progress: Progress) -> OpenedRank:
+def make(config: EngineConfig, place: RankInfo, progress: Progress) -> OpenedRank:
     """``core.startup.build.rank_of`` on a smaller card."""
     os.environ["TRENCADIS_HPU_EMULATOR_PROFILE"] = "gaudi2"
     opened = rank_of(config, place, progress)
     assert opened.watch is not None and opened.watch.captures is not None
-    Path(os.environ["SMALL_CARD_REPORT"]).write_text(f"{opened.watch.captures.division} {opened.plan.num_blocks}")
+    Path(os.environ["SMALL_CARD_REPORT"]).write_text(f"{opened.watch.captures.memory_split} {opened.plan.num_blocks}")
     return opened

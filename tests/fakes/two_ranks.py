@@ -14,26 +14,26 @@ import numpy as np
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
+from trencadis.backends.hpu.emulator.emulated_bridge import bridge
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.backends.hpu.emulator.namespace import bridge
-from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
+from trencadis.backends.hpu.hccl_comm import HpuComm
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Plan, Stage
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.manager import GraphManager
-from trencadis.core.graphs.observer import GraphObserver
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.graph_observer import GraphObserver
 from trencadis.core.graphs.warmup import Warmup
-from trencadis.core.launches import inputs as host
-from trencadis.core.launches.persistent import persistent
-from trencadis.core.memory.graph_budget import Price
-from trencadis.core.memory.ledger import Before, GraphSettings, divide
+from trencadis.core.launches import host_inputs as host
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, divide_memory
 from trencadis.core.models import registry
 from trencadis.core.step import Encode, ImageRows, Row, Sample
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 BUCKETS = (
     Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.DECODE, (2, 8)), Bucket(Stage.VISION, (256,)),
@@ -51,13 +51,13 @@ class Engine:
         self.model = registry.build(self.config, self.backend)
         text = dataclasses.replace(self.config.text, kv_heads=self.config.text.kv_heads // world)
         share = dataclasses.replace(self.config, text=text)
-        made = persistent(share, self.backend, blocks=20, block_size=16, arena_rows=64, seqs=4, tokens=100)
+        made = allocate_persistent(share, self.backend, blocks=20, block_size=16, arena_rows=64, seqs=4, tokens=100)
         self.model.bind(made)
         self.bodies: dict[str, Any] = {
             "text": self.model.text, "vision": self.model.vision, "full": lambda t: self.model.head(t, True)
         }  # fmt: skip
 
-    def manager(self, lazily: bool = False) -> tuple[GraphManager, Captures]:
+    def manager(self, lazily: bool = False) -> tuple[GraphManager, GraphCaptures]:
         """New programs, none prepared, and the accounts of their graphs, captured at first use if ``lazily``."""
         backend = self.backend
         plan = Plan(backend.policy, buckets=tuple(sorted(BUCKETS)), block_size=16)
@@ -65,10 +65,10 @@ class Engine:
         for bucket in BUCKETS:
             manager.program(bucket)
         memory = backend.memory
-        before = Before(memory.total(), others=memory.total() - memory.free())
-        division = divide(before, 0.5, "free", GraphSettings(), 1 << 20, multimodal=True, kv_bytes=0)
-        prices = [Price(b, 1 << 20) for b in BUCKETS]
-        return manager, Captures(manager, before, division, GraphSettings(), prices, True)
+        before = MemoryInUse(memory.total(), others=memory.total() - memory.free())
+        division = divide_memory(before, 0.5, "free", GraphSettings(), 1 << 20, multimodal=True, kv_bytes=0)
+        prices = [GraphPrice(b, 1 << 20) for b in BUCKETS]
+        return manager, GraphCaptures(manager, before, division, GraphSettings(), prices, True)
 
     def talk(self, manager: GraphManager, tokens: int = 2) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the drawn tokens, the last hidden row, the image's arena rows."""
@@ -102,9 +102,11 @@ def failing(engine: Engine, rank: int, lazily: bool, every: int) -> list[Any]:
         assert EmulatedRuntime.device is not None
         EmulatedRuntime.device.faults = parse(f"oom@capture:{k}" if rank else "")
         if not lazily:
-            Warmup(manager, captures).full()
-        talk = engine.talk(manager)
-        found.append((sorted(map(str, manager.captured())), captures.failed, dict(captures.accounts.spent), talk))
+            Warmup(manager, captures).run_all()
+        conversation = engine.talk(manager)
+        found.append(
+            (sorted(map(str, manager.list_captured())), captures.failed, dict(captures.accounts.spent), conversation)
+        )
     return found
 
 
@@ -136,10 +138,10 @@ def main(rank: int, store: str, path: str, out: str, every: int) -> None:
     collectives()
     engine = Engine(rank, 2, Path(path))
     manager, captures = engine.manager()
-    Warmup(manager, captures).full()
-    assert len(manager.captured()) == len(BUCKETS)
-    talk = engine.talk(manager)
-    torch.save((talk, failing(engine, rank, False, 1), failing(engine, rank, True, every)), out)
+    Warmup(manager, captures).run_all()
+    assert len(manager.list_captured()) == len(BUCKETS)
+    conversation = engine.talk(manager)
+    torch.save((conversation, failing(engine, rank, False, 1), failing(engine, rank, True, every)), out)
     torch.distributed.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ import signal
 import time
 
 from trencadis.core.errors import TooLarge
-from trencadis.multimodal.workers import worker
+from trencadis.multimodal.decode_workers import worker_main
 
 NAMES = ("echo", "sleep", "spin", "die", "hog", "refuse", "oops", "flood", "look")
 JOBS = {name: f"tests.fakes.worker_jobs:{name}" for name in NAMES}
@@ -67,7 +67,7 @@ def look(data, options):
         "written": written,
         "modules": options["modules"] and _loaded(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "peak": worker.peak_memory(),
+        "peak": worker_main.peak_memory(),
     }, []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families.forms import family_checkpoint
+from tests.families.text_checkpoints import family_checkpoint
 from tests.oracles.transformers_model import Answer
 
 Form = Callable[[str, str], Path]

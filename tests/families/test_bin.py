@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from tests.families.test_same_tokens import answered, prompts
 from trencadis.core.errors import StartupError
-from trencadis.core.models.collected import canonical
-from trencadis.core.models.loader import read_file, weights_of
+from trencadis.core.models.checkpoint_source import canonical
 from trencadis.core.models.registry import family_of
 from trencadis.core.models.weight_files import files_of
+from trencadis.core.models.weight_loader import open_weights, read_file
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -99,7 +99,7 @@ def test_sharded_files_are_those_that_the_index_names(tmp_path: Path) -> None:
     where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
     index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
     want = {**parts[0], **parts[1]}
-    got = dict(weights_of(tmp_path))
+    got = dict(open_weights(tmp_path))
     assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
     (tmp_path / names[1]).unlink()
     with pytest.raises(StartupError, match=r"lacks pytorch_model-00002-of-00002\.bin \(1 of 2 weight files missing\)"):
@@ -115,7 +115,7 @@ def test_load_format_says_which_files_are_read(tmp_path: Path) -> None:
     pickled = [tmp_path / "pytorch_model.bin"]
     assert files_of(tmp_path) == files_of(tmp_path, "pt") == pickled
     with pytest.raises(StartupError, match=r"holds PyTorch \.bin weights, which --load-format auto reads; supported"):
-        weights_of(tmp_path, load_format="safetensors")
+        open_weights(tmp_path, load_format="safetensors")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert files_of(tmp_path) == files_of(tmp_path, "safetensors") == [tmp_path / "model.safetensors"]
     assert files_of(tmp_path, "pt") == pickled
@@ -150,8 +150,8 @@ def test_tokens_are_those_of_the_same_weights_in_safetensors(
     form: Any, checkpoint: Any, tmp_path: Path, family: str, shards: int
 ) -> None:
     source = form("opt", "125m") if family == "opt" else checkpoint("qwen2")
-    asked = prompts(4, 40)
-    made = [answered(path, asked, 12) for path in (source, as_bin(source, tmp_path / "bin", shards))]
+    requested = prompts(4, 40)
+    made = [answered(path, requested, 12) for path in (source, as_bin(source, tmp_path / "bin", shards))]
     assert made[0] == made[1]
     with pytest.raises(StartupError, match="which --load-format auto reads"):
-        answered(tmp_path / "bin", asked, 1, load_format="safetensors")
+        answered(tmp_path / "bin", requested, 1, load_format="safetensors")

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from tests.fakes.checkpoints import VOCAB, write_tokenizer
-from tests.families.forms import CASES, set_keys
 from tests.families.test_same_tokens import CARDS, VARIANTS, pairs, prompts
+from tests.families.text_checkpoints import CASES, set_keys
 from tests.oracles.transformers_model import assert_same
-from trencadis.backends.conformance.family.oracle import TheirModel, write_dummy
+from trencadis.backends.conformance.family.transformers_oracle import TransformersOracle, write_dummy
 from trencadis.core.layers.linear import scaled
 from trencadis.core.models import registry
-from trencadis.core.models.family import Described
+from trencadis.core.models.family import ParsedConfig
 from trencadis.server.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def forget() -> None:
-    registry.installed.cache_clear()
+    registry.installed_families.cache_clear()
     registry.family_of.cache_clear()
 
 
@@ -150,7 +150,7 @@ def test_weights_that_are_missing_or_left_over_are_named(form: Any, capsys: Any,
     family = registry.family_of("Qwen3ForCausalLM")
     set_keys(folder, attention_bias=False)
 
-    def without(root: Any, c: Any, tied: bool) -> Described:
+    def without(root: Any, c: Any, tied: bool) -> ParsedConfig:
         made = family.config(root, c, tied)
         return replace(made, text=replace(made.text, qk_norm=False))
 
@@ -187,7 +187,7 @@ def test_a_norm_behind_attention_alone_does_not_read_the_sum(tmp_path: Path) -> 
     olmo |= {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(olmo))
     write_dummy(tmp_path, tmp_path / "dummy", 0)
-    seen = TheirModel(tmp_path / "dummy").parts([1, 2, 3], 2)
+    seen = TransformersOracle(tmp_path / "dummy").parts([1, 2, 3], 2)
     assert "attention of layer 1" in seen and not [name for name in seen if name.startswith("sum behind attention")]
 
 

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families.forms import FORMS, set_keys
-from trencadis.backends.conformance import ops_parts
-from trencadis.backends.conformance.family.suite import CheckedModel, run
-from trencadis.backends.conformance.subject import subject
-from trencadis.backends.cpu.invariant import InvariantOps
+from tests.families.text_checkpoints import FORMS, set_keys
+from trencadis.backends.conformance import op_checks_layers
+from trencadis.backends.conformance.family.family_checks import CheckedModel, run
+from trencadis.backends.conformance.target import make_target
+from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.weights import decoder_values
-from trencadis.core.models.loader import weights_of
-from trencadis.core.shapes.costs import costs_of, layers_values
+from trencadis.core.memory.weight_bytes import decoder_values
+from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.shapes.launch_costs import costs_of, layers_values
 
 HIDDEN, INNER, COUNT, TOP = 40, 24, 8, 3
 
@@ -37,7 +37,7 @@ def packed(ops: Any, dtype: torch.dtype = torch.float32) -> Any:
     return ops.pack_experts(gate_up, [normal(HIDDEN, INNER, seed=50 + i, dtype=dtype) / 5 for i in range(COUNT)])
 
 
-def by_hand(x: Tensor, scores: Tensor, normalise: bool, kind: str) -> Tensor:
+def recompute(x: Tensor, scores: Tensor, normalise: bool, kind: str) -> Tensor:
     """Token by token, in float64."""
     act = {"silu": torch.nn.functional.silu, "relu": torch.relu}[kind]
     rows = []
@@ -59,12 +59,12 @@ def test_a_token_is_the_sum_over_its_best_experts(
     ops: Any, normalise: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the product over all experts takes them a few at a time."""
-    monkeypatch.setattr("trencadis.backends.cpu.experts.ROWS", 70)
+    monkeypatch.setattr("trencadis.backends.cpu.expert_mlp.ROWS", 70)
     w = packed(ops)
     for n in (1, 2, 33):
         x, scores = normal(n, HIDDEN, seed=n), normal(n, COUNT, seed=n + 1)
         got = ops.experts(x.clone(), scores, w, TOP, normalise, kind)
-        torch.testing.assert_close(got.double(), by_hand(x, scores, normalise, kind), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.double(), recompute(x, scores, normalise, kind), rtol=1e-5, atol=1e-5)
 
 
 def test_an_expert_that_nobody_chose_may_overflow() -> None:
@@ -102,7 +102,7 @@ def test_decoding_rows_read_their_own_experts_alone(monkeypatch: pytest.MonkeyPa
 def test_the_emulated_cards_pass_the_check(monkeypatch: Any, vl_checkpoint: Any, lazy: str) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
-    assert ops_parts.experts(subject("hpu", vl_checkpoint, quick=True)).startswith("error at most")
+    assert op_checks_layers.experts(make_target("hpu", vl_checkpoint, quick=True)).startswith("error at most")
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_missing_or_misshaped_expert_is_named(copied: Any) -> None:
         save_file({**held, name: wrong.contiguous()}, path / "model.safetensors")
         with pytest.raises(StartupError, match=said):
             build(load_config(path), make_backend(BackendConfig(options={"threads": "1"})))
-    assert len(list(weights_of(path))) == len(held)
+    assert len(list(open_weights(path))) == len(held)
 
 
 def test_costs_count_the_experts_that_a_token_takes(form: Any) -> None:

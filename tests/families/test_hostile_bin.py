@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from trencadis.core.errors import StartupError
-from trencadis.core.models.loader import read_file
+from trencadis.core.models.weight_loader import read_file
 
 MARKER = "TRENCADIS_HOSTILE_RAN"
 SECONDS = 1.0

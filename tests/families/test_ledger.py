@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
-from tests.families.forms import CASES, FORMS
+from tests.families.text_checkpoints import CASES, FORMS
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
@@ -102,7 +102,7 @@ def compare(folder: Path, name: str, ranks: int) -> None:
     assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
     assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.01
     assert {p.bucket for taken in first.selection.taken.values() for p in taken} == set(
-        started.runner.graphs.captured()
+        started.runner.graphs.list_captured()
     )
     second = on_paper(model, config, ImageNeeds(), 96 * GIB, ranks)
     found, exact = dict(second.ledger.rows()), model.text.causal
@@ -135,7 +135,7 @@ def test_weights_by_formula_are_the_models_bytes(form: Any, family: str, name: s
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
     frequencies = model.enter.rotary.nbytes()
-    assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
+    assert MemoryEstimator(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 
 def served(path: Path, count: int) -> int:
@@ -145,7 +145,7 @@ def served(path: Path, count: int) -> int:
         block_size=64,
     )  # fmt: skip
     rng = np.random.default_rng(count)
-    asked = [rng.integers(0, 300, int(rng.integers(1, 100))).tolist() for _ in range(count)]
+    requested = [rng.integers(0, 300, int(rng.integers(1, 100))).tolist() for _ in range(count)]
     params = [
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         if i % 2
@@ -155,7 +155,7 @@ def served(path: Path, count: int) -> int:
     bridge = llm.engine.executor._rank.backend.bridge  # type: ignore[attr-defined]
     try:
         with bridge.metric_localcontext("graph_compilation") as metric:
-            llm.generate(asked, params, use_tqdm=False)
+            llm.generate(requested, params, use_tqdm=False)
         found: int = bridge.compilations(metric)
         return found
     finally:

@@ -12,7 +12,7 @@ import torch
 from tests.families.test_same_tokens import BASE
 from tests.oracles.transformers_model import assert_same
 from trencadis import LLM, BeamSearchParams, SamplingParams, TokensPrompt
-from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.block_hash import BlockHashChain
 from trencadis.core.request import Request
 
 FORM = "long from 64 tokens on"
@@ -27,20 +27,20 @@ def started(path: Path, **flags: Any) -> LLM:
     return LLM(str(path), **{**BASE, "block_size": 16, **flags})
 
 
-def outputs(llm: LLM, *asked: tuple[int, ...]) -> list[Any]:
-    return llm.generate([list(p) for p in asked], GREEDY, use_tqdm=False)
+def outputs(llm: LLM, *requested: tuple[int, ...]) -> list[Any]:
+    return llm.generate([list(p) for p in requested], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_that_outgrows_the_short_factors_computes_its_keys_again(form: Any, greedy: Any, depth: int) -> None:
     """Beside others that stay short or are long from the start; each is computed again once."""
-    path, asked = form("phi3", FORM), [ids(60), ids(9, 1), ids(64, 2), ids(90, 3)]
+    path, requested = form("phi3", FORM), [ids(60), ids(9, 1), ids(64, 2), ids(90, 3)]
     llm = started(path, async_depth=depth)
     try:
-        found = outputs(llm, *asked)
+        found = outputs(llm, *requested)
         llm.engine.scheduler.check()
         assert llm.engine.scheduler.totals.preemptions == 2
-        assert_same([(one.outputs[0].token_ids, greedy(path, p, 12)) for one, p in zip(found, asked, strict=True)])
+        assert_same([(one.outputs[0].token_ids, greedy(path, p, 12)) for one, p in zip(found, requested, strict=True)])
     finally:
         llm.close()
 
@@ -98,7 +98,7 @@ def test_the_root_of_prefix_keys_knows_the_table() -> None:
     request = Request("a", [1, 2, 3, 4], SamplingParams())
     keys = []
     for long in (False, True):
-        chain = Chain(request, 4, long=long)
+        chain = BlockHashChain(request, 4, long=long)
         chain.extend([1, 2, 3, 4], 4)
         keys += chain.keys
     assert keys[0] != keys[1]

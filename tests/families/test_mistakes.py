@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
-from tests.families.forms import LONGROPE
+from tests.families.text_checkpoints import LONGROPE
 from trencadis.core.checkpoint.model_config import LAYER, PRE, RMS, RMS_ONE, ExpertsConfig, ModelConfig
 from trencadis.core.checkpoint.rope_config import LongScaling
 from trencadis.core.models import registry
@@ -65,9 +65,9 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def off(rig: HandDrivenModel, want: torch.Tensor, ids: list[int]) -> float:
+def off(harness: HandDrivenModel, want: torch.Tensor, ids: list[int]) -> float:
     """The largest error of the logits, as a share of the largest."""
-    return float((rig.prefill(ids, 90) - want).abs().max() / want.abs().max())
+    return float((harness.prefill(ids, 90) - want).abs().max() / want.abs().max())
 
 
 @pytest.fixture

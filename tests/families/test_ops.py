@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.conformance import ops_parts
-from trencadis.backends.conformance.ops_parts import ACTIVATIONS
-from trencadis.backends.conformance.subject import subject
-from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.conformance import op_checks_layers
+from trencadis.backends.conformance.op_checks_layers import ACTIVATIONS
+from trencadis.backends.conformance.target import make_target
+from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,8 +53,8 @@ def test_a_token_has_the_same_bits_in_any_company(kind: str) -> None:
 def test_the_emulated_cards_pass_the_checks(monkeypatch: Any, vl_checkpoint: Any, lazy: str) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
-    of = subject("hpu", vl_checkpoint, quick=True)
-    for check in (ops_parts.layer_norm, ops_parts.act, ops_parts.act_mul):
+    of = make_target("hpu", vl_checkpoint, quick=True)
+    for check in (op_checks_layers.layer_norm, op_checks_layers.act, op_checks_layers.act_mul):
         assert check(of).startswith("error at most")
 
 

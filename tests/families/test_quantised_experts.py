@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.forms import family_checkpoint
+from tests.families.text_checkpoints import family_checkpoint
 from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.memory.estimate import Sized
-from trencadis.core.memory.weights import weight_notes
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import CODES, FLOATS8, ROWS8
 
@@ -113,8 +113,8 @@ def prompt_values(path: str, device: str) -> npt.NDArray[np.float64]:
     llm.close()
     return np.array([
         place[token].logprob
-        for asked, one in zip(prompts, made, strict=True)
-        for token, place in zip(asked["prompt_token_ids"], one.prompt_logprobs or (), strict=True)
+        for requested, one in zip(prompts, made, strict=True)
+        for token, place in zip(requested["prompt_token_ids"], one.prompt_logprobs or (), strict=True)
         if place is not None
     ])  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_experts_are_rounded_as_they_load_and_the_router_is_not(family: str, met
     config = load_config(path, method)
     backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
     model: Any = build(config, backend)
-    sized = Sized(config, 2, quantised=backend.policy.quantised)
+    sized = MemoryEstimator(config, 2, quantised=backend.policy.quantised)
     mlp = model.layers[0].mlp
     assert mlp.router.weights[0].out_features == mlp.count and not hasattr(mlp.router.weights[0], "nbytes")
     assert hasattr(mlp.weights.down[0], "nbytes") is (method != "fp8")
@@ -160,4 +160,6 @@ def test_a_line_says_where_experts_take_16_bits(files: Files) -> None:
     said = "weights: experts become 16-bit values as they load; the CPU keeps int8 and int4"
     assert said in weight_notes(config, 2, CODES) and said in weight_notes(config, 2, FLOATS8)
     assert said not in weight_notes(config, 2, ROWS8) and said not in weight_notes(config, 2, "")
-    assert Sized(config, 2, quantised=CODES).layer(0) > 1.4 * Sized(config, 2, quantised=ROWS8).layer(0)
+    assert MemoryEstimator(config, 2, quantised=CODES).layer(0) > 1.4 * MemoryEstimator(
+        config, 2, quantised=ROWS8
+    ).layer(0)

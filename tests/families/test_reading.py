@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fakes.hand_driven_model import HandDrivenModel
-from tests.families.forms import rename, set_keys
+from tests.families.text_checkpoints import rename, set_keys
 from trencadis.backends.cpu.policy import PADDED
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.checkpoint.rope_config import YarnScaling
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.prompts.service import TextService
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 BOS = "<|endoftext|>"
 IDS = [*range(5, 60)]
@@ -104,7 +104,7 @@ def test_a_window_of_some_layers_stays_though_no_request_exceeds_it(copied: Any)
 
 
 def test_a_device_without_windows_says_so(copied: Any) -> None:
-    from trencadis.core.startup.build import check_attention
+    from trencadis.core.startup.engine_builder import check_attention
 
     config = EngineConfig(model=str(copied("mistral", "window of 20")), device="numpy", max_model_len=64)
     policy = replace(PADDED, windows=False, upto=False)
@@ -118,10 +118,10 @@ def test_unknown_keys_are_one_line(copied: Any, caplog: Any) -> None:
     assert load_config(path).unread == ()
     set_keys(path, router_aux_loss_coef=0.1, attn_logit_softcap=30.0)
     assert load_config(path).unread == ("attn_logit_softcap", "router_aux_loss_coef")
-    from trencadis.server.prompts.frontends import MediaRules, text_service
+    from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
 
     with caplog.at_level(logging.WARNING, "trencadis"):
-        text_service(EngineConfig(model=str(path)), MediaRules())
+        make_text_service(EngineConfig(model=str(path)), MediaRules())
     assert [r.message for r in caplog.records] == [
         "config.json has keys that nothing here knows: attn_logit_softcap, router_aux_loss_coef; they are ignored."
     ]
@@ -184,7 +184,7 @@ def test_a_base_model_refuses_chat(copied: Any) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     service = TextService.load(load_config(path), EngineConfig(model=str(path)))
     with pytest.raises(BadRequest, match="no chat template; give one with --chat-template"):
-        asyncio.run(service.chat_prompt([{"role": "user", "content": "Hello"}]))
+        asyncio.run(service.make_chat_prompt([{"role": "user", "content": "Hello"}]))
 
 
 def test_a_fused_weight_of_another_size_is_named(copied: Any) -> None:

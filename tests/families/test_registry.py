@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import registry
-from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, Held
-from trencadis.core.shapes.costs import costs_of
-from trencadis.server.cli import main, models
+from trencadis.core.models.family import BARE, CLASSIFY, GENERATE, DeviceShare
+from trencadis.core.shapes.launch_costs import costs_of
+from trencadis.server.cli import list_models, main
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANITE = """
@@ -47,7 +47,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def forget() -> None:
-    registry.installed.cache_clear()
+    registry.installed_families.cache_clear()
     registry.family_of.cache_clear()
 
 
@@ -77,19 +77,19 @@ def test_a_family_is_at_most_120_lines() -> None:
 NAMED = re.compile(r"qwen|llama|mistral|\bgpt.?2|\bopt.(?:125|350)|\bOPTFor|\bgemma|\bphi\b", re.IGNORECASE)
 REMAINS = {
     "core/checkpoint/rope_config.py": "llama3 is the name of a rotary type in every config.json",
-    "core/layers/rope.py": "the same type, and whose report has its formula",
-    "core/checkpoint/reading.py": "a key that says whose pooling head it was; it changes nothing",
+    "core/layers/rotary_embedding.py": "the same type, and whose report has its formula",
+    "core/checkpoint/config_reader.py": "a key that says whose pooling head it was; it changes nothing",
     "core/config.py": "what --load-format takes elsewhere",
     "core/envs.py": "what Intel's guide says about a variable",
     "backends/hpu/start/environment.py": "the same",
     "server/tools": "vLLM's names of the forms in which calls are written; a checkpoint of any family may use each",
-    "server/reasoning/forms.py": "the same, of thoughts",
+    "server/reasoning/reasoning_formats.py": "the same, of thoughts",
     "server/config/config.py": "the same, in the help of their flags",
-    "server/text/pieces.py": "whose tokenizers are of a kind",
+    "server/text/token_bytes.py": "whose tokenizers are of a kind",
     "server/config/hub.py": "an example of an id without an owner",
     "server/grammars/gbnf.py": "llama.cpp, whose grammars these are",
     "server/http/openapi_fields.py": "qwen-vl-utils, a client's library",
-    "server/prompts/parts.py": "the same",
+    "server/prompts/content_parts.py": "the same",
 }
 """Where a family's name stands outside its record, and why it says nothing about a family's model."""
 
@@ -141,12 +141,12 @@ def test_a_family_may_count_its_own_weights_and_costs(form: Any, monkeypatch: An
         values=lambda model: 7,
     )
     assert costs_of(config, 16, 100.0).head != 64 * config.text.vocab / 7
-    for place in ("trencadis.core.memory.estimate", "trencadis.core.shapes.costs"):
+    for place in ("trencadis.core.memory.estimate", "trencadis.core.shapes.launch_costs"):
         monkeypatch.setattr(f"{place}.family_of", lambda architecture: own)
-    assert Sized(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, Held(4, 2))  # type: ignore[misc]
+    assert MemoryEstimator(config, itemsize=4, ranks=2).weights() == 8000 == own.weights(config, DeviceShare(4, 2))  # type: ignore[misc]
     assert costs_of(config, 16, 100.0).head == 64 * config.text.vocab / 7
 
 
 def test_the_page_lists_what_the_registry_has() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == models.page(page), "tools/gen_flags.py"
+    assert page == list_models.make_docs_page(page), "tools/gen_flags.py"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fakes.hand_driven_model import HandDrivenModel
-from tests.families.forms import CASES, FORMS
+from tests.families.text_checkpoints import CASES, FORMS
 from tests.oracles.transformers_model import Answer, assert_same, same_tokens
 from trencadis import LLM, SamplingParams
 
@@ -45,14 +45,14 @@ def prompts(count: int, longest: int) -> list[tuple[int, ...]]:
     return found
 
 
-def answered(path: Path, asked: Sequence[tuple[int, ...]], length: int, **flags: Any) -> list[list[int]]:
+def answered(path: Path, requested: Sequence[tuple[int, ...]], length: int, **flags: Any) -> list[list[int]]:
     """Greedy tokens of one engine, asked all at once."""
     llm = LLM(str(path), **{**BASE, **flags})
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     try:
-        made = llm.generate([list(p) for p in asked], params, use_tqdm=False)
+        made = llm.generate([list(p) for p in requested], params, use_tqdm=False)
         llm.engine.scheduler.check()
-        if "num_gpu_blocks_override" in flags and len(asked) > 8:
+        if "num_gpu_blocks_override" in flags and len(requested) > 8:
             assert llm.engine.scheduler.totals.preemptions > 0
         return [one.outputs[0].token_ids for one in made]
     finally:
@@ -70,16 +70,16 @@ def test_logits(form: Any, oracle: Any, family: str, name: str, policy: str, ops
     ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
     with torch.no_grad():
         want = oracle(path)(input_ids=torch.tensor([ids])).logits[0]
-    rig = HandDrivenModel(path, policy, ops)
+    harness = HandDrivenModel(path, policy, ops)
     for chunk in chunks:
-        close(rig.prefill(ids, chunk), want)
+        close(harness.prefill(ids, chunk), want)
 
 
 def pairs(
-    greedy: Callable[..., Answer], path: Path, asked: Sequence[tuple[int, ...]], length: int, **flags: Any
+    greedy: Callable[..., Answer], path: Path, requested: Sequence[tuple[int, ...]], length: int, **flags: Any
 ) -> list[tuple[list[int], Answer]]:
-    ours = answered(path, asked, length, **flags)
-    return [(one, greedy(path, p, length)) for one, p in zip(ours, asked, strict=True)]
+    ours = answered(path, requested, length, **flags)
+    return [(one, greedy(path, p, length)) for one, p in zip(ours, requested, strict=True)]
 
 
 @each_form
@@ -119,8 +119,8 @@ def test_tokens_long(form: Any, greedy: Any, monkeypatch: Any, family: str, name
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     if variant == "compiled hpu":
         monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    asked = prompts({"two ranks": 8, "compiled hpu": 8, "chunks of 1": 10}.get(variant, 40), 300)
-    found = pairs(greedy, form(family, name), asked, 32, **VARIANTS[variant])
+    requested = prompts({"two ranks": 8, "compiled hpu": 8, "chunks of 1": 10}.get(variant, 40), 300)
+    found = pairs(greedy, form(family, name), requested, 32, **VARIANTS[variant])
     ties = sum(same_tokens(*one) == "tie" for one in found)
     print(f"\n{family}, {name}, {variant}: {len(found)} prompts, {ties} ties")
     assert_same(found)

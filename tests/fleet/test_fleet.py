@@ -23,23 +23,23 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
 from trencadis.core.request import Request, SamplingParams
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.spawn import spawn
-from trencadis.server.fleet.deal import deal
+from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.fleet.fleet import Fleet
+from trencadis.server.fleet.resources import divide_resources
 from trencadis.server.http.app import create_app
-from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.routes.http_settings import HttpSettings
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     return scripted_app(write_text_checkpoint(tmp_path_factory.mktemp("fleet")))
 
 
 @asynccontextmanager
 async def running(size: int, **options: Any) -> AsyncIterator[Fleet]:
     """A fleet of engines without a model, which takes requests; leaves no process behind."""
-    configs = deal(EngineConfig(model="m", engine=FACTORY, device="cpu", threads=size), size, {})
-    fleet = Fleet(configs, [spawn(c) for c in configs], **{"backoff": 0.05, **options})
+    configs = divide_resources(EngineConfig(model="m", engine=FACTORY, device="cpu", threads=size), size, {})
+    fleet = Fleet(configs, [spawn_engine(c) for c in configs], **{"backoff": 0.05, **options})
     fleet.start()
     try:
         await until(lambda: all(e.accepting for e in fleet.engines))
@@ -49,7 +49,7 @@ async def running(size: int, **options: Any) -> AsyncIterator[Fleet]:
         assert all(e.link.handle.process.returncode is not None for e in fleet.engines)
 
 
-def asked(id: str, kind: int = SLOW, tokens: int = 3) -> Request:
+def ask(id: str, kind: int = SLOW, tokens: int = 3) -> Request:
     return Request(id, [kind, *range(40)], SamplingParams(max_tokens=tokens))
 
 
@@ -65,10 +65,10 @@ async def answer(fleet: Fleet, request: Request, seen: list[str] | None = None) 
     return tokens
 
 
-def test_engines_show_in_health_stats_buckets_and_metrics_and_a_header_pins_a_request(rig: ScriptedApp) -> None:
+def test_engines_show_in_health_stats_buckets_and_metrics_and_a_header_pins_a_request(harness: ScriptedApp) -> None:
     async def body() -> None:
         async with running(2) as fleet:
-            app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True)), fleet, rig.service)
+            app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True)), fleet, harness.service)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
@@ -103,23 +103,23 @@ def test_engines_show_in_health_stats_buckets_and_metrics_and_a_header_pins_a_re
     asyncio.run(body())
 
 
-def test_a_server_with_one_engine_knows_rank_0_alone(rig: ScriptedApp) -> None:
-    rig.app()
-    good = rig.call("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": "0"})
-    bad = rig.call("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
+def test_a_server_with_one_engine_knows_rank_0_alone(harness: ScriptedApp) -> None:
+    harness.app()
+    good = harness.call("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": "0"})
+    bad = harness.call("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
     assert (good.status_code, bad.status_code) == (200, 400)
-    assert "engines" not in rig.call("/health").json()
+    assert "engines" not in harness.call("/health").json()
 
 
 def test_a_request_that_kills_two_engines_is_not_tried_on_a_third_and_others_live_on() -> None:
     async def body() -> None:
         async with running(3) as fleet:
-            bad = asked("bad", CRASH)
+            bad = ask("bad", CRASH)
             with pytest.raises(Unavailable, match="retry"):
                 await answer(fleet, bad)
             assert fleet.restarts + sum(not e.link.alive for e in fleet.engines) >= 2
             assert fleet.accepting
-            assert await answer(fleet, asked("good")) == [0, 1, 2]
+            assert await answer(fleet, ask("good")) == [0, 1, 2]
             assert fleet.retries == 1
             assert all(load.open == 0 and load.queued == 0 for load in fleet.router.loads)
 
@@ -129,7 +129,7 @@ def test_a_request_that_kills_two_engines_is_not_tried_on_a_third_and_others_liv
 def test_a_pinned_request_dies_with_its_engine() -> None:
     async def body() -> None:
         async with running(2, backoff=30.0) as fleet:
-            bad = asked("bad", CRASH)
+            bad = ask("bad", CRASH)
             bad.replica = 1
             with pytest.raises(Unavailable):
                 await answer(fleet, bad)
@@ -158,7 +158,7 @@ async def under_fire(times: int, clients: int = 32, engines: int = 4) -> dict[st
         async def client(number: int) -> None:
             while not over:
                 turns[number] += 1
-                request, seen = asked(f"{number}-{turns[number]}", SLOW, 4), list[str]()
+                request, seen = ask(f"{number}-{turns[number]}", SLOW, 4), list[str]()
                 seed_id = request.id
                 try:
                     assert await answer(fleet, request, seen) == [0, 1, 2, 3]
@@ -206,7 +206,7 @@ def test_a_rolling_restart_loses_no_request() -> None:
                 turn = 0
                 while not over:
                     turn += 1
-                    assert await answer(fleet, asked(f"{number}-{turn}")) == [0, 1, 2]
+                    assert await answer(fleet, ask(f"{number}-{turn}")) == [0, 1, 2]
                     done += 1
 
             tasks = [asyncio.create_task(client(i)) for i in range(6)]
@@ -225,8 +225,8 @@ def test_a_rolling_restart_loses_no_request() -> None:
 def test_drain_waits_for_every_engine_and_an_abort_finds_its_own() -> None:
     async def body() -> None:
         async with running(2) as fleet:
-            tasks = [asyncio.create_task(answer(fleet, asked(f"d{i}", SLOW, 8))) for i in range(6)]
-            endless = asked("endless", SLOW, 100_000)
+            tasks = [asyncio.create_task(answer(fleet, ask(f"d{i}", SLOW, 8))) for i in range(6)]
+            endless = ask("endless", SLOW, 100_000)
             gone = asyncio.create_task(answer(fleet, endless))
             await until(lambda: fleet.stats.running == 7)
             fleet.abort("endless")
@@ -235,7 +235,7 @@ def test_drain_waits_for_every_engine_and_an_abort_finds_its_own() -> None:
             assert [len(t) for t in await asyncio.gather(*tasks)] == [8] * 6
             assert len(await gone) < 1000
             with pytest.raises(Unavailable):
-                fleet.submit(asked("late"), ())
+                fleet.submit(ask("late"), ())
 
     asyncio.run(body())
 
@@ -246,7 +246,7 @@ def test_requests_wake_an_engine_where_all_sleep() -> None:
             await fleet.sleep()
             assert fleet.sleep_level == 1 and fleet.accepting and fleet.phase == "asleep"
             begun = time.monotonic()
-            assert await answer(fleet, asked("a")) == [0, 1, 2]
+            assert await answer(fleet, ask("a")) == [0, 1, 2]
             assert sorted(e.sleep_level for e in fleet.engines) == [0, 1], "one is enough"
             assert time.monotonic() - begun < 30
 

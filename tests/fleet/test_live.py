@@ -1,4 +1,4 @@
-"""``serve --data-parallel-size`` with real engines of the demo model: answers, engines that die, pictures encoded."""
+"""``serve --data-parallel-size`` with real engines of the demo model: answers, engines that die, images encoded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FLAGS = (
 TEXTS = [f"Tell me {n} things about a {what}." for n in range(2, 8) for what in ("boat", "mill", "bridge")]
 
 
-def picture(number: int) -> str:
-    """One of any number of different pictures, as a data URL."""
+def make_image(number: int) -> str:
+    """One of any number of different images, as a data URL."""
     pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8).repeat(49, 0).repeat(49, 1)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
@@ -78,10 +78,10 @@ def test_answers_of_four_engines_are_those_of_one_also_when_engines_die(tmp_path
         print(f"{len(good)} of {len(stormy)} answered under 3 kills; restarts {running.text().count('restart in')}")
 
 
-def test_pictures_of_64_sessions_over_four_engines_are_encoded_about_once(tmp_path: Path) -> None:
+def test_images_of_64_sessions_over_four_engines_are_encoded_about_once(tmp_path: Path) -> None:
     rng = random.Random(4)
     shown = {s: 0 if s % 8 == 0 else 1 + rng.randrange(24) for s in range(64)}
-    urls = {n: picture(n) for n in set(shown.values())}
+    urls = {n: make_image(n) for n in set(shown.values())}
 
     def turn(session: int, past: list[dict[str, Any]]) -> dict[str, Any]:
         content = [

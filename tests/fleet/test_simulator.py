@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fleet.machine import Machine
 from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.replica_costs import Machine
 from benchmarks.fleet.simulate import Outcome, simulate, simulate_exactly
-from benchmarks.harness.common import quantile
+from benchmarks.harness.reporting import quantile
 from benchmarks.traces.sessions import sessions
-from trencadis.server.routing.router import Router
+from trencadis.server.routing.router import PrefixAffinityRouter
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 8.0
@@ -54,8 +54,8 @@ def test_the_router_beats_hashing_and_least_load_in_a_small_fleet():
 
 def test_a_trace_comes_in_the_order_of_arrival_and_is_the_same_again():
     first, second = (list(sessions(5, 500, 20.0)) for _ in range(2))
-    told = [(t.arrival, t.session.number, t.past, t.prompt, t.output) for t in first]
-    assert told == [(t.arrival, t.session.number, t.past, t.prompt, t.output) for t in second]
+    reported = [(t.arrival, t.session.number, t.past, t.prompt, t.output) for t in first]
+    assert reported == [(t.arrival, t.session.number, t.past, t.prompt, t.output) for t in second]
     assert [t.arrival for t in first] == sorted(t.arrival for t in first)
     for turn in (t for t in first if t.session.texts[1:]):
         assert turn.past < turn.prompt
@@ -73,9 +73,9 @@ def test_the_router_holds_its_bars_at_every_size(replicas, requests, seed):
 def lines_of_decisions(replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lines of Python that each fifth decision of the second half of a trace runs, ascending."""
     found: list[int] = []
-    calls, real = count(), Router.choose
+    calls, real = count(), PrefixAffinityRouter.choose
 
-    def choose(self: Router, *args: Any, **options: Any) -> Any:
+    def choose(self: PrefixAffinityRouter, *args: Any, **options: Any) -> Any:
         if (number := next(calls)) < 1500 or number % 5:
             return real(self, *args, **options)
         found.append(0)
@@ -90,7 +90,7 @@ def lines_of_decisions(replicas: int, monkeypatch: pytest.MonkeyPatch) -> list[i
         return trace
 
     with monkeypatch.context() as patch:
-        patch.setattr(Router, "choose", choose)
+        patch.setattr(PrefixAffinityRouter, "choose", choose)
         run("router", replicas, 3000, 9)
     return sorted(found)
 
@@ -124,8 +124,8 @@ def compare(replicas: int, requests: int, seed: int) -> None:
         "p99": (fast.quantile(0.99), exact.quantile(0.99)),
         "encoded": (fast.encoded, exact.encoded),
     }
-    told = ", ".join(f"{n} {a:.4g} {b:.4g}" for n, (a, b) in pairs.items())
-    print(f"\n{replicas} replicas, fast and exact: {told}", flush=True)
+    reported = ", ".join(f"{n} {a:.4g} {b:.4g}" for n, (a, b) in pairs.items())
+    print(f"\n{replicas} replicas, fast and exact: {reported}", flush=True)
     assert fast.ended == exact.ended == requests
     assert len(exact.ttft) == requests and min(exact.ttft) >= machine.step
     for name, (a, b) in pairs.items():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.server.text.tokenizer import Tokenizer
+from tests.random_inputs.grammar_draws import GrammarDraws
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 TAGS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "[THINK]", "[/THINK]"]

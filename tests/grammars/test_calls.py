@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
-from tests.drawn.schema_instances import validator
+from tests.random_inputs.grammar_draws import GrammarDraws
+from tests.random_inputs.schema_instances import validator
 from trencadis.core.errors import BadRequest
-from trencadis.server.prompts.answer import AnswerPart, AnswerReader
-from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.constraints import Outline, WantedCalls
-from trencadis.server.protocol.tools import schemas
-from trencadis.server.reasoning.forms import THINK
-from trencadis.server.tools.forms import BUILT
+from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
+from trencadis.server.protocol.tool_definitions import get_schemas
+from trencadis.server.reasoning.reasoning_formats import THINK
+from trencadis.server.tools.tool_parser_registry import BUILT
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
@@ -43,19 +43,19 @@ STRICT = [{"type": "function", "function": {**one, "strict": True}} for one in (
 
 
 def grammar(draws: GrammarDraws, form: str, tools: list[Any], choice: Any, many: bool = True, **more: Any) -> str:
-    outline = Outline(AnswerForms(BUILT[form]), None, WantedCalls(tools, choice, many), more.get("thought"))
+    outline = AnswerOutline(AnswerParsers(BUILT[form]), None, RequestedCalls(tools, choice, many), more.get("thought"))
     return outline.write(draws.writer())
 
 
 def read(form: str, tools: list[Any], text: str) -> AnswerPart:
-    reader = AnswerReader(None, BUILT[form](schemas(tools)))
+    reader = AnswerReader(None, BUILT[form](get_schemas(tools)))
     reader.feed(text)
     reader.finish()
-    return reader.part()
+    return reader.take_part()
 
 
 def check(part: AnswerPart, tools: list[Any]) -> None:
-    held = schemas(tools)
+    held = get_schemas(tools)
     for call in part.calls:
         validator({"type": "object", **held[call.name]}).validate(json.loads(call.arguments))
 

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
-from tests.drawn.masked_answers import ROOT, MaskedDraws, Spellings, open_large_tokenizer, schema_at, write_grammars
+from tests.random_inputs.grammar_draws import GrammarDraws
+from tests.random_inputs.masked_answers import (
+    ROOT,
+    MaskedDraws,
+    Spellings,
+    open_large_tokenizer,
+    schema_at,
+    write_grammars,
+)
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
-from trencadis.core.masks.choice import ChoiceEnds, ChoiceMasks
-from trencadis.core.masks.matcher import AllowedIds, BadWords, bits
-from trencadis.server.grammars.asked import AskedForm
-from trencadis.server.grammars.writer import Spaces
+from trencadis.core.masks.choice_masks import ChoiceEnds, ChoiceMasks
+from trencadis.core.masks.matchers import AllowedIds, BadWords, bits
+from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.response_format import RequestedFormat
 
 MODES = {"greedy": True, "sampled": False}
 
@@ -44,7 +51,7 @@ def schema_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def write(masks: MaskedDraws, schema: Any) -> str:
-    return masks.draws.written(AskedForm("json", schema, "schema", spaces=Spaces("")))
+    return masks.draws.written(RequestedFormat("json", schema, "schema", spaces=WhitespaceRule("")))
 
 
 def check_forced(masks: MaskedDraws, grammar: str, text: str) -> None:
@@ -138,8 +145,8 @@ def test_going_back_and_opening_anew_within_forced_text(masks: MaskedDraws) -> N
 
 def test_control_tokens_within_forced_text(masks: MaskedDraws) -> None:
     writer = masks.draws.writer()
-    start = writer.rule(writer.text('<tool_call>{"name": "get_weather"}</tool_call>well done'))
-    matcher, control = masks.grammars.matcher(writer.whole(start)), masks.draws.control
+    start = writer.add_rule(writer.write_text('<tool_call>{"name": "get_weather"}</tool_call>well done'))
+    matcher, control = masks.grammars.matcher(writer.write_grammar(start)), masks.draws.control
     own = [
         control["<tool_call>"], *masks.encode(b'{"name": "get_weather"}'), control["</tool_call>"],
         *masks.encode(b"well done"),
@@ -203,7 +210,7 @@ class LibraryMatcher:
     """What ``GrammarMatcher`` was before it knew canonical ids."""
 
     def __init__(self, masks: MaskedDraws, grammar: str) -> None:
-        self.matcher = masks.grammars.compiled(grammar).deep_copy()
+        self.matcher = masks.grammars.initial_matcher(grammar).deep_copy()
         self.scratch = np.zeros(-(-len(masks.draws.vocabulary.tokens) // 32) * 4, np.uint8)
 
     @property

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.drawn.random_gbnf import RandomGrammar
-from tests.drawn.random_schemas import REAL, random_schema
-from tests.drawn.schema_instances import fits, validator
+from tests.random_inputs.random_gbnf import RandomGrammar
+from tests.random_inputs.random_schemas import REAL, random_schema
+from tests.random_inputs.schema_instances import fits, validator
 from trencadis import LLM, SamplingParams, StructuredOutputsParams
 from trencadis.core.errors import BadRequest
 
@@ -79,9 +79,9 @@ def generate(forms: list[Form], each: int) -> tuple[int, int, int]:
 
 @pytest.mark.long
 def test_two_thousand_generations() -> None:
-    told = []
+    reported = []
     for name, forms in (("schemas", schemas(500)), ("regexes", regexes(100)), ("grammars", grammars(100))):
         ended, total, refused = generate(forms, 3)
-        told.append(f"{len(forms)} {name}: {ended} of {total} ended and have the form, {refused} refused")
+        reported.append(f"{len(forms)} {name}: {ended} of {total} ended and have the form, {refused} refused")
         assert ended >= 0.5 * total and refused <= 0.1 * len(forms)
-    print("\n" + "\n".join(told))
+    print("\n" + "\n".join(reported))

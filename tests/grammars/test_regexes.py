@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
+from tests.random_inputs.grammar_draws import GrammarDraws
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import AskedForm
+from trencadis.server.grammars.response_format import RequestedFormat
 
 PATTERNS = (
     r"[a-z]{3}-\d{2}", r"^\d{4}-\d{2}-\d{2}$", r"(yes|no|maybe)", r"\w+@\w+\.(com|org)", r"#[0-9A-Fa-f]{6}",
@@ -36,7 +36,7 @@ def check(draws: GrammarDraws, patterns: list[str], each: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sets that another Python may read otherwise
         for pattern in patterns:
-            matcher = draws.matcher(draws.written(AskedForm("regex", pattern, "regex")))
+            matcher = draws.matcher(draws.written(RequestedFormat("regex", pattern, "regex")))
             for turn in range(each):
                 text = draws.draw(matcher, turn, 100)
                 if text is not None:
@@ -61,7 +61,7 @@ def test_a_hundred_regexes(demo: GrammarDraws) -> None:
     [(r"\d{,3}", ""), (r"{\"a\": \d+}", '{"a": 12}'), ("a\nb", "a\nb"), (r"\ud83d\ude00", "😀"), (r"[\s\S]+", "a\n")],
 )
 def test_spellings_of_other_dialects_are_read(pattern: str, text: str, demo: GrammarDraws) -> None:
-    assert demo.accepts(demo.written(AskedForm("regex", pattern, "regex")), text)
+    assert demo.accepts(demo.written(RequestedFormat("regex", pattern, "regex")), text)
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_spellings_of_other_dialects_are_read(pattern: str, text: str, demo: Gra
 )  # fmt: skip
 def test_what_no_automaton_can_do_is_refused_by_name(pattern: str, what: str, demo: GrammarDraws) -> None:
     with pytest.raises(BadRequest, match=what) as caught:
-        demo.written(AskedForm("regex", pattern, "regex"))
+        demo.written(RequestedFormat("regex", pattern, "regex"))
     assert caught.value.param == "regex"

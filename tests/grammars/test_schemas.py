@@ -10,20 +10,20 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws, in_order, written_json
-from tests.drawn.random_schemas import REAL, random_schema
-from tests.drawn.schema_instances import damaged, exact, fits, instances, validator
+from tests.random_inputs.grammar_draws import GrammarDraws, in_order, written_json
+from tests.random_inputs.random_schemas import REAL, random_schema
+from tests.random_inputs.schema_instances import damaged, exact, fits, instances, validator
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import AskedForm
-from trencadis.server.grammars.keywords import REFUSED
-from trencadis.server.grammars.schema import LEVELS
-from trencadis.server.grammars.writer import Spaces
+from trencadis.server.grammars.grammar_writer import WhitespaceRule
+from trencadis.server.grammars.json_schema import LEVELS
+from trencadis.server.grammars.response_format import RequestedFormat
+from trencadis.server.grammars.schema_keywords import REFUSED
 
 FORMATTED = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
-def asked(schema: Any, **more: Any) -> AskedForm:
-    return AskedForm("json", schema, "schema", **more)
+def request_format(schema: Any, **more: Any) -> RequestedFormat:
+    return RequestedFormat("json", schema, "schema", **more)
 
 
 def unwritable(value: Any) -> bool:
@@ -44,7 +44,7 @@ def check_draws(draws: GrammarDraws, wanted: list[dict[str, Any]], each: int) ->
     ended = refused = 0
     for i, schema in enumerate(wanted):
         try:
-            matcher = draws.matcher(draws.written(asked(schema)))
+            matcher = draws.matcher(draws.written(request_format(schema)))
         except BadRequest as error:
             assert "nsatisfiable" in error.message or "not supported" in error.message, (schema, error.message)
             refused += 1
@@ -63,7 +63,7 @@ def check_instances(draws: GrammarDraws, wanted: list[dict[str, Any]], each: int
     counts = {"valid": 0, "accepted": 0, "invalid": 0, "control characters": 0}
     for i, schema in enumerate(wanted):
         try:
-            matcher = draws.matcher(draws.written(asked(schema)))
+            matcher = draws.matcher(draws.written(request_format(schema)))
             found = instances(schema, each, i)
         except Exception:
             continue  # refused, or beyond hypothesis-jsonschema
@@ -120,7 +120,7 @@ KEYWORDS: dict[str, Any] = {
 def test_a_keyword_without_a_grammar_is_named_with_its_path(keyword: str, demo: GrammarDraws) -> None:
     inner = {"type": "object", keyword: KEYWORDS[keyword], "then": {}, "anyOf": [{}]}
     with pytest.raises(BadRequest, match="is not supported") as caught:
-        demo.written(asked({"type": "array", "items": {"type": "object", "properties": {"p": inner}}}))
+        demo.written(request_format({"type": "array", "items": {"type": "object", "properties": {"p": inner}}}))
     assert caught.value.param == f"schema.items.properties.p.{keyword}"
 
 
@@ -157,15 +157,15 @@ def test_a_keyword_without_a_grammar_is_named_with_its_path(keyword: str, demo: 
 )
 def test_a_wrong_keyword_is_named_with_its_path(schema: Any, path: str, demo: GrammarDraws) -> None:
     with pytest.raises(BadRequest) as caught:
-        demo.written(asked(schema))
+        demo.written(request_format(schema))
     assert caught.value.param == f"schema.{path}"
 
 
 def test_a_schema_may_be_a_text(demo: GrammarDraws) -> None:
-    assert demo.accepts(demo.written(asked('{"type": "integer"}')), "12")
+    assert demo.accepts(demo.written(request_format('{"type": "integer"}')), "12")
     for bad in ("{", "3", 3, [1]):
         with pytest.raises(BadRequest):
-            demo.written(asked(bad))
+            demo.written(request_format(bad))
 
 
 Takes = Callable[[Any, str], bool]
@@ -173,7 +173,7 @@ Takes = Callable[[Any, str], bool]
 
 @pytest.fixture
 def takes(demo: GrammarDraws) -> Takes:
-    return lambda schema, text: demo.accepts(demo.written(asked(schema)), text)
+    return lambda schema, text: demo.accepts(demo.written(request_format(schema)), text)
 
 
 def test_a_name_has_one_spelling(takes: Takes) -> None:
@@ -192,7 +192,10 @@ def test_a_schema_sets_no_options(takes: Takes) -> None:
 
 def test_blanks_are_bounded(demo: GrammarDraws) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    some, none, own = (demo.written(asked(schema, spaces=spaces)) for spaces in (Spaces(), Spaces(""), Spaces("[ ]?")))
+    some, none, own = (
+        demo.written(request_format(schema, spaces=spaces))
+        for spaces in (WhitespaceRule(), WhitespaceRule(""), WhitespaceRule("[ ]?"))
+    )
     assert [demo.accepts(some, f'{{{" " * n}"a":1}}') for n in (0, 16, 17)] == [True, True, False]
     assert [demo.accepts(none, text) for text in ('{"a":1}', '{"a": 1}')] == [True, False]
     assert [demo.accepts(own, text) for text in ('{"a": 1}', '{"a":  1}')] == [True, False]
@@ -203,11 +206,11 @@ def test_blanks_are_bounded(demo: GrammarDraws) -> None:
 
 def test_a_nested_text_may_be_indented(demo: GrammarDraws) -> None:
     text = json.dumps([[[[[[[{"a": 1}]]]]]]], indent=4)
-    assert demo.accepts(demo.written(asked({"type": "array"})), text)
+    assert demo.accepts(demo.written(request_format({"type": "array"})), text)
 
 
 def test_no_text_holds_a_control_token(demo: GrammarDraws) -> None:
-    made = demo.written(asked({"type": "string"}))
+    made = demo.written(request_format({"type": "string"}))
     assert not demo.accepts(made, '"<|im_end|>"') and not demo.accepts(made, '"a<tool_call>"')
     assert demo.matcher(made).consume_tokens([demo.bytes[b] for b in b'"<|im_end|>"'])
 
@@ -250,7 +253,7 @@ def test_names_of_properties_may_have_a_form(takes: Takes) -> None:
 
 def test_objects_may_be_closed(demo: GrammarDraws) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "o": {"type": "object"}}}
-    made = demo.written(asked(schema, closed=True))
+    made = demo.written(request_format(schema, closed=True))
     assert demo.accepts(made, '{"a":1,"o":{"x":2}}') and not demo.accepts(made, '{"a":1,"b":2}')
 
 
@@ -259,9 +262,9 @@ def test_nesting_is_bounded_with_references_followed(demo: GrammarDraws) -> None
         defs: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
         return {"$defs": {**defs, f"d{length}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 
-    demo.matcher(demo.written(asked(chain(LEVELS // 2 - 2))))
+    demo.matcher(demo.written(request_format(chain(LEVELS // 2 - 2))))
     with pytest.raises(BadRequest, match="levels") as caught:
-        demo.written(asked(chain(LEVELS)))
+        demo.written(request_format(chain(LEVELS)))
     assert caught.value.param is not None and len(caught.value.param) <= 120
 
 

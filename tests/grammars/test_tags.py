@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
+from tests.random_inputs.grammar_draws import GrammarDraws
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import AskedForm
+from trencadis.server.grammars.response_format import RequestedFormat
 
 CITY = {
     "type": "object",
@@ -42,7 +42,7 @@ def text(value: str) -> dict[str, Any]:
 
 
 def takes(draws: GrammarDraws, value: Any) -> Any:
-    matcher = draws.matcher(draws.written(AskedForm("structural_tag", value, "tag")))
+    matcher = draws.matcher(draws.written(RequestedFormat("structural_tag", value, "tag")))
     return lambda *texts: [draws.accepts(matcher, one) for one in texts]
 
 
@@ -53,10 +53,10 @@ def test_a_trigger_begins_a_form(shape: str, demo: GrammarDraws) -> None:
         tag("<function=now>", schema({"maxProperties": 0}), "</function>"),
     ]
     new = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<function="], "tags": tags}}
-    told = takes(demo, {"structures": OLD, "format": new, "text": json.dumps(OLD)}[shape])
+    reported = takes(demo, {"structures": OLD, "format": new, "text": json.dumps(OLD)}[shape])
     call = '<function=weather>{"city": "Köln"}</function>'
-    assert told("", "No call.", call, f"Let me see.\n{call} and {call}!") == [True] * 4
-    assert told("<function=other>", '<function=weather>{"city": 1}</function>', f"{call}<function=") == [False] * 3
+    assert reported("", "No call.", call, f"Let me see.\n{call} and {call}!") == [True] * 4
+    assert reported("<function=other>", '<function=weather>{"city": 1}</function>', f"{call}<function=") == [False] * 3
 
 
 def test_flags_of_triggered_tags(demo: GrammarDraws) -> None:
@@ -75,8 +75,8 @@ def test_marks_that_are_control_tokens_are_tokens(demo: GrammarDraws) -> None:
         "triggers": ["<tool_call>"],
         "tags": [tag("<tool_call>", schema(CITY), "</tool_call>")],
     }
-    told = takes(demo, {"format": part})
-    assert told('Hm<tool_call>{"city":"x"}</tool_call>', "<tool_call>x") == [True, False]
+    reported = takes(demo, {"format": part})
+    assert reported('Hm<tool_call>{"city":"x"}</tool_call>', "<tool_call>x") == [True, False]
     parts = [text("a"), {"type": "token", "token": "<|im_end|>"}]
     token = takes(demo, {"format": {"type": "sequence", "elements": parts}})
     assert token("a<|im_end|>", "a") == [True, False]
@@ -84,8 +84,8 @@ def test_marks_that_are_control_tokens_are_tokens(demo: GrammarDraws) -> None:
 
 def test_free_text_ends_at_its_end(demo: GrammarDraws) -> None:
     thought = tag("[t]", {"type": "any_text"}, ["[/t]", "[/end]"])
-    told = takes(demo, {"format": {"type": "sequence", "elements": [thought, schema(CITY)]}})
-    assert told('[t]a [ b[/t]{"city":"x"}', '[t][/end]{"city":"x"}', '[t]a{"city":"x"}') == [True, True, False]
+    reported = takes(demo, {"format": {"type": "sequence", "elements": [thought, schema(CITY)]}})
+    assert reported('[t]a [ b[/t]{"city":"x"}', '[t][/end]{"city":"x"}', '[t]a{"city":"x"}') == [True, True, False]
     inner = {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag("<a>", text("x"), "</a>")]}
     nested = takes(demo, {"format": tag("(", inner, ")")})
     assert nested("()", "(text<a>x</a>more)", "(text<a>y</a>)", "(text") == [True, True, False, False]
@@ -104,8 +104,8 @@ def test_parts_are_put_together(demo: GrammarDraws) -> None:
             {"type": "any_text", "excludes": ["no"]},
         ],
     }
-    told = takes(demo, {"format": parts})
-    assert told("Ap12.", "B?sspp123gg. and so on", "Ap1.", "A12.", "Ap12.no") == [True, True, False, False, False]
+    reported = takes(demo, {"format": parts})
+    assert reported("Ap12.", "B?sspp123gg. and so on", "Ap1.", "A12.", "Ap12.no") == [True, True, False, False, False]
 
 
 def test_tags_with_a_separator(demo: GrammarDraws) -> None:
@@ -134,5 +134,5 @@ def test_tags_with_a_separator(demo: GrammarDraws) -> None:
 )  # fmt: skip
 def test_a_bad_tag_is_named_with_its_path(value: Any, param: str, demo: GrammarDraws) -> None:
     with pytest.raises(BadRequest) as caught:
-        demo.written(AskedForm("structural_tag", value, "tag"))
+        demo.written(RequestedFormat("structural_tag", value, "tag"))
     assert caught.value.param == param

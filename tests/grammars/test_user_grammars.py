@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
-from tests.drawn.random_gbnf import RandomGrammar
+from tests.random_inputs.grammar_draws import GrammarDraws
+from tests.random_inputs.random_gbnf import RandomGrammar
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import AskedForm
+from trencadis.server.grammars.response_format import RequestedFormat
 
 JSON = r"""
 # the grammar of JSON, as llama.cpp's users write it
@@ -29,8 +29,8 @@ num   ::= [0-9]+ ws
 ws    ::= [ \t\n]*"""
 
 
-def asked(text: str) -> AskedForm:
-    return AskedForm("grammar", text, "grammar")
+def request_format(text: str) -> RequestedFormat:
+    return RequestedFormat("grammar", text, "grammar")
 
 
 def check(draws: GrammarDraws, numbers: range, each: int) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def check(draws: GrammarDraws, numbers: range, each: int) -> tuple[int, int]:
     for number in numbers:
         grammar = RandomGrammar.of(number)
         try:
-            matcher = draws.matcher(draws.written(asked(grammar.text())))
+            matcher = draws.matcher(draws.written(request_format(grammar.text())))
         except BadRequest:
             empty += 1
             continue
@@ -64,7 +64,7 @@ def test_a_hundred_grammars(demo: GrammarDraws) -> None:
 
 
 def test_the_json_grammar_of_llama_cpp(demo: GrammarDraws) -> None:
-    matcher = demo.matcher(demo.written(asked(JSON)))
+    matcher = demo.matcher(demo.written(request_format(JSON)))
     for text in ('{"a":[1,2.5e3,{"b":"x\\n\\u00e9"}],"c":null}', "{}", '{"a": true\n  }'):
         assert demo.accepts(matcher, text)
     assert not demo.accepts(matcher, '{"a":}') and not demo.accepts(matcher, "[1]")
@@ -74,28 +74,30 @@ def test_the_json_grammar_of_llama_cpp(demo: GrammarDraws) -> None:
 
 
 def test_blanks_that_two_rules_could_take_do_not_lock_a_grammar(demo: GrammarDraws) -> None:
-    matcher = demo.matcher(demo.written(asked(ARITHMETIC)))
+    matcher = demo.matcher(demo.written(request_format(ARITHMETIC)))
     assert demo.accepts(matcher, "a+b*(3)=c\n") and demo.accepts(matcher, "a = 1 \n\nb=2\n")
     assert not demo.accepts(matcher, "a+=b\n")
 
 
 def test_within_one_terminal_every_division_is_found(demo: GrammarDraws) -> None:
-    made = demo.written(asked('root ::= [a-z]+ "abc" [a-z]*'))
+    made = demo.written(request_format('root ::= [a-z]+ "abc" [a-z]*'))
     assert demo.accepts(made, "xyabc") and demo.accepts(made, "xabcabc") and not demo.accepts(made, "abc")
 
 
 def test_lark_grammars_are_taken(demo: GrammarDraws) -> None:
-    made = demo.written(asked('start: "a" rest*\nrest: /[0-9]+/ | "b" # more\n'))
+    made = demo.written(request_format('start: "a" rest*\nrest: /[0-9]+/ | "b" # more\n'))
     assert demo.accepts(made, "a12b") and not demo.accepts(made, "b")
-    named = demo.written(asked('start: "x" <|im_end|>'))
+    named = demo.written(request_format('start: "x" <|im_end|>'))
     assert demo.accepts(named, "x<|im_end|>") and not demo.accepts(named, "x")
 
 
 def test_schemas_within_lark_are_read_as_all_others(demo: GrammarDraws) -> None:
-    made = demo.written(asked('start: "=" obj\nobj: %json {"type": "object", "x-guidance": {"lenient": true}}'))
+    made = demo.written(
+        request_format('start: "=" obj\nobj: %json {"type": "object", "x-guidance": {"lenient": true}}')
+    )
     assert demo.accepts(made, '={"a": 1}') and not demo.accepts(made, f"={{{' ' * 17}}}")
     with pytest.raises(BadRequest, match="uniqueItems"):
-        demo.written(asked('start: %json {"type": "array", "uniqueItems": true}'))
+        demo.written(request_format('start: %json {"type": "array", "uniqueItems": true}'))
 
 
 @pytest.mark.parametrize(
@@ -118,5 +120,5 @@ def test_schemas_within_lark_are_read_as_all_others(demo: GrammarDraws) -> None:
 )
 def test_a_bad_grammar_says_why(text: str, why: str, demo: GrammarDraws) -> None:
     with pytest.raises(BadRequest, match=why) as caught:
-        demo.written(asked(text))
+        demo.written(request_format(text))
     assert caught.value.param == "grammar" and len(caught.value.message) < 200

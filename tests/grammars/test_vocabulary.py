@@ -12,18 +12,18 @@ import llguidance
 import psutil
 import pytest
 
-from tests.drawn.grammar_draws import GrammarDraws
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.core.masks.grammar import Grammars
-from trencadis.core.masks.trial import Skeleton
-from trencadis.core.masks.vocabulary import opened
-from trencadis.server.grammars.vocabulary import control_tokens, skeleton, vocabulary
-from trencadis.server.text.tokenizer import Tokenizer
+from tests.random_inputs.grammar_draws import GrammarDraws
+from trencadis.core.masks.grammar_matcher import CompiledGrammars
+from trencadis.core.masks.grammar_trial import VocabularySkeleton
+from trencadis.core.masks.vocabulary import open_tokenizer
+from trencadis.server.grammars.grammar_vocabulary import find_control_tokens, make_skeleton, make_vocabulary
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 
 def test_words_are_bytes_and_control_tokens_are_apart(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_checkpoint(write_text_checkpoint(tmp_path, ["<|mark|>"], ["    ", "word"]))
-    made = vocabulary(tokenizer, tokenizer.vocab_size + 50, [tokenizer.eos or 0])
+    made = make_vocabulary(tokenizer, tokenizer.vocab_size + 50, [tokenizer.eos or 0])
     assert len(made.tokens) == tokenizer.vocab_size + 50 and not any(made.tokens[-50:])
     for text in ("<|mark|>", "<tool_call>", "</think>", "<|im_end|>"):
         assert tokenizer.added[text] in made.special and made.tokens[tokenizer.added[text]] == text.encode()
@@ -45,17 +45,17 @@ def test_a_sentencepiece_vocabulary_has_bytes_and_blanks() -> None:
         },
         {"eos_token": "</s>"},
     )
-    made = vocabulary(tokenizer, len(words), [2])
+    made = make_vocabulary(tokenizer, len(words), [2])
     assert made.tokens[3:5] == [b" a", b"b"] and made.tokens[5:261] == [bytes([i]) for i in range(256)]
-    assert made.special == [0, 1, 2] and control_tokens(tokenizer) == {"<unk>": 0, "<s>": 1, "</s>": 2}
+    assert made.special == [0, 1, 2] and find_control_tokens(tokenizer) == {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 
 def test_a_trial_knows_the_same_control_tokens(demo: GrammarDraws) -> None:
-    made = skeleton(demo.tokenizer, demo.tokenizer.vocab_size + 8, [demo.tokenizer.eos or 0])
-    whole = Skeleton.unpacked(made.packed()).whole()
+    made = make_skeleton(demo.tokenizer, demo.tokenizer.vocab_size + 8, [demo.tokenizer.eos or 0])
+    whole = VocabularySkeleton.unpack(made.pack()).make_vocabulary()
     assert whole.special == demo.vocabulary.special and whole.eos == demo.vocabulary.eos
     assert {bytes([b]) for b in range(256)} <= set(whole.tokens)
-    assert opened(whole).is_special_token(demo.control["<tool_call>"])
+    assert open_tokenizer(whole).is_special_token(demo.control["<tool_call>"])
 
 
 def grow(spec: dict[str, Any], size: int) -> None:
@@ -79,14 +79,14 @@ def test_what_a_large_vocabulary_costs(tmp_path: Path) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     spec["added_tokens"].append({"id": 151_935, "content": "<|im_end|>", **flags})
     tokenizer = Tokenizer(spec, {"eos_token": "<|im_end|>"})
-    small = vocabulary(Tokenizer.from_checkpoint(tmp_path), 700, [699])
-    opened(small)
-    large = vocabulary(tokenizer, 151_936, [151_935])
+    small = make_vocabulary(Tokenizer.from_checkpoint(tmp_path), 700, [699])
+    open_tokenizer(small)
+    large = make_vocabulary(tokenizer, 151_936, [151_935])
     process = psutil.Process()
     before, start = process.memory_info().rss, time.perf_counter()
-    packed = large.packed()
-    grammars = Grammars()
-    grammars.vocabulary(packed)
+    packed = large.pack()
+    grammars = CompiledGrammars()
+    grammars.set_vocabulary(packed)
     matcher = grammars.matcher(llguidance.LLMatcher.grammar_from_regex("[a-z]+"))
     took, grown = time.perf_counter() - start, (process.memory_info().rss - before) / 1e6
     print(f"\n151,936 ids: {len(packed) / 1e6:.1f} MB packed, opened in {took:.1f} s, {grown:.0f} MB more")

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.device import GIB, FakeDevice, OutOfMemory, rig, small_plan
+from tests.fakes.device import GIB, FakeDevice, OutOfMemory, make_harness, small_plan
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.ledger import POOLS, pool_of
 
@@ -22,14 +22,14 @@ COUNT = len(small_plan().buckets)
 MIB = 1 << 20
 
 
-def warm(manager: GraphManager, captures: Captures, **options: Any) -> Warmup:
+def warm(manager: GraphManager, captures: GraphCaptures, **options: Any) -> Warmup:
     """A full warm-up."""
     warmup = Warmup(manager, captures, **options)
-    warmup.full()
+    warmup.run_all()
     return warmup
 
 
-def check_books(device: FakeDevice, captures: Captures) -> None:
+def check_books(device: FakeDevice, captures: GraphCaptures) -> None:
     """Rows sum to the device; what they say is used is what the device says."""
     rows = dict(captures.ledger.rows())
     assert sum(rows.values()) == device.size
@@ -38,9 +38,9 @@ def check_books(device: FakeDevice, captures: Captures) -> None:
 
 def test_everything_is_compiled_captured_and_replayed() -> None:
     device = FakeDevice()
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warmup = warm(manager, captures)
-    assert len(manager.captured()) == COUNT and not warmup.broken
+    assert len(manager.list_captured()) == COUNT and not warmup.broken
     assert [k for k, _ in device.calls] == ["compile"] * COUNT + ["capture"] * COUNT + ["rehearse"] * COUNT
     assert manager.recompiles == manager.lazy_compiles == 0
     check_books(device, captures)
@@ -52,7 +52,7 @@ def test_everything_is_compiled_captured_and_replayed() -> None:
 @pytest.mark.parametrize("leaks", [0, 3 * MIB])
 def test_out_of_memory_in_capture_closes_the_pool_and_goes_on(k: int, leaks: int) -> None:
     device = FakeDevice(fails={("capture", k): OutOfMemory()}, leaks=leaks)
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
     (failed,) = captures.failed
     assert len(captures.accounts.closed) == 1 and manager.state(failed) is ProgramState.COMPILED
@@ -65,9 +65,9 @@ def test_out_of_memory_in_capture_closes_the_pool_and_goes_on(k: int, leaks: int
 
 def test_another_failure_costs_one_graph_only() -> None:
     device = FakeDevice(fails={("capture", 4): ValueError("no such kernel")})
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
-    assert len(manager.captured()) == COUNT - 1 and not captures.accounts.closed
+    assert len(manager.list_captured()) == COUNT - 1 and not captures.accounts.closed
     assert "ValueError: no such kernel" in captures.failed.values()
 
 
@@ -75,21 +75,21 @@ def test_another_failure_costs_one_graph_only() -> None:
 def test_a_capture_above_its_pool_is_rolled_back(returned: float) -> None:
     dear = Bucket(Stage.VISION, (256,))
     device = FakeDevice(returned=returned, cost=lambda b: 4 * GIB if b == dear else MIB)
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
     assert manager.state(dear) is ProgramState.COMPILED
     assert [c for c in device.calls if c == ("capture", dear)] == [("capture", dear)]
     assert captures.accounts.lost["vision"] == int(4 * GIB * (1 - returned))
     check_books(device, captures)
     if returned == 1.0:
-        assert len(manager.captured()) == COUNT - 1
+        assert len(manager.list_captured()) == COUNT - 1
 
 
 def test_the_budget_decides_who_is_captured_and_nobody_is_left_uncompiled() -> None:
     device = FakeDevice()
-    manager, captures = rig(device, reserved=0.0005)
+    manager, captures = make_harness(device, reserved=0.0005)
     warm(manager, captures)
-    assert 0 < len(manager.captured()) < COUNT
+    assert 0 < len(manager.list_captured()) < COUNT
     assert all(manager.state(b) >= ProgramState.COMPILED for b in manager.planned)
     assert "VLLM_GRAPH_RESERVED_MEM=0.01 holds the plan" in captures.advice()[0]
     check_books(device, captures)
@@ -98,63 +98,63 @@ def test_the_budget_decides_who_is_captured_and_nobody_is_left_uncompiled() -> N
 def test_leftovers_go_to_the_pool_with_most_gain_per_byte() -> None:
     """Text alone is too small for its graphs; what images and decoding leave pays for them."""
     device = FakeDevice(cost=lambda b: 40 * MIB if b.stage is Stage.FRESH else MIB)
-    manager, captures = rig(device, price=device.cost, reserved=0.03)
-    assert captures.division.text < 40 * MIB * 3
+    manager, captures = make_harness(device, price=device.cost, reserved=0.03)
+    assert captures.memory_split.text < 40 * MIB * 3
     warm(manager, captures)
-    assert len(manager.captured()) == COUNT
+    assert len(manager.list_captured()) == COUNT
     check_books(device, captures)
 
 
 def test_eager_captures_nothing_and_compiles_everything() -> None:
     device = FakeDevice()
-    manager, captures = rig(device, eager=True)
+    manager, captures = make_harness(device, eager=True)
     warm(manager, captures)
-    assert not manager.captured() and all(manager.state(b) is ProgramState.COMPILED for b in manager.planned)
+    assert not manager.list_captured() and all(manager.state(b) is ProgramState.COMPILED for b in manager.planned)
     check_books(device, captures)
 
 
 def test_a_device_without_graphs_is_asked_once() -> None:
     device = FakeDevice(graphs=False)
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
     assert [k for k, _ in device.calls].count("capture") == 1 and captures.unavailable
 
 
 def test_the_journal_is_told_before_and_after_and_skips_what_killed_an_engine() -> None:
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
     device = FakeDevice(fails={("capture", 2): OutOfMemory()})
-    manager, captures = rig(device, tell=lambda *entry: told.append(entry))
+    manager, captures = make_harness(device, tell=lambda *entry: reported.append(entry))
     warm(manager, captures)
-    assert told[::2] == [(bucket, True) for bucket, _ in told[::2]]
-    assert told[1::2] == [(bucket, False) for bucket, _ in told[::2]]
-    name = told[0][0]
+    assert reported[::2] == [(bucket, True) for bucket, _ in reported[::2]]
+    assert reported[1::2] == [(bucket, False) for bucket, _ in reported[::2]]
+    name = reported[0][0]
     device = FakeDevice()
-    manager, captures = rig(device, skip=[name])
+    manager, captures = make_harness(device, skip=[name])
     warm(manager, captures)
-    assert {str(b) for b in manager.planned} - {str(b) for b in manager.captured()} == {name}
+    assert {str(b) for b in manager.planned} - {str(b) for b in manager.list_captured()} == {name}
     assert ("compile", next(b for b in manager.planned if str(b) == name)) in device.calls
 
 
 def test_a_bucket_that_compiles_again_is_named_and_strict_ends_the_start() -> None:
     shaky = Bucket(Stage.FRESH, (1, 128))
     device = FakeDevice(unstable={shaky: 2})
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warmup = warm(manager, captures)
     assert warmup.broken == {shaky: "2 recipes are compiled again"} and manager.recompiles == 2
     device = FakeDevice(unstable={shaky: 2})
     with pytest.raises(StartupError, match=r"--strict-warmup: 1 of 10 buckets fail, fresh\[1x128\]"):
-        warm(*rig(device), strict=True)
+        warm(*make_harness(device), strict=True)
 
 
 def test_skipped_warmup_captures_at_first_use_and_says_once_what_would_hold_the_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = FakeDevice()
-    manager, captures = rig(device, price=lambda b: 2 * MIB, reserved=0.0005, lazy=True)
+    manager, captures = make_harness(device, price=lambda b: 2 * MIB, reserved=0.0005, lazy=True)
     for bucket in sorted(manager.planned):
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
-    manager.settle()
+    manager.count_recompiles()
     assert manager.lazy_compiles == COUNT and manager.recompiles == 0
     assert caplog.text.count("holds the plan") == 1
     check_books(device, captures)
@@ -163,18 +163,21 @@ def test_skipped_warmup_captures_at_first_use_and_says_once_what_would_hold_the_
 def test_a_small_graph_is_not_priced_like_a_larger_one_that_came_first() -> None:
     """Launches come in any order: after the largest bucket its pool has room for the smallest, and for that alone."""
     device = FakeDevice(cost=lambda b: math.prod(b.dims) * MIB)
-    manager, captures = rig(device, price=device.cost, reserved=0.1, lazy=True)
+    manager, captures = make_harness(device, price=device.cost, reserved=0.1, lazy=True)
     large, small = Bucket(Stage.FRESH, (1, 256)), Bucket(Stage.FRESH, (1, 64))
     captures.accounts.budget["text"] = (256 + 80) * MIB
     for bucket in (large, Bucket(Stage.FRESH, (1, 128)), small):
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
-    assert manager.captured() == [large, small] and captures.lacks(Bucket(Stage.FRESH, (1, 128))) == "pool_full"
+    assert (
+        manager.list_captured() == [large, small]
+        and captures.missing_reason(Bucket(Stage.FRESH, (1, 128))) == "pool_full"
+    )
     check_books(device, captures)
 
 
 def test_background_takes_the_hottest_first_one_piece_at_a_time() -> None:
     device = FakeDevice()
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warmup = Warmup(manager, captures)
     hot = Bucket(Stage.FRESH, (1, 256))
     for _ in range(3):
@@ -184,7 +187,7 @@ def test_background_takes_the_hottest_first_one_piece_at_a_time() -> None:
     while warmup.advance() is not None:
         assert len(device.calls) <= 1 or device.calls[-1] != device.calls[-2]
     assert device.calls[0] == ("capture", hot)
-    assert len(manager.captured()) == COUNT and warmup.state.phase == "warm"
+    assert len(manager.list_captured()) == COUNT and warmup.state.phase == "warm"
     assert [k for k, _ in device.calls].count("compile") == COUNT - 1
     check_books(device, captures)
 
@@ -192,23 +195,23 @@ def test_background_takes_the_hottest_first_one_piece_at_a_time() -> None:
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_out_of_memory_in_a_step_gives_a_graph_up_and_runs(k: int) -> None:
     device = FakeDevice(fails={("step", k): OutOfMemory()}, returned=1.0)
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
     for bucket in sorted(manager.planned):
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
     captures.observe()
-    assert len(manager.captured()) == COUNT - 1 and manager.lazy_compiles == 0
+    assert len(manager.list_captured()) == COUNT - 1 and manager.lazy_compiles == 0
     check_books(device, captures)
 
 
 def test_a_shape_outside_the_plan_is_counted_and_never_captured() -> None:
     device = FakeDevice()
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     warm(manager, captures)
     for size in range(300, 330):
         _, stats = manager.run(Bucket(Stage.VISION, (size,)), None, size)  # type: ignore[arg-type]
         assert not stats.planned and stats.state == "COMPILED"
-    assert manager.lazy_compiles == 30 and len(manager.captured()) == COUNT
+    assert manager.lazy_compiles == 30 and len(manager.list_captured()) == COUNT
 
 
 COSTS = st.integers(0, 3 * GIB)
@@ -233,10 +236,10 @@ def test_books_add_up_whatever_happens(
     device = FakeDevice(
         returned=returned, cost=real.__getitem__, leaks=leaks, fails={("capture", k): OutOfMemory() for k in fails}
     )
-    manager, captures = rig(device, price=said.__getitem__, reserved=reserved, utilisation=utilisation)
+    manager, captures = make_harness(device, price=said.__getitem__, reserved=reserved, utilisation=utilisation)
     warm(manager, captures)
     check_books(device, captures)
     assert all(manager.state(b) >= ProgramState.COMPILED for b in buckets)
     for pool in POOLS:
-        held = [b for b in manager.captured() if pool_of(b.stage) == pool]
+        held = [b for b in manager.list_captured() if pool_of(b.stage) == pool]
         assert captures.accounts.spent[pool] == sum(real[b] for b in held)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.traffic.requests import Traffic
+from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
 from trencadis.core.backend import ProgramState
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 
 LENGTH = 192
 FLAGS: dict[str, Any] = {
@@ -84,7 +84,7 @@ def check_books(engine: Engine) -> None:
 def test_nothing_compiles_after_a_full_warmup(make: Make) -> None:
     engine = make(num_gpu_blocks_override=24, encoder_cache_images=2)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
-    assert len(graphs.captured()) == len(graphs.planned) > 30
+    assert len(graphs.list_captured()) == len(graphs.planned) > 30
     traffic(engine, 120)
     totals = engine.scheduler.totals
     assert totals.preemptions and totals.prefix_hits and totals.images_encoded
@@ -100,7 +100,7 @@ def test_nothing_compiles_in_ten_thousand_requests(make: Make, seed: int) -> Non
 
 
 def small(engine: Engine, seed: int, count: int = 2) -> dict[tuple[str, int], list[int]]:
-    """Tokens of a few requests, texts and pictures, that fit the small plan."""
+    """Tokens of a few requests, texts and images, that fit the small plan."""
     run = Traffic(engine, seed, count, SMALL["max_model_len"], vocab(engine), most=8, aborts=0)
     run.run()
     return run.tokens
@@ -186,7 +186,7 @@ def test_lazily_with_and_without_faults(make: Make, right: Right) -> None:
 def test_out_of_memory_in_capture_lets_the_start_go_on(make: Make, k: int) -> None:
     engine = make(faults=f"oom@capture:{k}")
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
-    assert 0 < len(graphs.captured()) < len(graphs.planned)
+    assert 0 < len(graphs.list_captured()) < len(graphs.planned)
     assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     plan = engine.info().graphs
     assert plan is not None and sum("out of memory" in b.failed for b in plan.buckets) == 1
@@ -201,7 +201,7 @@ def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
     engine = make(graph_reserved_mem=0.00001, warmup=warmup, **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     small(engine, 1, 4)
-    assert 0 < len(graphs.captured()) < len(graphs.planned)
+    assert 0 < len(graphs.list_captured()) < len(graphs.planned)
     check(engine, compiled=engine.stats().graphs.lazy_compiles)
     if warmup == "skip":
         (said,) = [r.getMessage() for r in caplog.records if "holds the plan" in r.getMessage()]
@@ -216,7 +216,7 @@ def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
     assert found is not None
     held = make(graph_reserved_mem=float(found[1]), **SMALL)
     graphs = held.executor._rank.graphs  # type: ignore[attr-defined]
-    assert len(graphs.captured()) == len(graphs.planned)
+    assert len(graphs.list_captured()) == len(graphs.planned)
 
 
 class Log:
@@ -248,13 +248,13 @@ def test_background_takes_the_hottest_first_and_no_step_waits_for_more_than_one_
 ) -> None:
     engine = make(warmup="background", warmup_stall=0.0, **SMALL)
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
-    assert not graphs.captured() and engine.busy()
+    assert not graphs.list_captured() and engine.busy()
     assert small(engine, 3, 1) == right(3, 1)
-    assert not graphs.captured(), "a stall of 0 leaves warm-up to idle times"
+    assert not graphs.list_captured(), "a stall of 0 leaves warm-up to idle times"
     hottest = max(graphs.hits.values())
     log = Log(engine)
     engine.step()
-    (first,) = graphs.captured()
+    (first,) = graphs.list_captured()
     assert graphs.hits[first] == hottest and log.entries == [(str(first), 0.0), ("turn", 0.0)]
     engine._pace.stall = 50.0
     assert small(engine, 4, 3) == right(4, 3)
@@ -264,7 +264,7 @@ def test_background_takes_the_hottest_first_and_no_step_waits_for_more_than_one_
     while engine.busy():
         engine.step()
     stats = engine.stats()
-    assert len(graphs.captured()) == len(graphs.planned) and stats.graphs.recompiles == 0
+    assert len(graphs.list_captured()) == len(graphs.planned) and stats.graphs.recompiles == 0
     assert stats.graphs.warming is not None and stats.graphs.warming.phase == "warm"
     assert {use.miss for use in stats.buckets} == {"warming", ""}
     lazy = stats.graphs.lazy_compiles

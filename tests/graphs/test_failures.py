@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trencadis.core.graphs.failures import ran_out
+from trencadis.core.graphs.oom_errors import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from trencadis.core.graphs.failures import ran_out
     ],
 )
 def test_what_a_lack_of_memory_says(said: str, lack: bool) -> None:
-    assert ran_out(RuntimeError(said)) is lack
+    assert is_out_of_memory(RuntimeError(said)) is lack

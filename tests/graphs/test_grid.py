@@ -23,13 +23,13 @@ import torch
 from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
 from tests.fakes.recorded_card import RecordedBackend, Records
 from tests.traffic.launch_lines import model_of
-from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
 from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.progress import Silent
-from trencadis.core.startup.captured import DeviceStart
-from trencadis.multimodal.qwen2_vl.sizes import largest_slots
+from trencadis.core.progress import SilentProgress
+from trencadis.core.startup.graph_startup import DeviceStart
+from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots
 
 RECORDINGS = Path(__file__).resolve().parents[2] / ".bench" / "records"
 UTILISATIONS = (0.30, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 0.99)
@@ -92,9 +92,9 @@ class Grid:
             max_rows=config.max_num_seqs or 0, vocab_size=self.model.text.vocab, world=ranks,
         )  # fmt: skip
         back, slot = random.Random(seed).choice([0.0, 0.5, 1.0]), self.model.vision.slot if self.model.vision else None
-        backend = RecordedBackend(cfg, device, of(device), records, back, slot)
+        backend = RecordedBackend(cfg, device, make_bridge(device), records, back, slot)
         try:
-            start = DeviceStart.planned(config, self.model, backend, Silent(), self.images)
+            start = DeviceStart.plan(config, self.model, backend, SilentProgress(), self.images)
         except StartupError as error:
             assert device.allocator.used["tensors"] == 0
             return str(error)
@@ -107,8 +107,8 @@ class Grid:
 
     def play(self, utilisation: float, reserve: float, seed: int) -> str:
         """``starts``, ``refused`` with a setting that does start, or ``too large`` where none can."""
-        asked = {"gpu_memory_utilization": utilisation, "graph_reserved_mem": reserve}
-        line = self.start(seed, self.ranks, **asked)
+        requested = {"gpu_memory_utilization": utilisation, "graph_reserved_mem": reserve}
+        line = self.start(seed, self.ranks, **requested)
         if line == "starts":
             return line
         remedy = line.rpartition(";")[2]
@@ -118,7 +118,7 @@ class Grid:
             flags["graph_reserved_mem"] = float(share[1])
         ranks = flags.pop("tensor_parallel_size", self.ranks)
         assert flags or ranks != self.ranks, f"no setting is named: {line}"
-        assert self.start(seed, ranks, **{**asked, **flags}) == "starts", line
+        assert self.start(seed, ranks, **{**requested, **flags}) == "starts", line
         return "refused"
 
 
@@ -129,9 +129,9 @@ def check(started: Started) -> None:
     assert all(graphs.state(b) >= ProgramState.COMPILED for b in graphs.planned)
     assert sum(rows.values()) == card_.allocator.total and card_.allocator.free >= 0
     assert card_.allocator.free == rows["margin"] + rows["graph reserve unused"]
-    limits, block = started.limits, start.paper.sized.block_bytes(started.limits.block_size)
+    limits, block = started.limits, start.paper.estimator.block_bytes(started.limits.block_size)
     assert rows["KV cache"] >= limits.row_blocks * block and started.cache.num_blocks >= limits.row_blocks
-    assert start.config.graph_reserved_mem > 0 or not graphs.captured()
+    assert start.config.graph_reserved_mem > 0 or not graphs.list_captured()
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_forty_starts(every: int) -> None:
     """
     records, _ = recorded(1, 50_176, SHORT)
     model, _ = of_sizes(1)
-    taken = on_paper(model, config_of(**SHORT), images_of(50_176), 96 * GIB).ledger.before.taken
+    taken = on_paper(model, config_of(**SHORT), images_of(50_176), 96 * GIB).ledger.memory_in_use.taken
     totals = 96 * GIB, taken + (96 << 20)
     large, small = (Grid(of_sizes(1), images_of(50_176), SHORT, records, total) for total in totals)
     cases = list(enumerate(itertools.product(UTILISATIONS, RESERVES)))[::every]

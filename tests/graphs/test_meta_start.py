@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.startup.build import create_engine
-from trencadis.server.plan.command import plan_for
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.plan.plan_command import make_plan
 
 GAUDI3 = int(126.5 * (1 << 30))
 
@@ -25,7 +25,7 @@ def test_as_many_graphs_as_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     config = EngineConfig(
         model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512
     )
-    planned = plan_for(config, load_config(demo_path()), GAUDI3)
+    planned = make_plan(config, load_config(demo_path()), GAUDI3)
     begun = time.perf_counter()
     engine = create_engine(config)
     plan = engine.info().graphs

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.device import GIB, FakeDevice, OutOfMemory, rig, small_plan
+from tests.fakes.device import GIB, FakeDevice, OutOfMemory, make_harness, small_plan
 from trencadis.core.backend import ProgramState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.graphs.capture import Captures
-from trencadis.core.graphs.manager import GraphManager
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
 from trencadis.core.graphs.warmup import Warmup
 from trencadis.core.memory.ledger import POOLS
 
@@ -56,8 +56,8 @@ class ThreadComm:
         return self.meeting.least(self.rank, values)
 
 
-Rank = tuple[FakeDevice, GraphManager, Captures]
-Work = Callable[[GraphManager, Captures], Any]
+Rank = tuple[FakeDevice, GraphManager, GraphCaptures]
+Work = Callable[[GraphManager, GraphCaptures], Any]
 
 
 def together(devices: Sequence[FakeDevice], work: Work, **options: Any) -> list[Rank]:
@@ -68,7 +68,7 @@ def together(devices: Sequence[FakeDevice], work: Work, **options: Any) -> list[
         device = devices[rank]
         device.comm = ThreadComm(rank, meeting)
         try:
-            manager, captures = rig(device, lazy=work is lazy, **options)
+            manager, captures = make_harness(device, lazy=work is lazy, **options)
             work(manager, captures)
         except BaseException:
             meeting.barrier.abort()
@@ -88,16 +88,16 @@ def together(devices: Sequence[FakeDevice], work: Work, **options: Any) -> list[
     return ranks
 
 
-def full(manager: GraphManager, captures: Captures) -> None:
-    Warmup(manager, captures).full()
+def full(manager: GraphManager, captures: GraphCaptures) -> None:
+    Warmup(manager, captures).run_all()
 
 
-def lazy(manager: GraphManager, captures: Captures) -> None:
+def lazy(manager: GraphManager, captures: GraphCaptures) -> None:
     for bucket in [*BUCKETS, *BUCKETS]:
         manager.run(bucket, None, 1)  # type: ignore[arg-type]
 
 
-def background(manager: GraphManager, captures: Captures) -> None:
+def background(manager: GraphManager, captures: GraphCaptures) -> None:
     warmup = Warmup(manager, captures)
     turns = 0
     while warmup.advance() is not None:
@@ -122,24 +122,24 @@ def test_memory_that_runs_out_on_one_rank_costs_all_of_them_that_graph(mode: Any
 def test_the_dearest_rank_decides_what_the_pools_buy() -> None:
     devices = [FakeDevice(cost=lambda b: MIB), FakeDevice(cost=lambda b: 40 * MIB)]
     (_, _, one), (_, manager, two) = together(devices, full, reserved=0.02)
-    assert 0 < len(manager.captured()) < COUNT
+    assert 0 < len(manager.list_captured()) < COUNT
     assert sum(one.own.spent.values()) < sum(two.own.spent.values()) == sum(two.accounts.spent.values())
 
 
 def test_the_rank_with_least_memory_decides() -> None:
     devices = [FakeDevice(), FakeDevice(size=6 * GIB, cost=lambda b: 30 * MIB)]
     (_, _, one), (_, manager, two) = together(devices, full, reserved=0.03)
-    assert one.accounts.budget == two.accounts.budget and one.division.graphs > two.division.graphs
-    assert 0 < len(manager.captured()) < COUNT
+    assert one.accounts.budget == two.accounts.budget and one.memory_split.graphs > two.memory_split.graphs
+    assert 0 < len(manager.list_captured()) < COUNT
 
 
 def test_a_bucket_that_compiles_on_one_rank_only_is_broken_on_all() -> None:
     shaky = Bucket(Stage.FRESH, (1, 128))
     found: list[dict[Bucket, str]] = []
 
-    def work(manager: GraphManager, captures: Captures) -> None:
+    def work(manager: GraphManager, captures: GraphCaptures) -> None:
         warmup = Warmup(manager, captures)
-        warmup.full()
+        warmup.run_all()
         found.append(warmup.broken)
 
     together([FakeDevice(), FakeDevice(unstable={shaky: 1})], work)
@@ -153,11 +153,11 @@ def test_a_rank_of_a_group_does_not_give_graphs_up_by_itself() -> None:
     device = devices[1]
     device.comm = ThreadComm(1, meeting)
     device.comm.meeting.least = lambda rank, values: tuple(values)  # type: ignore[method-assign]
-    manager, captures = rig(device)
+    manager, captures = make_harness(device)
     full(manager, captures)
     with pytest.raises(OutOfMemory):
         manager.run(BUCKETS[0], None, 1)  # type: ignore[arg-type]
-    assert len(manager.captured()) == COUNT
+    assert len(manager.list_captured()) == COUNT
 
 
 @settings(max_examples=40, deadline=None)

@@ -24,12 +24,12 @@ from tests.health.test_sleep import FACTORY, until
 from tests.operations.fake_server import FakeServer
 from tests.traffic.server_process import free_port
 from trencadis.core.config import EngineConfig
-from trencadis.server.cli.notify import Notifier
+from trencadis.server.cli.systemd_notify import Notifier
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.engine.spawn import spawn
+from trencadis.server.engine.spawn import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
-from trencadis.server.routes.settings import HttpSettings
+from trencadis.server.routes.http_settings import HttpSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "health.md"
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -37,7 +37,7 @@ PROBES = ("/live", "/health", "/ping", "/ready")
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     return scripted_app(write_text_checkpoint(tmp_path_factory.mktemp("health")))
 
 
@@ -48,11 +48,15 @@ def rows() -> dict[str, list[str]]:
 
 
 @asynccontextmanager
-async def served(rig: ScriptedApp, model: str, **options: Any) -> AsyncIterator[tuple[Supervisor, httpx.AsyncClient]]:
+async def served(
+    harness: ScriptedApp, model: str, **options: Any
+) -> AsyncIterator[tuple[Supervisor, httpx.AsyncClient]]:
     """The application over an engine process."""
     config = EngineConfig(model=model, engine=FACTORY, threads=1)
-    supervisor = Supervisor(config, spawn(config), backoff=30.0, **options)
-    app = create_app(HttpSettings(ServerConfig(enable_sleep_mode=True, max_num_queued_reqs=3)), supervisor, rig.service)
+    supervisor = Supervisor(config, spawn_engine(config), backoff=30.0, **options)
+    app = create_app(
+        HttpSettings(ServerConfig(enable_sleep_mode=True, max_num_queued_reqs=3)), supervisor, harness.service
+    )
     supervisor.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
@@ -62,7 +66,7 @@ async def served(rig: ScriptedApp, model: str, **options: Any) -> AsyncIterator[
         await supervisor.stop()
 
 
-async def told(http: httpx.AsyncClient) -> list[str]:
+async def read_answer(http: httpx.AsyncClient) -> list[str]:
     """What the routes and a request answer, as the table has it."""
     statuses = [(await http.get(path)).status_code for path in PROBES]
     answer = await http.post("/v1/completions", json=BODY)
@@ -73,17 +77,17 @@ async def told(http: httpx.AsyncClient) -> list[str]:
     return [*map(str, (statuses[0], statuses[1], statuses[3])), said]
 
 
-def test_the_table_says_what_the_routes_answer(rig: ScriptedApp, tmp_path: Path) -> None:
+def test_the_table_says_what_the_routes_answer(harness: ScriptedApp, tmp_path: Path) -> None:
     go = tmp_path / "go"
     table = rows()
     seen: dict[str, list[str]] = {}
 
     async def body() -> None:
-        async with served(rig, f"{HELD}{go}", max_restarts=0) as (s, http):
-            seen["loads for the first time"] = await told(http)
+        async with served(harness, f"{HELD}{go}", max_restarts=0) as (s, http):
+            seen["loads for the first time"] = await read_answer(http)
             go.touch()
             await until(lambda: s.accepting)
-            seen["serves"] = await told(http)
+            seen["serves"] = await read_answer(http)
             assert (await http.post("/sleep?level=2")).json() == {"status": "sleeping", "level": 2}
             probes = [str((await http.get(path)).status_code) for path in ("/live", "/health", "/ready")]
             health = (await http.get("/health")).json()
@@ -98,16 +102,16 @@ def test_the_table_says_what_the_routes_answer(rig: ScriptedApp, tmp_path: Path)
             assert {answer.status_code for answer in await asyncio.gather(*some)} == {200}, "it woke up"
             seen["sleeps, falls asleep or wakes up"] = [*probes, "wait, up to the queue's bounds"]
             s.leaving = True
-            seen["was told to end, within `--drain-delay`"] = await told(http)
+            seen["was told to end, within `--drain-delay`"] = await read_answer(http)
             s.leaving = False
             s.max_restarts = 5
             os.kill(s.link.handle.process.pid, signal.SIGKILL)
             await until(lambda: s.restarts == 1)
-            seen["starts its engine again"] = await told(http)
+            seen["starts its engine again"] = await read_answer(http)
             s.max_restarts = 0
-            seen["has an engine that fails again and again"] = await told(http)
+            seen["has an engine that fails again and again"] = await read_answer(http)
             s.draining = True
-            seen["finishes what runs"] = (await told(http))[:3]
+            seen["finishes what runs"] = (await read_answer(http))[:3]
 
     asyncio.run(body())
     assert seen.keys() | {"has a stuck event loop"} == table.keys()
@@ -121,9 +125,9 @@ def test_the_table_says_what_the_routes_answer(rig: ScriptedApp, tmp_path: Path)
             assert answers == wanted, state
 
 
-def test_a_stuck_loop_is_not_live(rig: ScriptedApp, tmp_path: Path) -> None:
+def test_a_stuck_loop_is_not_live(harness: ScriptedApp, tmp_path: Path) -> None:
     """Neither the probe nor systemd's watchdog hears of a server whose event loop is stuck."""
-    app = rig.app()
+    app = harness.app()
     beats: list[float] = []
     stuck, go = threading.Event(), threading.Event()
     unit = Notifier({"NOTIFY_SOCKET": str(tmp_path / "unit"), "WATCHDOG_USEC": "100000"})
@@ -139,9 +143,9 @@ def test_a_stuck_loop_is_not_live(rig: ScriptedApp, tmp_path: Path) -> None:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
 
     async def main() -> None:
-        told = asyncio.create_task(unit.run(lambda: True, lambda: ""))
+        reported = asyncio.create_task(unit.run(lambda: True, lambda: ""))
         await server.serve()
-        told.cancel()
+        reported.cancel()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
@@ -168,37 +172,37 @@ def test_a_stuck_loop_is_not_live(rig: ScriptedApp, tmp_path: Path) -> None:
             asker.join()
 
 
-def test_the_routes_of_sleep_mode(rig: ScriptedApp) -> None:
-    rig.app(enable_sleep_mode=True)
-    rig.engine.resets.clear()
-    assert rig.call("/is_sleeping").json() == {"is_sleeping": False}
-    assert rig.call("/sleep?level=1&mode=abort", method="POST").json() == {"status": "sleeping", "level": 1}
-    assert rig.call("/is_sleeping").json() == {"is_sleeping": True}
-    assert 'sleep_state="weights_offloaded"} 1.0' in rig.call("/metrics").text
-    assert rig.call("/wake_up?tags=weights&tags=kv_cache", method="POST").json() == {
+def test_the_routes_of_sleep_mode(harness: ScriptedApp) -> None:
+    harness.app(enable_sleep_mode=True)
+    harness.engine.resets.clear()
+    assert harness.call("/is_sleeping").json() == {"is_sleeping": False}
+    assert harness.call("/sleep?level=1&mode=abort", method="POST").json() == {"status": "sleeping", "level": 1}
+    assert harness.call("/is_sleeping").json() == {"is_sleeping": True}
+    assert 'sleep_state="weights_offloaded"} 1.0' in harness.call("/metrics").text
+    assert harness.call("/wake_up?tags=weights&tags=kv_cache", method="POST").json() == {
         "status": "awake", "tags": ["weights", "kv_cache"],
     }  # fmt: skip
-    assert rig.call("/wake_up", method="POST").json() == {"status": "awake", "tags": None}
-    assert rig.call("/sleep", method="POST").json() == {"status": "sleeping", "level": 1}
-    assert rig.engine.resets == ["sleep 1 True", "sleep 1 False"], "without a mode what runs is finished"
-    assert 'vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 2.0' in rig.call("/metrics").text
-    rig.engine.sleep_level = 0
+    assert harness.call("/wake_up", method="POST").json() == {"status": "awake", "tags": None}
+    assert harness.call("/sleep", method="POST").json() == {"status": "sleeping", "level": 1}
+    assert harness.engine.resets == ["sleep 1 True", "sleep 1 False"], "without a mode what runs is finished"
+    assert 'vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 2.0' in harness.call("/metrics").text
+    harness.engine.sleep_level = 0
     for query in ("level=0", "level=3", "mode=keep", "mode=later", "level=x"):
-        answer = rig.call(f"/sleep?{query}", method="POST")
+        answer = harness.call(f"/sleep?{query}", method="POST")
         assert answer.status_code == 400 and answer.json()["error"]["param"] in ("level", "mode", "query.level",
                                                                                 "query.mode"), query  # fmt: skip
-    assert rig.call("/wake_up?tags=everything", method="POST").status_code == 400
-    assert rig.engine.sleep_level == 0
+    assert harness.call("/wake_up?tags=everything", method="POST").status_code == 400
+    assert harness.engine.sleep_level == 0
 
 
-def test_keys_guard_sleep(rig: ScriptedApp) -> None:
-    rig.app(enable_sleep_mode=True, api_key=["secret"])
-    rig.engine.resets.clear()
+def test_keys_guard_sleep(harness: ScriptedApp) -> None:
+    harness.app(enable_sleep_mode=True, api_key=["secret"])
+    harness.engine.resets.clear()
     for path, method in (("/sleep", "POST"), ("/wake_up", "POST"), ("/is_sleeping", "GET"), ("/sleep/", "POST")):
-        assert rig.call(path, method=method).status_code == 401
-        assert rig.call(path, method=method, headers={"x-api-key": "wrong"}).status_code == 401
-    assert rig.engine.resets == []
-    assert rig.call("/sleep", method="POST", headers={"x-api-key": "secret"}).status_code == 200
+        assert harness.call(path, method=method).status_code == 401
+        assert harness.call(path, method=method, headers={"x-api-key": "wrong"}).status_code == 401
+    assert harness.engine.resets == []
+    assert harness.call("/sleep", method="POST", headers={"x-api-key": "secret"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import pytest
 from tests.fakes.counting_engine import HELD, SLOW, STUCK, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.masks.rule import Rule
+from trencadis.core.masks.constraints import Rule
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.server.engine import client
-from trencadis.server.engine.client import spawn
+from trencadis.server.engine import engine_link
+from trencadis.server.engine.engine_link import spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 
 FACTORY = "tests.fakes.counting_engine:CountingEngine.create"
@@ -46,7 +46,7 @@ def with_engine(body: Callable[[Supervisor], Awaitable[None]], model: str = "m",
 
     async def main() -> None:
         config = EngineConfig(model=model, engine=FACTORY, threads=1)
-        s = Supervisor(config, spawn(config), **options)
+        s = Supervisor(config, spawn_engine(config), **options)
         s.start()
         try:
             await until(lambda: s.accepting)
@@ -71,13 +71,13 @@ def test_it_sleeps_without_a_process_and_a_request_wakes_it() -> None:
         await s.sleep(1)
         assert not alive(pid) and s.link.handle.process.returncode == 0
         assert (s.sleep_level, s.phase, s.accepting, s.ready, s.healthy) == (1, "asleep", True, True, True)
-        assert s.info is info and s.stats.running == 0 and s.progress is None and s.under_way == ""
+        assert s.info is info and s.stats.running == 0 and s.progress is None and s.sleep_operation == ""
         await s.sleep(2)
         assert s.sleep_level == 1, "it slept already"
         after = await collect(s.submit(request("b"), ()))
         assert [d.tokens for d in after] == [d.tokens for d in before] and after[-1].finish == "length"
         assert s.sleep_level == 0 and s.phase != "asleep"
-        assert (s.restarts, s.ends, s.failing) == (0, 0, False)
+        assert (s.restarts, s.failures, s.failing) == (0, 0, False)
         assert [name for name, _ in took] == ["sleep", "wake"] and all(seconds > 0 for _, seconds in took)
         await s.wake()
         assert len(took) == 2, "it was awake"
@@ -90,7 +90,7 @@ def test_what_runs_is_finished_first_and_what_comes_waits() -> None:
         running = asyncio.create_task(collect(s.submit(request("a", SLOW, 25), ())))
         await until(lambda: s.open_requests == 1)
         sleeping = asyncio.create_task(s.sleep())
-        await until(lambda: s.under_way == "sleep")
+        await until(lambda: s.sleep_operation == "sleep")
         assert s.phase == "falling asleep"
         late = asyncio.create_task(collect(s.submit(request("b"), ())))
         assert len(await running) == 25
@@ -112,7 +112,7 @@ def test_many_wait_for_it_and_one_that_leaves_takes_nothing_along(tmp_path: Path
         await s.sleep()
         go.unlink()
         tasks = [asyncio.create_task(collect(s.submit(request(f"r{i}"), ()))) for i in range(20)]
-        await until(lambda: s.under_way == "wake")
+        await until(lambda: s.sleep_operation == "wake")
         assert s.stats.waiting == s.stats.deferred == s.open_requests == 20 and s.phase == "waking"
         assert s.progress is not None or s.accepting
         for task in tasks[:5]:
@@ -139,7 +139,7 @@ def test_a_request_that_waits_for_its_grammar_is_not_overtaken_by_sleep() -> Non
         await until(lambda: s.open_requests == 1)
         sleeping = asyncio.create_task(s.sleep())
         await asyncio.sleep(0.2)
-        assert s.under_way == "sleep" and s.link.alive
+        assert s.sleep_operation == "sleep" and s.link.alive
         made.set()
         assert len(await task) == 33
         await sleeping
@@ -181,7 +181,7 @@ def test_an_engine_that_dies_while_it_falls_asleep_is_started_again() -> None:
         running = asyncio.create_task(collect(s.submit(request("a", SLOW, 10_000), ())))
         await until(lambda: s.open_requests == 1)
         sleeping = asyncio.create_task(s.sleep())
-        await until(lambda: s.under_way == "sleep")
+        await until(lambda: s.sleep_operation == "sleep")
         os.kill(s.link.handle.process.pid, signal.SIGKILL)
         assert (await running)[-1].status == 503
         with pytest.raises(Unavailable):
@@ -250,7 +250,7 @@ def cycles(count: int) -> list[tuple[int, int, int, int]]:
             got = await collect(s.submit(request(f"r{i}"), ()))
             assert [d.tokens for d in got] == [d.tokens for d in first]
             figures.append((me.num_fds(), len(me.children()), len(asyncio.all_tasks()), me.memory_info().rss))
-        assert (s.restarts, s.ends) == (0, 0)
+        assert (s.restarts, s.failures) == (0, 0)
 
     with_engine(body)
     return figures
@@ -271,8 +271,8 @@ def test_fifty_sleeps_and_wakes_leave_nothing_behind() -> None:
 
 
 def test_a_loop_that_is_stuck_outside_of_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(client, "PING_EVERY", 0.1)
+    monkeypatch.setattr(engine_link, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(engine_link, "PING_INTERVAL", 0.1)
 
     async def body(s: Supervisor) -> None:
         (delta,) = await asyncio.wait_for(collect(s.submit(request("a", STUCK), ())), 30)

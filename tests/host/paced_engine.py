@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from tests.fakes.counting_engine import CountingEngine
-from trencadis.core.process.wire import EngineStats
+from trencadis.core.process.engine_messages import EngineStats
 from trencadis.core.request import Delta
 
 PACED = 7

@@ -22,25 +22,25 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trencadis.core.errors import Conflict, KeyLimitReached, QueueFull, StartupError
-from trencadis.core.process import wire
+from trencadis.core.process import engine_messages
 from trencadis.core.request import Delta, Request, SamplingParams
-from trencadis.multimodal.processor import Prepared, TakenRows
-from trencadis.multimodal.uuids import UuidBook, name_digest
-from trencadis.multimodal.videos.items import PreparedVideo
+from trencadis.multimodal.media_uuids import UuidRegistry, name_digest
+from trencadis.multimodal.processor import PlaceholderRun, PreparedImage
+from trencadis.multimodal.videos.prepared_video import PreparedVideo
 from trencadis.server.admission import Admission, Bounds, Ticket
 from trencadis.server.config.config import ServerConfig
+from trencadis.server.engine.engine_client import DeltaCallback
 from trencadis.server.engine.open_request import OpenRequest
-from trencadis.server.engine.protocol import Taker
-from trencadis.server.front import media, table
-from trencadis.server.front.limits import SharedAccount, SharedAdmission, SharedUuids
-from trencadis.server.front.messages import Placed, Produced
-from trencadis.server.front.part import Part
-from trencadis.server.front.relay import RequestRelay
-from trencadis.server.front.table import HELD, UUID_WAYS, SharedTable
-from trencadis.server.http import listen
-from trencadis.server.metrics import added
-from trencadis.server.tenants.account import Account
-from trencadis.server.tenants.keyfile import Tenant
+from trencadis.server.front import media_codec, shared_table
+from trencadis.server.front.ipc_messages import DeltaBatch, RequestRouted
+from trencadis.server.front.request_relay import RequestRelay
+from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.front.shared_process_state import SharedProcessState
+from trencadis.server.front.shared_table import HELD, UUID_WAYS, SharedTable
+from trencadis.server.http import listener
+from trencadis.server.metrics import aggregate
+from trencadis.server.tenants.api_key_file import Tenant
+from trencadis.server.tenants.rate_limits import TenantAccount
 
 COUNT = 3
 
@@ -91,21 +91,21 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
         Tenant("ann", ("0" * 64,), rates={"requests_per_minute": 30, "tokens_per_minute": rate}, concurrency=4)
         for rate in (900, 1800)
     ]
-    parts, one = [SharedAccount(tenants[0], clock, one) for one in tables], Account(tenants[0], clock)
-    inside: list[tuple[Account, Account]] = []
+    parts, one = [SharedAccount(tenants[0], clock, one) for one in tables], TenantAccount(tenants[0], clock)
+    inside: list[tuple[TenantAccount, TenantAccount]] = []
     outcomes = {"": 0}
     for turn in range(3000):
         now[0] += rng.expovariate(1.0)
         part, what = rng.choice(parts), rng.random()
         if turn == 1500:
             for account in (*parts, one):
-                list(account.headers())  # they count what has come since the last look
-                account.become(tenants[1])
+                list(account.make_headers())  # they count what has come since the last look
+                account.update_tenant(tenants[1])
         if inside and what < 0.3:
             for account in inside.pop():
                 account.leave(1)
             continue
-        told = []
+        reported = []
         for account in (part, one):
             try:
                 if what < 0.5:
@@ -118,14 +118,14 @@ def test_random_use_of_a_tenant_in_three_processes_is_limited_as_in_one(tables: 
                     account.take("tokens_per_minute", 60)
                 else:
                     account.spend("tokens_per_minute", 25)
-                told.append("")
+                reported.append("")
             except KeyLimitReached as error:
-                told.append(f"{error.message} {error.retry_after}")
-        assert told[0] == told[1]
-        outcomes[told[0]] = outcomes.get(told[0], 0) + 1
-        if what < 0.6 and not told[0]:
+                reported.append(f"{error.message} {error.retry_after}")
+        assert reported[0] == reported[1]
+        outcomes[reported[0]] = outcomes.get(reported[0], 0) + 1
+        if what < 0.6 and not reported[0]:
             inside.append((part, one))
-        assert dict(part.headers()) == dict(one.headers())
+        assert dict(part.make_headers()) == dict(one.make_headers())
     assert sum(part.own for part in parts) == one.inside and len(outcomes) > 5
     assert sum(p.used["tokens_per_minute"] for p in parts) == one.used["tokens_per_minute"]
 
@@ -140,18 +140,18 @@ def test_what_a_dead_process_held_is_taken_back_and_what_it_spent_stays_spent(ta
         parts[i].bodies.open().charge(20)
     with pytest.raises(KeyLimitReached, match="concurrency"):
         accounts[2].enter(1)
-    tables[0].forget(1)
+    tables[0].clear_process(1)
     assert parts[0].inside == [2, 20, 0] and parts[0].bodies.inside == 40
     accounts[0].enter(1)
-    assert dict(accounts[2].headers())["x-ratelimit-remaining-requests"] == "1"
+    assert dict(accounts[2].make_headers())["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_a_name_of_media_is_known_to_all_and_means_one_thing(
     tables: list[SharedTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "UUID_SETS", 8)
+    monkeypatch.setattr(shared_table, "UUID_SETS", 8)
     ticks = iter(range(1, 1 << 30))
-    books = [SharedUuids(each, lambda: next(ticks)) for each in tables]
+    books = [SharedMediaUuids(each, lambda: next(ticks)) for each in tables]
     one, other = (f"{digit:064x}" for digit in (1, 2))
     assert books[1].find("t", "", "cat") is None
     books[0].remember("t", "", "cat", one)
@@ -161,12 +161,12 @@ def test_a_name_of_media_is_known_to_all_and_means_one_thing(
     with pytest.raises(Conflict, match="already names"):
         books[1].check("t", "", "cat", other)
     with pytest.raises(Conflict) as local:
-        book = UuidBook()
+        book = UuidRegistry()
         book.remember("t", "", "cat", one)
         book.remember("t", "", "cat", other)
     assert caught.value.message == local.value.message
-    place = tables[0].uuid_set(name_digest("t", "", "cat"))
-    names = (str(i) for i in range(1 << 20) if tables[0].uuid_set(name_digest("t", "", str(i))) == place)
+    place = tables[0].find_uuid_set(name_digest("t", "", "cat"))
+    names = (str(i) for i in range(1 << 20) if tables[0].find_uuid_set(name_digest("t", "", str(i))) == place)
     crowd = [next(names) for _ in range(UUID_WAYS + 4)]
     for i, name in enumerate(crowd):
         books[i % COUNT].remember("t", "", name, other)
@@ -176,13 +176,16 @@ def test_a_name_of_media_is_known_to_all_and_means_one_thing(
 
 
 def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[SharedTable]) -> None:
-    first = listen.listen(ServerConfig(host="127.0.0.1", port=0))
+    first = listener.open_listener(ServerConfig(host="127.0.0.1", port=0))
     name = first.getsockname()
     first.close()
-    sockets = [listen.inherited(ServerConfig(max_connections=10), listen.listen_again(name).detach()) for _ in range(2)]
+    sockets = [
+        listener.adopt_listener(ServerConfig(max_connections=10), listener.open_shared_listener(name).detach())
+        for _ in range(2)
+    ]
     for sock, seen in zip(sockets, tables, strict=False):
         sock.setblocking(False)
-        sock.elsewhere = Part(cast(Any, None), {}, seen).connections
+        sock.count_elsewhere = SharedProcessState(cast(Any, None), {}, seen).update_connections
     clients = [socket.create_connection(name) for _ in range(40)]
     kept: list[list[socket.socket]] = [[], []]
     for _ in range(60):
@@ -192,7 +195,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
     assert [len(mine) for mine in kept] == [len(sock.open) for sock in sockets]
     assert sum(map(len, kept)) == 10 and all(kept), "both got some, and both together no more than the bound"
     with pytest.raises(StartupError, match="is in use"):
-        listen.listen(ServerConfig(host="127.0.0.1", port=name[1]))
+        listener.open_listener(ServerConfig(host="127.0.0.1", port=name[1]))
     sockets[0].close()
     for connection in (*clients, *kept[0], *kept[1]):
         connection.close()
@@ -210,7 +213,7 @@ def test_connections_are_dealt_among_sockets_and_bounded_together(tables: list[S
 
 HOLDER = """
 import sys, time
-from trencadis.server.front.table import SharedTable
+from trencadis.server.front.shared_table import SharedTable
 table = SharedTable(int(sys.argv[1]), 3, 1)
 table.put(0, 5)
 with table:
@@ -229,26 +232,26 @@ def test_a_process_that_dies_in_a_section_blocks_nobody(tables: list[SharedTable
     assert tables[0].total(0) == 5
     os.kill(child.pid, signal.SIGKILL)
     with tables[0]:
-        tables[0].forget(1)
+        tables[0].clear_process(1)
     child.wait()
     child.stdout.close()
     assert tables[2].total(HELD.index("requests")) == 0
 
 
 def test_prepared_media_cross_whole() -> None:
-    def picture(seed: int, items: tuple[Prepared, ...] = ()) -> Prepared:
+    def make_image(seed: int, items: tuple[PreparedImage, ...] = ()) -> PreparedImage:
         pixels = np.random.default_rng(seed).integers(0, 256, (8, 12), np.uint8)
-        layout = ("a", TakenRows(0, 1, 2), TakenRows(0, 3, 1, 4))
-        return Prepared(f"d{seed}", pixels, (1, 4, 2), 3, 64, (56, 84), (60, 90), items, layout)
+        layout = ("a", PlaceholderRun(0, 1, 2), PlaceholderRun(0, 3, 1, 4))
+        return PreparedImage(f"d{seed}", pixels, (1, 4, 2), 3, 64, (56, 84), (60, 90), items, layout)
 
-    whole = picture(1, (picture(2), picture(3)))
-    clip = PreparedVideo("v", (picture(4), picture(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
+    whole = make_image(1, (make_image(2), make_image(3)))
+    clip = PreparedVideo("v", (make_image(4), make_image(5)), (0, 2, 4, 6), 2.0, 1.0, 9, 24.0)
     for made in (whole, clip):
-        found = media.unpack(media.pack(made))
-        assert media.pack(found) == media.pack(made) and type(found) is type(made)
+        found = media_codec.unpack_media(media_codec.pack_media(made))
+        assert media_codec.pack_media(found) == media_codec.pack_media(made) and type(found) is type(made)
         assert found.nbytes == made.nbytes and found.tokens == made.tokens
-    back = media.unpack(media.pack(whole))
-    assert isinstance(back, Prepared) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
+    back = media_codec.unpack_media(media_codec.pack_media(whole))
+    assert isinstance(back, PreparedImage) and np.array_equal(back.items[1].pixels, whole.items[1].pixels)
     assert back.layout == whole.layout and back.grid == whole.grid
 
 
@@ -260,10 +263,10 @@ def test_figures_of_processes_add_up_and_those_of_a_dead_one_stay() -> None:
         for one in seconds:
             histogram.observe(one)
         Gauge("held", "inside", registry=registry).set(held)
-        return added.packed(registry)  # type: ignore[arg-type]
+        return aggregate.pack_registry(registry)  # type: ignore[arg-type]
 
-    parts = [added.unpacked(data) for data in (part(3, [0.5, 1.5], 2), part(4, [5.0], 1))]
-    text = added.text(added.added(parts)).decode()
+    parts = [aggregate.unpack_registry(data) for data in (part(3, [0.5, 1.5], 2), part(4, [5.0], 1))]
+    text = aggregate.format_text(aggregate.aggregate(parts)).decode()
     lines = text.splitlines()
     for line in ('asked_total{how="a"} 7.0', 'took_bucket{le="1.0"} 1.0', 'took_bucket{le="+Inf"} 3.0',
                  "took_count 3.0", "took_sum 7.0", "held 3.0"):  # fmt: skip
@@ -272,7 +275,9 @@ def test_figures_of_processes_add_up_and_those_of_a_dead_one_stay() -> None:
     (shown,) = [float(line.split()[-1]) for line in lines if line.startswith("asked_created{")]
     assert shown == pytest.approx(min(created), rel=1e-6)
     assert text.count("# TYPE asked_total counter") == 1
-    after = added.text(added.added([added.lasting(parts[0]), parts[1]])).decode().splitlines()
+    after = (
+        aggregate.format_text(aggregate.aggregate([aggregate.keep_counters(parts[0]), parts[1]])).decode().splitlines()
+    )
     assert 'asked_total{how="a"} 7.0' in after and "held 1.0" in after
 
 
@@ -292,7 +297,7 @@ class HandDriven:
         try:
             left = request.params.n
             while left:
-                delta = await entry.next()
+                delta = await entry.next_delta()
                 left -= delta.finish is not None
                 yield delta
         finally:
@@ -301,11 +306,11 @@ class HandDriven:
     def abort(self, id: str, choice: int = -1) -> None:
         self.aborted.append((id, choice))
 
-    def divert(self, id: str, taker: Taker) -> None:
-        self.open[id].taker = taker
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
+        self.open[id].callback = callback
 
 
-async def turns(count: int = 6) -> None:
+async def take_turns(count: int = 6) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -319,28 +324,28 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
 
         def write(message: msgspec.Struct) -> None:
             nonlocal frames
-            if isinstance(message, Produced):
+            if isinstance(message, DeltaBatch):
                 frames += 1
                 got.extend((d.id, d.choice, d.tokens[0]) for d in message.items)
 
         engine = HandDriven()
         relay = RequestRelay(engine, 1, write, False, lambda data: None)
         for i in range(8):
-            await relay.receive(wire.Add(Request(f"r{i}", [1], SamplingParams(n=2, max_tokens=9))), b"")
-        await turns()
+            await relay.receive(engine_messages.Add(Request(f"r{i}", [1], SamplingParams(n=2, max_tokens=9))), b"")
+        await take_turns()
         assert sorted(engine.open) == [f"1-r{i}" for i in range(8)], "two processes may choose the same id"
         counts = {(id, choice): 0 for id in engine.open for choice in (0, 1)}
         while counts:
             for key in rng.sample(sorted(counts), rng.randint(1, len(counts))):
                 number = counts[key]
                 done = number == 29
-                engine.open[key[0]].give(Delta(key[0], key[1], [number], finish="length" if done else None))
+                engine.open[key[0]].deliver(Delta(key[0], key[1], [number], finish="length" if done else None))
                 counts[key] = number + 1
                 if done:
                     del counts[key]
             if rng.random() < 0.6:
-                await turns(rng.randint(1, 3))
-        await turns(20)
+                await take_turns(rng.randint(1, 3))
+        await take_turns(20)
         assert not relay.requests
         return got, frames
 
@@ -353,31 +358,31 @@ def test_deltas_keep_their_order_whether_they_wait_or_pass_straight_through() ->
 
 def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_none() -> None:
     async def body() -> None:
-        engine, told = HandDriven(), list[msgspec.Struct]()
-        relay = RequestRelay(engine, 0, told.append, True, lambda data: None)
+        engine, reported = HandDriven(), list[msgspec.Struct]()
+        relay = RequestRelay(engine, 0, reported.append, True, lambda data: None)
 
-        def add(id: str) -> wire.Add:
-            return wire.Add(Request(id, [1], SamplingParams(n=1, max_tokens=9), replica=2))
+        def add(id: str) -> engine_messages.Add:
+            return engine_messages.Add(Request(id, [1], SamplingParams(n=1, max_tokens=9), replica=2))
 
         await relay.receive(add("never begun"), b"")
-        await relay.receive(wire.Abort(["never begun"]), b"")
+        await relay.receive(engine_messages.Abort(["never begun"]), b"")
         engine.held.clear()
         await relay.receive(add("waits for an engine"), b"")
-        await turns()
-        await relay.receive(wire.Abort(["waits for an engine"]), b"")
+        await take_turns()
+        await relay.receive(engine_messages.Abort(["waits for an engine"]), b"")
         engine.held.set()
         await relay.receive(add("runs"), b"")
-        await turns()
+        await take_turns()
         assert [*relay.requests] == ["runs"] and not engine.closed
-        engine.open["0-runs"].give(Delta("0-runs", 0, [1]))
-        await turns()
-        assert Placed("runs", 2) in told
-        await relay.receive(wire.Abort(["runs"], 0), b"")
+        engine.open["0-runs"].deliver(Delta("0-runs", 0, [1]))
+        await take_turns()
+        assert RequestRouted("runs", 2) in reported
+        await relay.receive(engine_messages.Abort(["runs"], 0), b"")
         assert engine.aborted == [("0-runs", 0)]
         await relay.receive(add("its process dies"), b"")
-        await turns()
+        await take_turns()
         relay.close()
-        await turns()
+        await take_turns()
         assert not relay.requests and sorted(engine.closed) == ["0-its process dies", "0-runs"]
 
     asyncio.run(body())
@@ -385,12 +390,16 @@ def test_an_abort_reaches_a_request_in_every_state_and_a_dead_process_leaves_non
 
 def test_settings_cross_whole() -> None:
     from tests.fakes.command_line import from_command_line
-    from trencadis.server.front import messages
+    from trencadis.server.front import ipc_messages
 
     settings = from_command_line(
         ["m", "--api-server-count", "2", "--api-key", "k1", "k2", "--limit-mm-per-prompt", "image=3",
          "--default-chat-template-kwargs", json.dumps({"a": [1, {"b": None}]})], {},
     )  # fmt: skip
-    sent = messages.frame(messages.Serve(settings, 1, 2, 1, 5, 6))
-    found = messages.decode_down(sent[wire.HEADER.size :])
-    assert isinstance(found, messages.Serve) and found.settings == settings and (found.listener, found.table) == (5, 6)
+    sent = ipc_messages.make_frame(ipc_messages.ServeOrder(settings, 1, 2, 1, 5, 6))
+    found = ipc_messages.decode_down(sent[engine_messages.HEADER.size :])
+    assert (
+        isinstance(found, ipc_messages.ServeOrder)
+        and found.settings == settings
+        and (found.listener, found.table) == (5, 6)
+    )

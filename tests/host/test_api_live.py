@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.fleet.test_live import picture
+from tests.fleet.test_live import make_image
 from tests.traffic.server_process import ROOT, RunningServer, server, words_of
 
 pytestmark = pytest.mark.long
@@ -30,11 +30,14 @@ FLAGS = (
 SHAPES = Path(__file__).resolve().parents[2] / "assets" / "demo_picture.png"
 
 
-def asked(number: int) -> dict[str, Any]:
-    """Texts, choices, pictures and forms, by number."""
+def ask(number: int) -> dict[str, Any]:
+    """Texts, choices, images and forms, by number."""
     content: Any = f"Tell me {number} things about a boat."
     if number % 3 == 0:
-        content = [{"type": "text", "text": content}, {"type": "image_url", "image_url": {"url": picture(number % 5)}}]
+        content = [
+            {"type": "text", "text": content},
+            {"type": "image_url", "image_url": {"url": make_image(number % 5)}},
+        ]
     more: dict[str, Any] = {"temperature": 0.0 if number % 2 else 0.8, "seed": number, "n": 2 - number % 2}
     if number % 7 == 0:
         more["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
@@ -45,7 +48,7 @@ def texts(running: RunningServer, count: int) -> list[list[str]]:
     """All answers, asked eight at a time over connections of their own."""
 
     def one(number: int) -> list[str]:
-        answer = httpx.post(running.url + "/v1/chat/completions", json=asked(number), timeout=240)
+        answer = httpx.post(running.url + "/v1/chat/completions", json=ask(number), timeout=240)
         assert answer.status_code == 200, answer.text
         return [choice["message"]["content"] for choice in answer.json()["choices"]]
 
@@ -55,7 +58,7 @@ def texts(running: RunningServer, count: int) -> list[list[str]]:
 
 def api_pids(running: RunningServer) -> list[int]:
     children = psutil.Process(running.process.pid).children()
-    return [child.pid for child in children if "trencadis.server.cli.api.process" in words_of(child)]
+    return [child.pid for child in children if "trencadis.server.cli.api.api_server_main" in words_of(child)]
 
 
 def listening(running: RunningServer) -> list[int]:
@@ -84,7 +87,7 @@ def test_two_api_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
             assert len(api_pids(running)) == int(more[1])
 
 
-def test_a_picture_is_named_by_uuid_whichever_process_has_prepared_it(tmp_path: Path) -> None:
+def test_an_image_is_named_by_uuid_whichever_process_has_prepared_it(tmp_path: Path) -> None:
     url = "data:image/png;base64," + base64.b64encode(SHAPES.read_bytes()).decode()
 
     def say(part: dict[str, Any]) -> httpx.Response:
@@ -100,7 +103,7 @@ def test_a_picture_is_named_by_uuid_whichever_process_has_prepared_it(tmp_path: 
             again = say({"type": "image_url", "image_url": None, "uuid": "shapes"})
             assert again.status_code == 200, again.text
             assert again.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
-        other = {"type": "image_url", "image_url": {"url": picture(3)}, "uuid": "shapes"}
+        other = {"type": "image_url", "image_url": {"url": make_image(3)}, "uuid": "shapes"}
         assert {say(other).status_code for _ in range(8)} == {409}
         shown = running.http.get("/metrics").text
         assert "vllm:images_encoded_total" in shown and running.http.get("/stats").json()["image_arena"]["encoded"] == 1
@@ -126,7 +129,7 @@ def test_processes_killed_again_and_again_lose_their_own_requests_only(tmp_path:
 
             def one(number: int) -> int:
                 try:
-                    return httpx.post(running.url + "/v1/chat/completions", json=asked(number), timeout=240).status_code
+                    return httpx.post(running.url + "/v1/chat/completions", json=ask(number), timeout=240).status_code
                 except httpx.HTTPError:
                     return 0
 

@@ -27,7 +27,7 @@ from tests.operations.fake_server import FakeServer
 from tests.operations.test_tls import certificate, needs_openssl, put
 from tests.traffic.image_chats import data_url
 from tests.traffic.server_process import RunningServer, server, words_of
-from trencadis.server.tenants.registry import LOOK_EVERY
+from trencadis.server.tenants.tenant_registry import LOOK_EVERY
 
 pytestmark = pytest.mark.long
 COUNT = 3
@@ -160,10 +160,10 @@ def test_sleep_and_waking_are_the_servers_and_wait_for_the_requests_of_all(tmp_p
 
         # Requests of all processes wait together, up to the bounds, and wake one engine.
         with ThreadPoolExecutor(24) as pool:
-            told = list(pool.map(lambda i: clients[i % COUNT].post("/v1/completions", json=body()), range(24)))
-        counts = Counter(one.status_code for one in told)
+            reported = list(pool.map(lambda i: clients[i % COUNT].post("/v1/completions", json=body()), range(24)))
+        counts = Counter(one.status_code for one in reported)
         assert set(counts) <= {200, 429} and counts[200] >= 8, counts
-        assert all(one.json()["choices"] == first for one in told if one.status_code == 200)
+        assert all(one.json()["choices"] == first for one in reported if one.status_code == 200)
         assert len(engines(made)) == 1
         until(lambda: [c.get("/is_sleeping").json()["is_sleeping"] for c in clients] == [False] * COUNT, "all know")
 
@@ -179,7 +179,7 @@ def test_sleep_and_waking_are_the_servers_and_wait_for_the_requests_of_all(tmp_p
 
         # A process that dies while its request waits for the engine takes nothing along.
         assert clients[0].post("/sleep").json()["status"] == "sleeping"
-        lost = threading.Thread(target=_asked, args=(clients[0],))
+        lost = threading.Thread(target=_ask, args=(clients[0],))
         lost.start()
         time.sleep(0.2)
         os.kill(made.processes()[0], signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_sleep_and_waking_are_the_servers_and_wait_for_the_requests_of_all(tmp_p
         until(lambda: clients[1].get("/load").json() == {"server_load": 0}, "nothing is held")
 
 
-def _asked(client: httpx.Client) -> None:
+def _ask(client: httpx.Client) -> None:
     with contextlib.suppress(httpx.HTTPError):
         client.post("/v1/completions", json=body())
 
@@ -285,14 +285,14 @@ FLAGS = (
 )  # fmt: skip
 
 
-def test_a_real_engine_sleeps_under_two_processes_and_pictures_keep_their_names(tmp_path: Path) -> None:
+def test_a_real_engine_sleeps_under_two_processes_and_images_keep_their_names(tmp_path: Path) -> None:
     url = data_url(Image.open(SHAPES).convert("RGB"))
 
     def say(running: RunningServer, part: dict[str, Any]) -> Any:
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is in the picture?"}]}]
-        asked = {"messages": messages, "max_tokens": 16, "temperature": 0}
+        requested = {"messages": messages, "max_tokens": 16, "temperature": 0}
         # A connection of its own, so that it comes to any process.
-        answer = httpx.post(running.url + "/v1/chat/completions", json=asked, timeout=240, trust_env=False)
+        answer = httpx.post(running.url + "/v1/chat/completions", json=requested, timeout=240, trust_env=False)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]
 
@@ -303,8 +303,8 @@ def test_a_real_engine_sleeps_under_two_processes_and_pictures_keep_their_names(
             assert running.http.post("/sleep").json()["status"] == "sleeping"
             assert not running.engine_pids()
             with ThreadPoolExecutor(6) as pool:
-                told = list(pool.map(lambda _: say(running, named), range(6)))
-            assert told == [first] * 6, "prepared pictures outlive the engine, and cross from one process to another"
+                reported = list(pool.map(lambda _: say(running, named), range(6)))
+            assert reported == [first] * 6, "prepared images outlive the engine, and cross from one process to another"
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
         assert "Traceback" not in running.text()

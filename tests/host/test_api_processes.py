@@ -195,15 +195,15 @@ def test_a_hangup_has_both_read_the_keys_again(several: Several) -> None:
     cid = {"name": "cid", "sha256": hashlib.sha256(b"key-cid").hexdigest()}
     headers = {"authorization": "Bearer key-cid"}
 
-    def told() -> list[int]:
+    def read_log() -> list[int]:
         return [client.post("/v1/completions", json=body(), headers=headers).status_code for client in clients]
 
     several.keys.write_text(json.dumps({"keys": [*json.loads(before)["keys"], cid]}))
     several.front.send_signal(signal.SIGHUP)
-    until(lambda: told() == [200, 200], "both know a new key")
+    until(lambda: read_log() == [200, 200], "both know a new key")
     several.keys.write_text(before)
     several.front.send_signal(signal.SIGHUP)
-    until(lambda: told() == [401, 401], "both forget it")
+    until(lambda: read_log() == [401, 401], "both forget it")
 
 
 def test_a_killed_process_takes_its_own_requests_along_and_is_started_again(several: Several) -> None:

@@ -13,16 +13,16 @@ import torch
 
 from benchmarks.host.step import BLOCK, HostSteps, Load
 from tests.engine.test_schedules import random_request
-from tests.host.counted import instructions
+from tests.host.instruction_counts import instructions
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
+from trencadis.backends.cpu.cpu_program import make_tensors
 from trencadis.backends.cpu.padding import slot_map
-from trencadis.backends.cpu.programs import tensors
-from trencadis.core.executor import frames
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.launches.batch import BatchOutOfStep, RankBatch
-from trencadis.core.launches.inputs import SampleRow, head_inputs, joined, text_inputs
+from trencadis.core.executor import rank_messages
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs, text_inputs
+from trencadis.core.launches.rank_input_batch import BatchOutOfStep, RankInputBatch
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.scheduling.random_numbers import uniform
 from trencadis.core.step import Step, StepInputs
 
 EVERYTHING = np.full((1, 8), 255, np.uint8)
@@ -41,23 +41,23 @@ class Comparing:
     """Takes the Steps of a scheduler and compares what the batch gives a launch with what rows alone give it."""
 
     def __init__(self, size: int) -> None:
-        self.batch, self.size = RankBatch(), size
+        self.batch, self.size = RankInputBatch(), size
         self.seated = self.guests = self.alone = 0
 
     def take(self, step: Step) -> None:
         batch = self.batch
-        batch.turn(step.batch)
-        self.seated += step.seated
-        self.guests += len(step.rows) if step.seated else 0
-        rows = batch.whole(step).rows
+        batch.apply(step.batch)
+        self.seated += step.persistent_count
+        self.guests += len(step.rows) if step.persistent_count else 0
+        rows = batch.with_all_rows(step).rows
         if rows:
-            found = batch.with_guests(text_inputs(step.rows)) if step.rows else batch.inputs()
+            found = batch.inputs_with_borrowed_rows(text_inputs(step.rows)) if step.rows else batch.inputs()
             wanted = text_inputs(rows)
             width = wanted.blocks.shape[1]
             assert np.array_equal(found.blocks[:, :width], wanted.blocks) and not found.blocks[:, width:].any()
             assert found.table is None or not found.table[len(rows) :].any(), "rows behind the batch are not ZERO"
-            if step.seated:  # a row that has a seat reads its token on the device, PENDING or not
-                assert (found.from_slot[: step.seated] > 0).all()
+            if step.persistent_count:  # a row that has a seat reads its token on the device, PENDING or not
+                assert (found.from_slot[: step.persistent_count] > 0).all()
             same(found, wanted, ("blocks", "table", "last"))
             if not step.rows:
                 self.nothing_else_is_read(found)
@@ -72,20 +72,22 @@ class Comparing:
         assert np.array_equal(slot_map(replace(found, blocks=unread), len(found.tokens), self.size), stored)
         self.alone += 1
 
-    def heads(self, step: Step, batch: RankBatch) -> None:
+    def heads(self, step: Step, batch: RankInputBatch) -> None:
         """SAMPLE of the seats, and of the other rows behind them."""
         own = [SampleRow(i + 1, r.samples[0].slot, r.samples[0].sample) for i, r in enumerate(batch.rows())]
         others = [SampleRow(5, d.slot, replace(d.sample, handle=0)) for r in step.rows for d in r.samples]
         if not own:
             return
-        assert batch.wanted().full == any(r.sample.full for r in own)
-        assert batch.wanted().best == all(r.sample.best for r in own if r.sample.full)
-        found = joined(batch.head(EVERYTHING), head_inputs(others, VOCAB)) if others else batch.head(EVERYTHING)
+        assert batch.head_needs().full == any(r.sample.full for r in own)
+        assert batch.head_needs().best == all(r.sample.best for r in own if r.sample.full)
+        found = (
+            join_head_inputs(batch.head(EVERYTHING), head_inputs(others, VOCAB)) if others else batch.head(EVERYTHING)
+        )
         same(found, head_inputs([*own, *others], VOCAB))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
+def test_launches_read_the_same_from_persistent_rows_as_from_rows(seed: int) -> None:
     """Random requests under little memory: sequences join and leave, blocks grow, prompts run beside them."""
     rng, made = random.Random(seed), Comparing(2)
     engine, _ = shadow_engine(blocks=60, size=2, rows=14, depth=seed % 2, seqs=rng.choice([3, 8]))
@@ -103,7 +105,7 @@ def test_launches_read_the_same_from_seats_as_from_rows(seed: int) -> None:
     for number in range(40):
         driver.add(random_request(rng, number, 96, images=0, prefixes=prefixes))
         for _ in range(rng.choice([0, 1, 3, 10])):
-            driver.turn()
+            driver.run_step()
         if rng.random() < 0.2:
             engine.abort(f"r{rng.randrange(number + 1)}")
     driver.finish()
@@ -119,14 +121,14 @@ def test_a_block_is_published_as_soon_as_it_is_full(depth: int) -> None:
     for number in range(30):
         driver.add(random_request(rng, number, 96, images=0, prefixes=[[5] * 96]))
         for _ in range(rng.choice([1, 3, 10])):
-            driver.turn()
+            driver.run_step()
             for seq in engine.scheduler.running:
-                full = min(seq.computed, seq.known()) // 2
-                keys = Chain(seq.request, 2).extend(seq.tokens, 2 * full)
+                full = min(seq.computed, seq.count_known()) // 2
+                keys = BlockHashChain(seq.request, 2).extend(seq.tokens, 2 * full)
                 assert seq.published == full
                 found = {block: key for key in keys if (block := pool.find(key)) is not None}
                 assert all(found.get(block, key) == key for block, key in zip(seq.blocks, keys, strict=False))
-                looked += seq.seat >= 0 and seq.published * 2 > seq.prompt
+                looked += seq.batch_row >= 0 and seq.published * 2 > seq.prompt
     driver.finish()
     driver.verify()
     assert looked > 100
@@ -145,12 +147,12 @@ def test_a_rank_that_missed_a_step_refuses_the_next() -> None:
     engine.scheduler.schedule = seen  # type: ignore[method-assign]
     while not engine.idle():
         engine.step()
-    whole, missed = RankBatch(), RankBatch()
+    whole, missed = RankInputBatch(), RankInputBatch()
     for step in steps:
-        whole.follow(step)
-    missed.follow(steps[0])
+        whole.expand_step(step)
+    missed.expand_step(steps[0])
     with pytest.raises(BatchOutOfStep, match=r"change 3 .* change 1"):
-        missed.follow(steps[2])
+        missed.expand_step(steps[2])
 
 
 def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
@@ -159,10 +161,10 @@ def test_a_step_of_256_rows_is_told_in_a_few_kilobytes() -> None:
     execute = host.runner.execute
 
     def counted(step: Step) -> Any:
-        data = frames.encode(frames.Run(step))
+        data = rank_messages.encode(rank_messages.RunStep(step))
         sizes.append(len(data))
-        down = frames.decode_down(data)
-        assert isinstance(down, frames.Run)
+        down = rank_messages.decode_down(data)
+        assert isinstance(down, rank_messages.RunStep)
         return execute(down.step)
 
     host.runner.execute = counted  # type: ignore[method-assign]
@@ -201,7 +203,7 @@ def test_each_draw_has_the_number_of_its_output() -> None:
     def checked(step: Step) -> Any:
         nonlocal seen
         numbers = () if step.batch is None else step.batch.uniform
-        drawing = host.scheduler.in_flight[-1].seated
+        drawing = host.scheduler.in_flight[-1].persistent
         for seq, number in zip(drawing, numbers, strict=bool(len(numbers))):
             if not seq.request.params.greedy:
                 assert number == np.float32(uniform(seq.seed, seq.index, seq.outputs - 1))
@@ -223,7 +225,7 @@ def test_what_comes_again_reads_as_if_it_were_made_anew() -> None:
         nonlocal again
         again += program.source is inputs
         fill(program, inputs)
-        made = tensors(program.bucket, inputs, BLOCK)
+        made = make_tensors(program.bucket, inputs, BLOCK)
         for found, wanted in zip(flat(program.inputs), flat(made), strict=True):
             assert (found is wanted is None) or (found.dtype == wanted.dtype and torch.equal(found, wanted))
 

@@ -18,8 +18,8 @@ from trencadis.backends.cpu.native import dense, kernel_table
 from trencadis.backends.cpu.native.kernel_table import TORCH, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import Comm
-from trencadis.core.launches.between import SingleRank
-from trencadis.core.layers.embedding import LAST, Head
+from trencadis.core.launches.communicators import SingleRank
+from trencadis.core.layers.embedding import LAST, LMHead
 
 TYPES = kernel_kinds.dense_types()
 pytestmark = pytest.mark.skipif(not TYPES, reason="own kernels do not multiply dense weights on this CPU")
@@ -99,7 +99,7 @@ def test_the_best_is_the_argmax_with_ties_infinities_and_what_is_no_number(
 def test_a_head_takes_the_token_of_its_logits_also_where_many_are_equal(dtype: torch.dtype, team: int) -> None:
     """Small whole weights and inputs make equal logits, of which the first has to be taken, whichever thread has it."""
     generator = torch.Generator().manual_seed(5)
-    head = Head(CpuOps(), SingleRank(), 5000, 64)
+    head = LMHead(CpuOps(), SingleRank(), 5000, 64)
     head.pack(torch.randint(-2, 3, (5000, 64), generator=generator).to(dtype), None)
     for rows in (1, 7, 130, 300):
         x = torch.randint(-1, 2, (rows, 64), generator=generator).to(dtype)
@@ -151,7 +151,7 @@ def on_ranks(table: Tensor, x: Tensor, unit: int, lacking: int = -1) -> list[tup
 
     def run(rank: int) -> None:
         comm: Comm = ThreadComm(ranks, rank)
-        head = Head(torch_ops() if rank == lacking else CpuOps(), comm, len(table), table.shape[1], unit=unit)
+        head = LMHead(torch_ops() if rank == lacking else CpuOps(), comm, len(table), table.shape[1], unit=unit)
         head.load(Table(), "embed_tokens")  # type: ignore[arg-type]
         found[rank] = head.best(x), head(x).argmax(-1)
 

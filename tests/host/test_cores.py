@@ -13,7 +13,7 @@ import torch
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.native import threads
 from trencadis.core.backend import BackendConfig
-from trencadis.core.cpus import BIND, bound, dealt, listed, nodes_of
+from trencadis.core.cpu_affinity import BIND, choose_cpus, nodes_of, parse_cpu_list, share_cpus
 from trencadis.core.errors import StartupError
 
 
@@ -57,7 +57,7 @@ def test_ranks_share_no_core_while_there_are_enough(counts: tuple[int, ...], ran
     for count in counts:
         nodes.append(tuple(range(first, first + count)))
         first += count
-    given = [dealt(tuple(nodes), rank, ranks) for rank in range(ranks)]
+    given = [share_cpus(tuple(nodes), rank, ranks) for rank in range(ranks)]
     assert all(given)
     if ranks <= len(nodes):
         assert sorted(cpu for cpus in given for cpu in cpus) == list(range(first)), "whole nodes, each given once"
@@ -67,7 +67,7 @@ def test_ranks_share_no_core_while_there_are_enough(counts: tuple[int, ...], ran
     if all(count >= -(-ranks // len(nodes)) for count in counts):
         assert len({cpu for cpus in given for cpu in cpus}) == sum(map(len, given))
     for rank, cpus in enumerate(given):
-        kept = dealt(tuple(nodes), rank, ranks, reserved=1)
+        kept = share_cpus(tuple(nodes), rank, ranks, reserved=1)
         assert kept == (cpus[:-1] or cpus)
 
 
@@ -97,31 +97,31 @@ def test_threads_are_kept_where_it_helps_or_where_they_are_told(
     available: int,
     found: list[tuple[int, ...]],
 ) -> None:
-    assert [bound(text, 0, rank, ranks, threads, nodes, available) for rank in range(ranks)] == found
+    assert [choose_cpus(text, 0, rank, ranks, threads, nodes, available) for rank in range(ranks)] == found
 
 
 @pytest.mark.parametrize("text", ["some", "1-", "3-1", "0-3", "0|", "0-3|x"])
 def test_a_list_that_serves_not_all_ranks_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match=BIND):
-        bound(text, 0, 1, 2, 4, NODES, 8)
+        choose_cpus(text, 0, 1, 2, 4, NODES, 8)
 
 
 def test_lists_of_cpus() -> None:
-    assert listed("0-2,5,7-7\n") == (0, 1, 2, 5, 7) and listed("") == ()
+    assert parse_cpu_list("0-2,5,7-7\n") == (0, 1, 2, 5, 7) and parse_cpu_list("") == ()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_an_engines_threads_stay_on_the_cpus_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread of its own, whose affinity is nobody else's."""
     usable, kept, found = sorted(os.sched_getaffinity(0)), list[Sequence[int]](), list[set[int]]()
-    keep = threads.keep_to
+    keep = threads.pin_threads
 
     def noted(cpus: Sequence[int]) -> None:
         kept.append(cpus)
         keep(cpus)
         found.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr(threads, "keep_to", noted)
+    monkeypatch.setattr(threads, "pin_threads", noted)
     monkeypatch.setenv(BIND, str(usable[-1]))
     before, made = torch.get_num_threads(), list[str]()
     one = threading.Thread(target=lambda: made.append(CpuBackend(BackendConfig()).label))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tests import kernel_kinds
-from trencadis.backends.cpu.native import attend
+from trencadis.backends.cpu.attention_plan import CpuAttn, get_plan
+from trencadis.backends.cpu.native import decode_attention
 from trencadis.backends.cpu.native.kernel_table import TORCH
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.plan import CpuAttn, plan_of
 from trencadis.core.backend import LayerKV
-from trencadis.core.quant import kv_codes
+from trencadis.core.quant import kv_cache_codes
 
 BLOCK = 16
 CASES = (
@@ -96,9 +96,9 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 def test_rows_attend_as_float64_does_and_alone_as_in_company(ops: CpuOps, dtype: torch.dtype) -> None:
     for case in CASES:
         made = decoding(case, dtype)
-        if case[5] % attend.LANES == 0:
-            assert attend.serves(made.q, made.kv, ops.table), case
-        own = case[5] % attend.LANES == 0
+        if case[5] % decode_attention.LANES == 0:
+            assert decode_attention.is_supported(made.q, made.kv, ops.table), case
+        own = case[5] % decode_attention.LANES == 0
         with kernel_kinds.served("decode_attention", ops.table, own):
             found = made.run(ops)
         exact = made.exact(plain(made.kv.k), plain(made.kv.v))
@@ -127,12 +127,12 @@ def test_codes_of_eight_bits_are_read_as_they_are_opened(ops: CpuOps, kept: int)
     codes = [torch.zeros(k.shape, dtype=torch.int8) for _ in "kv"]
     scales = [torch.zeros(k.shape[:3], dtype=torch.float16) for _ in "kv"]
     bias = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
-    more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_codes.pairs_of(bias, kept)) if kept else ()
+    more = (torch.zeros(*k.shape[:3], kept, dtype=torch.bfloat16), kv_cache_codes.pairs_of(bias, kept)) if kept else ()
     coded = LayerKV(codes[0], codes[1], scales[0], scales[1], *more)
-    kv_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
+    kv_cache_codes.store(plain(k), plain(v), coded, torch.arange(len(plain(k))))
     made.kv = coded
-    assert attend.serves(made.q, coded, ops.table)
-    exact = made.exact(*kv_codes.opened(coded, slice(0, len(plain(k))), torch.float32))
+    assert decode_attention.is_supported(made.q, coded, ops.table)
+    exact = made.exact(*kv_cache_codes.read_slots(coded, slice(0, len(plain(k))), torch.float32))
     found = made.run(ops)
     assert float((found.double() - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
 
@@ -152,14 +152,14 @@ def test_decoding_rows_beside_chunks_are_written_in_their_places(ops: CpuOps) ->
 
 def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
     made = decoding((2, 30, 60, 4, 2, 24, 0), torch.float32)
-    assert not attend.serves(made.q, made.kv, kernel_kinds.table("avx2"))
+    assert not decode_attention.is_supported(made.q, made.kv, kernel_kinds.table("avx2"))
     found, exact = made.run(CpuOps()), made.exact(plain(made.kv.k), plain(made.kv.v))
     assert float((found.double() - exact).abs().max()) < 1e-5
 
 
 def test_singles_hold_what_each_row_sees() -> None:
     made = decoding((3, 20, 90, 4, 2, 64, 0), torch.float32)
-    plan = plan_of(made.attn, BLOCK, window=30, native=True)
+    plan = get_plan(made.attn, BLOCK, window=30, native=True)
     rows = plan.singles
     assert rows is not None and not plan.groups and not plan.spans
     assert rows.token.tolist() == [0, 1, 2] and rows.length.tolist() == [20, 55, 90]

@@ -20,8 +20,8 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
 from trencadis.core.errors import StartupError
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.shapes.step_times import LADDER, ChunkRoom, StepTimes, StepWork, chunk_sizes
-from trencadis.core.startup.build import _times
+from trencadis.core.shapes.step_times import LADDER, ChunkBudget, StepTimes, StepWork, chunk_sizes
+from trencadis.core.startup.engine_builder import _times
 from trencadis.core.step import Step, StepOutput
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
@@ -56,7 +56,7 @@ class Machine:
 
     def submit(self, step: Step) -> Any:
         chunks = [row for row in step.rows if len(row.tokens) > 1]
-        rows = step.seated + len(step.rows) - len(chunks)
+        rows = step.persistent_count + len(step.rows) - len(chunks)
         tokens = sum(len(row.tokens) for row in chunks)
         pairs = sum(len(row.tokens) * (row.context + len(row.tokens) / 2) for row in chunks)
         seconds = self.decode + 0.0001 * rows + self.token * (tokens + PAIR * pairs)
@@ -101,7 +101,7 @@ def play(seed: int, count: int, depth: int) -> None:
     length, size = rng.choice([48, 96]), rng.choice([2, 4, 8])
     blocks = -(-length // size) * rng.choice([1, 2, 5])
     tokens = rng.choice([7, 64])
-    joined = tokens == 64 and rng.random() < 0.4  # a picture needs a step that holds it
+    joined = tokens == 64 and rng.random() < 0.4  # an image needs a step that holds it
     engine, _ = shadow_engine(
         blocks=blocks, size=size, rows=2 + rng.choice([12, 40]), depth=depth, seqs=rng.choice([1, 3, 8]),
         tokens=tokens, length=length, chunk=0 if joined else rng.choice([0, 5]), joined=joined,
@@ -113,7 +113,7 @@ def play(seed: int, count: int, depth: int) -> None:
     for number in range(count):
         driver.add(random_request(rng, number, length, images=rng.choice([0, 3]), prefixes=prefixes))
         for _ in range(rng.choice([0, 1, 3, 10])):
-            driver.turn()
+            driver.run_step()
         if rng.random() < 0.1:
             engine.abort(f"r{rng.randrange(number + 1)}", -1)
         engine.scheduler.check()
@@ -145,12 +145,12 @@ def crowd(target: float, prompts: int = 12, depth: int = 0, **machine: Any) -> M
     for number in range(4):
         driver.add(Request(f"a{number}", [1 + number, 2, 3], long))
     for _ in range(10):
-        driver.turn()
+        driver.run_step()
     for number in range(prompts):
         prompt = [1 + (number * 31 + i * i) % 50 for i in range(600)]
         driver.add(Request(f"p{number}", prompt, SamplingParams(temperature=0, max_tokens=1)))
         for _ in range(6):
-            driver.turn()
+            driver.run_step()
     driver.finish(20_000)
     driver.verify()
     return made
@@ -232,12 +232,12 @@ def learned(target: float, sizes: tuple[int, ...] = LADDER, mixed: bool = True) 
 
 def test_a_chunk_far_behind_in_a_prompt_is_shorter() -> None:
     times = learned(0.115)
-    sizes = [times.room(4, 0).fits(context, 4096) for context in (0, 500, 4000, 100_000, 10**7)]
+    sizes = [times.chunk_budget(4, 0).fits(context, 4096) for context in (0, 500, 4000, 100_000, 10**7)]
     assert sizes[0] == 188 and sizes == sorted(sizes, reverse=True) and sizes[3] < sizes[2] and sizes[-1] == 20
 
 
 def test_prompts_of_a_step_share_its_bound() -> None:
-    room = learned(0.110).room(4, 0)
+    room = learned(0.110).chunk_budget(4, 0)
     first = room.fits(0, 60)
     room.take(0, first)
     second = room.fits(0, 4096)
@@ -246,15 +246,15 @@ def test_prompts_of_a_step_share_its_bound() -> None:
 
 
 def test_without_decoding_rows_nothing_is_cut() -> None:
-    assert learned(0.001).room(0, 0).fits(0, 4096) == 4096
+    assert learned(0.001).chunk_budget(0, 0).fits(0, 4096) == 4096
 
 
-def test_pictures_take_their_part_of_the_bound() -> None:
+def test_images_take_their_part_of_the_bound() -> None:
     times = learned(0.110)
-    before = times.room(4, 0).fits(0, 4096)
+    before = times.chunk_budget(4, 0).fits(0, 4096)
     times.learn(StepWork(4, 0, 0.0, 100, began=times.last), times.last + 0.060)
     assert times.slot == pytest.approx(0.0005, rel=0.01)
-    assert times.room(4, 100).fits(0, 4096) < before == times.room(4, 0).fits(0, 4096)
+    assert times.chunk_budget(4, 100).fits(0, 4096) < before == times.chunk_budget(4, 0).fits(0, 4096)
 
 
 def test_steps_that_waited_for_a_compiler_teach_nothing() -> None:
@@ -282,7 +282,7 @@ def test_chunks_fill_launches_that_are_planned(make: Callable[[], Plan], rows: i
     times = learned(0.140, chunk_sizes(plan, 512), plan.policy.mixed)
     for target in (0.0, 0.050, 0.100, 0.250):
         times.target = target
-        count = ChunkRoom(times, rows, times.decoding(rows)).fits(0, 4096)
+        count = ChunkBudget(times, rows, times.decoding(rows)).fits(0, 4096)
         assert count + rows * plan.policy.mixed in chunk_sizes(plan, 512), (target, count)
 
 

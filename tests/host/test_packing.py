@@ -16,17 +16,17 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native import packing
+from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE, chosen_table
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.layers.linear import Linear, Rows
-from trencadis.core.layers.partial import PartlyTurned
-from trencadis.core.layers.source import StackedPart, StoredRows
-from trencadis.core.models.collected import Collected
-from trencadis.core.models.loader import weights_of
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.layers.linear import Linear, RowParallelLinear
+from trencadis.core.layers.partial_rotary import PartialRotarySource
+from trencadis.core.layers.weight_source import StackedPart, StoredRows
+from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.registry import family_of
+from trencadis.core.models.weight_loader import open_weights
 
 TYPES = kernel_kinds.shared_types()
 STORED = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_onednns_packing(source: torch.dtype, target: torch.d
             at += width
         before = torch.get_num_threads()
         torch.set_num_threads(1 + 2 * (number % 2))
-        made = packing.packed(parts, widths, inputs, target, chosen_table())
+        made = weight_packing.pack_rows(parts, widths, inputs, target, chosen_table())
         torch.set_num_threads(before)
         found = made and made.tensor
         assert found is not None and found.shape == whole.shape
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_onednns_packing(source: torch.dtype, target: torch.d
 
 def test_rows_may_be_shorter_than_their_inputs() -> None:
     part = odd(70, 20, torch.float32, 1).nan_to_num_()
-    made = packing.packed([part], [70], 48, torch.float32, chosen_table())
+    made = weight_packing.pack_rows([part], [70], 48, torch.float32, chosen_table())
     found = made and made.tensor
     assert found is not None
     whole = torch.nn.functional.pad(part, (0, 28))
@@ -98,12 +98,14 @@ def test_rows_may_be_shorter_than_their_inputs() -> None:
 def test_onednn_multiplies_them_and_their_memory_lives_as_long_as_they_do(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(9)
     weights = [torch.randn(n, 130, generator=generator).to(dtype) for n in (200, 64, 1000)]
-    theirs = [torch.ops.mkldnn._reorder_linear_weight(w) for w in weights]
+    reference = [torch.ops.mkldnn._reorder_linear_weight(w) for w in weights]
     ours = [CpuOps().pack_weight(w) for w in weights]
     gc.collect()
-    filled = [packing.pages.take(1 << 16).fill_(255) for _ in range(50)]  # nobody may be given memory that is in use
+    filled = [
+        weight_packing.pages.take(1 << 16).fill_(255) for _ in range(50)
+    ]  # nobody may be given memory that is in use
     x = torch.randn(300, 130, generator=generator).to(dtype)
-    for packed, other in zip(ours, theirs, strict=True):
+    for packed, other in zip(ours, reference, strict=True):
         assert isinstance(packed, PackedWeight) and packed.panels is not None
         one, two = (
             torch.ops.mkldnn._linear_pointwise.default(x, w, None, "none", [], "") for w in (packed.packed, other)
@@ -113,8 +115,8 @@ def test_onednn_multiplies_them_and_their_memory_lives_as_long_as_they_do(dtype:
 
 
 def test_pages_are_given_once_and_begin_at_lines_of_the_cache() -> None:
-    made = packing.Pages()
-    taken = [made.take(size) for size in (1, 63, 64, 65, packing.CHUNK, 100, 3 * packing.CHUNK + 1, 7)]
+    made = weight_packing.Pages()
+    taken = [made.take(size) for size in (1, 63, 64, 65, weight_packing.CHUNK, 100, 3 * weight_packing.CHUNK + 1, 7)]
     places = sorted((t.data_ptr(), t.data_ptr() + len(t)) for t in taken)
     assert all(start % 64 == 0 for start, _ in places)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
@@ -122,22 +124,22 @@ def test_pages_are_given_once_and_begin_at_lines_of_the_cache() -> None:
 
 
 def test_a_layout_of_another_name_is_packed_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = packing._description
-    monkeypatch.setattr(packing, "_description", lambda packed: real(packed)[:-1] + bytes([packed.shape[0] % 7]))
-    packing._names.cache_clear()
-    packing.name_of.cache_clear()
+    real = weight_packing._description
+    monkeypatch.setattr(weight_packing, "_description", lambda packed: real(packed)[:-1] + bytes([packed.shape[0] % 7]))
+    weight_packing._names.cache_clear()
+    weight_packing.name_of.cache_clear()
     try:
         weight = torch.randn(96, 64)
         alone = chosen_table().needs_no_library
-        made = packing.packed([weight], [96], 64, torch.float32, chosen_table())
+        made = weight_packing.pack_rows([weight], [96], 64, torch.float32, chosen_table())
         assert made is None if not alone else made is not None and made.tensor is None
         packed = CpuOps().pack_weight(weight)
         assert isinstance(packed, PackedWeight) and torch.allclose(
             CpuOps().linear(torch.eye(64), packed), weight.T, atol=1e-6
         )
     finally:
-        packing._names.cache_clear()
-        packing.name_of.cache_clear()
+        weight_packing._names.cache_clear()
+        weight_packing.name_of.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -145,7 +147,7 @@ def test_weights_of_a_checkpoint_are_the_same_in_one_pass(dtype: torch.dtype, mo
     """Joined rows, and columns of a rank, by the layers' own loading."""
     config = load_config(DEMO)
     backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1"}))
-    source = Collected(weights_of(DEMO), family_of(config.architecture).names, backend, config)
+    source = CheckpointSource(open_weights(DEMO), family_of(config.architecture).names, backend, config)
     passes: list[StoredRows] = []
     pack = CpuOps.pack_stored
 
@@ -159,7 +161,7 @@ def test_weights_of_a_checkpoint_are_the_same_in_one_pass(dtype: torch.dtype, mo
     class Second:
         rank, world = 1, 2
 
-    down = Rows(backend.ops, Second(), c.intermediate, c.hidden)  # type: ignore[arg-type]
+    down = RowParallelLinear(backend.ops, Second(), c.intermediate, c.hidden)  # type: ignore[arg-type]
     down.load(source, "layers.0.mlp.down_proj")
     assert len(passes) == 1 and passes[0].parts[0].dtype == source.tensors["layers.0.mlp.down_proj.weight"].dtype
     half = c.intermediate // 2
@@ -172,21 +174,21 @@ def test_weights_of_a_checkpoint_are_the_same_in_one_pass(dtype: torch.dtype, mo
     parts = [StackedPart(name, width, 0, width, width) for name in names]
     joined, apart = Linear(backend.ops, backend.comm), Linear(backend.ops, backend.comm)
     assert joined.pack_stored(source, parts, (c.hidden, 0, c.hidden, c.hidden), None)
-    apart.pack(source.stacked(parts, c.hidden), None)
+    apart.pack(source.take_stacked(parts, c.hidden), None)
     assert memory(joined.weights[0].packed) == memory(apart.weights[0].packed)  # type: ignore[attr-defined]
-    turned = PartlyTurned(source, c.head_dim, c.head_dim // 2)
+    turned = PartialRotarySource(source, c.head_dim, c.head_dim // 2)
     query = StackedPart("layers.0.self_attn.q_proj.weight", c.hidden, 0, c.hidden, c.hidden)
     assert turned.stored([query], c.hidden, 0, c.hidden) is None and turned.stored(parts, c.hidden, 0, 8) is not None
 
 
 def test_types_that_differ_within_a_weight_are_joined_first() -> None:
     rows = [torch.randn(64, 32), torch.randn(64, 32).to(torch.bfloat16)]
-    assert packing.packed(rows, [64, 64], 32, torch.float32, chosen_table()) is None
+    assert weight_packing.pack_rows(rows, [64, 64], 32, torch.float32, chosen_table()) is None
 
 
 def test_threads_that_load_get_memory_apart() -> None:
     """Ranks may be threads of one process; two that got the same memory would multiply each other's weights."""
-    before, pages, taken = sys.getswitchinterval(), packing.Pages(), list[Tensor]()
+    before, pages, taken = sys.getswitchinterval(), weight_packing.Pages(), list[Tensor]()
 
     def take() -> None:
         taken.extend([pages.take(64) for _ in range(2000)])

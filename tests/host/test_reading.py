@@ -12,25 +12,25 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.layers.source import StackedPart, stack
-from trencadis.core.models.collected import Collected
-from trencadis.core.models.loader import weights_of
+from trencadis.core.layers.weight_source import StackedPart, stack
+from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.registry import build, family_of
-from trencadis.core.process import ahead
-from trencadis.core.process import main as process
+from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.process import engine_process as process
+from trencadis.core.process import prefetch
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 
 
-def collected(dtype: torch.dtype, **options: str) -> Collected:
+def collected(dtype: torch.dtype, **options: str) -> CheckpointSource:
     config = load_config(DEMO)
     backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1", **options}))
-    return Collected(weights_of(DEMO), family_of(config.architecture).names, backend, config)
+    return CheckpointSource(open_weights(DEMO), family_of(config.architecture).names, backend, config)
 
 
-def parts_of(source: Collected, layer: int, extra: int = 0) -> tuple[list[StackedPart], int]:
+def parts_of(source: CheckpointSource, layer: int, extra: int = 0) -> tuple[list[StackedPart], int]:
     """Gate and up of a layer, the second without its first row and with ``extra`` zeros."""
     names = [f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")]
     size, inputs = source.tensors[names[0]].shape
@@ -45,14 +45,14 @@ def test_stacked_weights_are_those_of_the_file(dtype: torch.dtype) -> None:
     source = collected(dtype)
     for layer, extra in ((0, 3), (1, 0), (0, 5)):
         parts, inputs = parts_of(source, layer, extra)
-        found = source.stacked(parts, inputs)
+        found = source.take_stacked(parts, inputs)
         assert found.dtype == dtype and torch.equal(found, stack(source, parts, inputs))
 
 
 def test_memory_is_used_again_only_where_the_backend_copies_weights() -> None:
     for options, again in (({}, True), ({"ops": "reference"}, False)):
         source = collected(torch.float32, **options)
-        first, second = (source.stacked(*parts_of(source, layer)) for layer in (0, 1))
+        first, second = (source.take_stacked(*parts_of(source, layer)) for layer in (0, 1))
         assert (first.data_ptr() == second.data_ptr()) is again
         assert source.copied is again
 
@@ -83,8 +83,8 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
     def load() -> None:
         raise Imported
 
-    monkeypatch.setattr("trencadis.core.process.ahead.begin", lambda *args: seen.append(args))
-    monkeypatch.setattr("trencadis.core.process.torch_build.load", load)
+    monkeypatch.setattr("trencadis.core.process.prefetch.start_prefetch", lambda *args: seen.append(args))
+    monkeypatch.setattr("trencadis.core.process.torch_build.import_torch", load)
     engine = object.__new__(process.EngineProcess)
     monkeypatch.setattr(engine, "send", lambda message: None, raising=False)
     with pytest.raises(Imported):
@@ -93,16 +93,16 @@ def test_files_are_asked_for_before_torch_is_imported(monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_read_ahead_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("os.posix_fadvise", lambda *args: asked.append(args))
-    thread = ahead.begin(str(DEMO))
+    requested: list[Any] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda *args: requested.append(args))
+    thread = prefetch.start_prefetch(str(DEMO))
     assert thread is not None
     thread.join(10)
-    assert sum(args[2] for args in asked) == weights_of(DEMO).nbytes
-    assert ahead.begin(str(DEMO), "dummy") is None and ahead.begin(str(tmp_path)) is None
-    assert ahead.begin("some/hub-id") is None
-    monkeypatch.setattr(ahead, "free_host", lambda: 1 << 20)
-    assert ahead.begin(str(DEMO)) is None
+    assert sum(args[2] for args in requested) == open_weights(DEMO).nbytes
+    assert prefetch.start_prefetch(str(DEMO), "dummy") is None and prefetch.start_prefetch(str(tmp_path)) is None
+    assert prefetch.start_prefetch("some/hub-id") is None
+    monkeypatch.setattr(prefetch, "free_host", lambda: 1 << 20)
+    assert prefetch.start_prefetch(str(DEMO)) is None
 
 
 def resident(file: Path) -> int:
@@ -121,7 +121,7 @@ def test_mapped_files_are_entered_beside_the_loader(tmp_path: Path, monkeypatch:
         data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         if not Path("/proc/self/smaps").exists():
             pytest.skip("no smaps")
-        populating = ahead.Populating([data])
+        populating = prefetch.PagePopulator([data])
         populating.wait()
         populating.end()
         if resident(file) == 0:
@@ -129,9 +129,9 @@ def test_mapped_files_are_entered_beside_the_loader(tmp_path: Path, monkeypatch:
         assert resident(file) >= len(data)
         assert data[1000] == 1000 % 256
         data.close()
-    monkeypatch.setattr(ahead, "free_host", lambda: 1 << 20)
+    monkeypatch.setattr(prefetch, "free_host", lambda: 1 << 20)
     with file.open("rb") as f:
         untouched = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        ahead.Populating([untouched]).end()
+        prefetch.PagePopulator([untouched]).end()
         assert resident(file) < len(untouched)
         untouched.close()

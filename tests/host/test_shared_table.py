@@ -15,9 +15,9 @@ from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.loader import weights_of
+from trencadis.core.models.weight_loader import open_weights
 
 TYPES = kernel_kinds.shared_types()
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
@@ -63,7 +63,7 @@ def demo(dtype: torch.dtype, more: dict[str, Tensor] | None = None) -> Decoder:
     made = Decoder(load_config(DEMO), backend)
 
     def stored() -> Iterator[tuple[str, Tensor]]:
-        yield from weights_of(DEMO)
+        yield from open_weights(DEMO)
         yield from (more or {}).items()
 
     made.load(stored())
@@ -74,7 +74,7 @@ def demo(dtype: torch.dtype, more: dict[str, Tensor] | None = None) -> Decoder:
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_tied_table_is_held_once(dtype: torch.dtype, twice: bool) -> None:
     """Also where a checkpoint stores the table under the head's name, too."""
-    held = dict(weights_of(DEMO))[TABLE]
+    held = dict(open_weights(DEMO))[TABLE]
     model = demo(dtype, {"lm_head.weight": held.clone()} if twice else None)
     head, table = model.lm_head.weights[0], model.embedding.table
     assert isinstance(head, PackedWeight) and table.data_ptr() == torch.ops.mkldnn.data_ptr(head.packed)
@@ -87,6 +87,6 @@ def test_a_tied_table_is_held_once(dtype: torch.dtype, twice: bool) -> None:
 
 
 def test_a_head_of_its_own_leaves_the_table_alone() -> None:
-    held = dict(weights_of(DEMO))[TABLE]
+    held = dict(open_weights(DEMO))[TABLE]
     model = demo(TYPES[0], {"lm_head.weight": held + 1})
     assert model.embedding.table.shape == held.shape and torch.equal(model.embedding.table, held.to(TYPES[0]))

@@ -10,8 +10,8 @@ import pytest
 
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
-from trencadis.core.launches import runner
-from trencadis.core.launches.apart import launch_apart, rows_of
+from trencadis.core.launches import model_runner
+from trencadis.core.launches.split_sampling import launch_split, select_rows
 from trencadis.core.step import HeadInputs, HeadOutput
 
 GREEDY: dict[str, Any] = dict(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -58,14 +58,14 @@ def test_rows_return_to_their_places() -> None:
             return Given(HeadOutput(token))
         return Given(HeadOutput(token, *(part.slot + 0.5, part.slot), np.stack([part.slot] * 2, 1), None))
 
-    found = launch_apart(inputs(5), full, launch)
+    found = launch_split(inputs(5), full, launch)
     assert found.done() and found.result() is found.result()
     assert seen == [([0, 3, 4], False, 1), ([1, 2], True, 3)], "greedy rows take no masks along"
     out = found.result()
     assert out.token.tolist() == [0, 10, 20, 30, 40] and out.top_logprob is None
     assert out.logprob is not None and out.logprob[full].tolist() == [1.5, 2.5]
     assert out.top_id is not None and out.top_id[full].tolist() == [[1, 1], [2, 2]]
-    assert rows_of(inputs(5), np.array([4, 0]), True).slot.tolist() == [4, 0]
+    assert select_rows(inputs(5), np.array([4, 0]), True).slot.tolist() == [4, 0]
 
 
 def test_answers_beside_others_are_those_of_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,22 +73,22 @@ def test_answers_beside_others_are_those_of_requests_alone(monkeypatch: pytest.M
 
     def noted(inputs: HeadInputs, full: np.ndarray, launch: Any) -> Any:
         apart.append(int(full.sum()))
-        return launch_apart(inputs, full, launch)
+        return launch_split(inputs, full, launch)
 
-    monkeypatch.setattr(runner, "launch_apart", noted)
+    monkeypatch.setattr(model_runner, "launch_split", noted)
     llm = LLM(str(demo_path()), max_model_len=256, kv_cache_memory_bytes=1 << 24)
     try:
         prompts = [f"The mosaic of {place} is" for place in range(len(ASKED))]
-        params = [SamplingParams(**asked) for asked in ASKED]
-        alone = [told(llm.generate([p], [s])[0]) for p, s in zip(prompts, params, strict=True)]
+        params = [SamplingParams(**requested) for requested in ASKED]
+        alone = [sampled_tokens(llm.generate([p], [s])[0]) for p, s in zip(prompts, params, strict=True)]
         assert not apart
-        together = [told(answer) for answer in llm.generate(prompts, params)]
+        together = [sampled_tokens(answer) for answer in llm.generate(prompts, params)]
     finally:
         llm.close()
     assert together == alone and len(apart) > 5
 
 
-def told(answer: Any) -> list[Any]:
+def sampled_tokens(answer: Any) -> list[Any]:
     """Tokens, reasons and log-probabilities to four places."""
     return [
         (

@@ -16,13 +16,13 @@ from torch import Tensor
 from tests import kernel_kinds
 from tests.host.test_decode_attention import decoding
 from tests.ops.test_many_queries import prompts
-from tests.ops.test_turn import parts
-from trencadis.backends.cpu.native import dense, packing, thread_use, threads
+from tests.ops.test_rotary import make_parts
+from trencadis.backends.cpu.native import dense, thread_use, threads, weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.rotary import rotate
 from trencadis.backends.cpu.native.thread_use import ThreadUse, run_delay, stolen_time
-from trencadis.backends.cpu.native.turn import turn
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels do not run on this CPU")
@@ -50,7 +50,7 @@ def normal(*shape: int) -> Tensor:
 
 def coded(bits: int) -> Callable[[CpuOps], Tensor]:
     """A product of 8- or 4-bit weights of more rows than are rounded at once on one thread."""
-    made, x = quantised(normal(1100, 640), Scheme(bits, group=128 if bits == 4 else 0), torch.float32), normal(300, 640)
+    made, x = quantise(normal(1100, 640), Scheme(bits, group=128 if bits == 4 else 0), torch.float32), normal(300, 640)
     return lambda ops: ops.linear(x, ops.pack_quantised(made))
 
 
@@ -61,13 +61,13 @@ def launches() -> dict[str, Callable[[CpuOps], Tensor | None]]:
         decoding((5, 255, 1030, 14, 2, 64, 0), torch.bfloat16),
         prompts(([(70, 130), (0, 3), (500, 65)], 14, 2, 64, 0), torch.float32),
     )
-    rotary = parts(1000, 4, 4, 72, torch.bfloat16)
+    rotary = make_parts(1000, 4, 4, 72, torch.bfloat16)
     made: dict[str, Callable[[CpuOps], Tensor | None]] = {
         "quantised_linear 8": coded(8),
         "quantised_linear 4": coded(4),
         "gate": lambda ops: ops.silu_mul(gates),
         "norm": lambda ops: ops.rms_norm(hidden.clone(), weight, 1e-6)[0],
-        "rotary": lambda ops: turn(*rotary, ops.table),
+        "rotary": lambda ops: rotate(*rotary, ops.table),
         "decode_attention": rows.run,
         "attention": many.run,
     }
@@ -197,7 +197,7 @@ def test_packed_weights_are_the_same_from_any_number_of_threads(pool: threads.Po
     table = kernel_kinds.table(kernel_kinds.DENSE or kernel_kinds.OWN[-1])
     for count in (1, 2, 5):
         with kernel_kinds.threads(count):
-            found = packing.packed([weight], [1024], 96, torch.float32, table)
+            found = weight_packing.pack_rows([weight], [1024], 96, torch.float32, table)
         if found is None:
             pytest.skip("weights are not packed by the library here")
         made.append(found.memory.clone())

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import socket
 
-from trencadis.multimodal.sources import addresses, fetch
+from trencadis.multimodal.sources import http_fetch, url_rules
 
 HOST = "127.9.9.9"
 """Where the attacker's web server listens; taken for a public address."""
@@ -40,14 +40,14 @@ async def resolve(self, host, port):
 
 def install():
     """Gives this process that network."""
-    public = addresses.is_public
-    addresses.is_public = lambda address: str(address) == HOST or public(address)
-    fetch.Fetcher._system_resolver = resolve
+    public = url_rules.is_public
+    url_rules.is_public = lambda address: str(address) == HOST or public(address)
+    http_fetch.Fetcher._system_resolver = resolve
 
 
 def build(settings, supervisor):
     """``wiring.build_app`` over that network."""
-    from trencadis.server.http.wiring import build_app
+    from trencadis.server.http.build_app import build_app
 
     install()
     return build_app(settings, supervisor)

@@ -1,4 +1,4 @@
-"""Named attacks on a server that takes pictures: every class that others were hurt by."""
+"""Named attacks on a server that takes images: every class that others were hurt by."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ SPELLINGS = [
         "with a zone": "http://[fe80::1%25lo]/", "with an escape in its host": "http://127.0.0.1%2f@hostile.example/",
         "with two ports": "http://hostile.example:80:80/", "with a line break": "http://hostile.example/\r\nHost: x",
         "without a host": "http:///etc/passwd", "of 9000 characters": "http://hostile.example/" + "a" * 9000,
-        "of gopher": "gopher://127.0.0.1:6379/_FLUSHALL", "of ftp": "ftp://127.0.0.1/x", "of jar": "jar:http://127.0.0.1!/",
+        "of gopher": "gopher://127.0.0.1:6379/_FLUSHALL", "of ftp": "ftp://127.0.0.1/x",
+        "of jar": "jar:http://127.0.0.1!/",
     }.items()
 ]  # fmt: skip
 REDIRECTS = [
@@ -141,14 +142,14 @@ HARMLESS = [
     Attack("template in a message", lambda s: "{{ 7 * 7 }}{% for i in range(9**9) %}x{% endfor %}", 200),
 ]  # fmt: skip
 COUNTS = [
-    Attack("six pictures of at most four", lambda s: [data(encoded("PNG"))] * 6, 400),
-    Attack("50,000 picture parts", lambda s: [part("http://hostile.example/")] * 50_000, 400),
+    Attack("six images of at most four", lambda s: [data(encoded("PNG"))] * 6, 400),
+    Attack("50,000 image parts", lambda s: [part("http://hostile.example/")] * 50_000, 400),
     Attack("100,000 frames in a data URL", lambda s: [part("data:video/jpeg;base64," + "AAAA," * 100_000)], 400),
-    Attack("typed placeholder beside a picture",
+    Attack("typed placeholder beside an image",
            lambda s: [{"type": "text", "text": "<|image_pad|>" * 5}, data(encoded("PNG"))],
            200, harmless=lambda u: u["prompt_tokens"] > 60),
     Attack("a part of an unknown type", lambda s: [{"type": "image_embeds", "image_embeds": "gASVAAAA"}], 400),
-    Attack("a picture that is a number", lambda s: [{"type": "image_url", "image_url": {"url": 5}}], 400),
+    Attack("an image that is a number", lambda s: [{"type": "image_url", "image_url": {"url": 5}}], 400),
 ]  # fmt: skip
 MP4 = b"\0\0\0\x18ftypmp42" + bytes(200)
 
@@ -186,7 +187,7 @@ PATHS = [
         "sibling with the same beginning": ("../media-evil/x.png", 403),
         "absolute": ("/../../../../../etc/passwd", 403),
         "loop of links": ("loop", 403), "named pipe": ("fifo", 422), "folder": ("sub", 422), "NUL": ("a%00.png", 400),
-        "no picture": ("notes.txt", 415),
+        "no image": ("notes.txt", 415),
     }.items()
 ] + [
     of_url("file: of another host", lambda s: f"file://evil{s.root}/good.png", 400),
@@ -201,7 +202,7 @@ PATHS = [
     of_url("file: without slashes", "file:good.png", 400),
 ]  # fmt: skip
 UUIDS = [
-    Attack("uuid of another picture", lambda s: [data(encoded("PNG", 60, 60), uuid="mine")], 409,
+    Attack("uuid of another image", lambda s: [data(encoded("PNG", 60, 60), uuid="mine")], 409,
            before=lambda s: [data(encoded("PNG", 50, 50), uuid="mine")]),
     Attack("uuid that nobody gave", lambda s: [{"type": "image_url", "image_url": None, "uuid": "guessed"}], 400),
     Attack("uuid of a megabyte", lambda s: [data(encoded("PNG"), uuid="x" * 1_000_000)], 400),

@@ -153,6 +153,6 @@ POLYGLOTS = {
     "TIFF": (b"II*\0" + bytes(60), 415),
     "JPEG 2000": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(40), 415),
     "AVIF": (b"\0\0\0\x1cftypavif" + bytes(40), 415),
-    "zip of pictures": (b"PK\3\4" + encoded("PNG"), 415),
-    "gzip of a picture": (b"\x1f\x8b\x08\0" + encoded("PNG"), 415),
+    "zip of images": (b"PK\3\4" + encoded("PNG"), 415),
+    "gzip of an image": (b"\x1f\x8b\x08\0" + encoded("PNG"), 415),
 }

@@ -77,9 +77,9 @@ WITHIN = [
     Flood("a prompt of 8 million letters", COMPLETIONS, lambda: b'{"prompt":"' + b"x" * 8 * MB + b'"}'),
     Flood("a message of 8 million letters", CHAT, lambda: items(b'{"messages":[{"role":"user","content":"',
                                                                 b"x" * 8 * MB, 1, b'"}]}')),
-    Flood("a text that begins like a picture", CHAT, lambda: b'{"messages":[{"role":"user","content":"data:'
+    Flood("a text that begins like an image", CHAT, lambda: b'{"messages":[{"role":"user","content":"data:'
           + b"x" * 60 * MB + b'"}]}'),
-    Flood("60 MB of no picture", CHAT, lambda: b'{"messages":[{"role":"user","content":[{"type":"image_url",'
+    Flood("60 MB of no image", CHAT, lambda: b'{"messages":[{"role":"user","content":[{"type":"image_url",'
           b'"image_url":{"url":"data:image/png;base64,' + b"QUJD" * 15 * MB + b'"}}]}]}', 415),
     Flood("65,000 template kwargs", CHAT, lambda: beside(
         items(b'"chat_template_kwargs":{"x":[', b'["abc"]', 65_000, b"]}")), 200),

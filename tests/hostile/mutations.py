@@ -1,4 +1,4 @@
-"""Seeded damage to picture files: each number is one file, the same on every machine."""
+"""Seeded damage to image files: each number is one file, the same on every machine."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ import torch
 
 from trencadis.assets import demo_path
 from trencadis.backends.conformance import suite
-from trencadis.backends.conformance.subject import Make, Subject, subject
+from trencadis.backends.conformance.target import CheckTarget, Make, make_target
 from trencadis.core.backend import BackendConfig, Rotary
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.launches.inputs import own_places
+from trencadis.core.launches.host_inputs import own_positions
 
 Plant = Callable[[Any], None]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -182,12 +182,12 @@ def _earlier(x: Any) -> Any:
 def _shorter(x: Any) -> Any:
     if getattr(x, "upto", None) is None:
         return x
-    own = own_places(x.row_start, x.context)
+    own = own_positions(x.row_start, x.context)
     return dataclasses.replace(x, upto=(x.upto - 1).clip(own))
 
 
 def _nearer(x: Any) -> Any:
-    seen = getattr(x, "seen", None)
+    seen = getattr(x, "cross_attention", None)
     if seen is None or not hasattr(seen, "reach"):
         return x
     reach = (seen.reach - (seen.reach > 1)).astype(seen.reach.dtype)
@@ -251,11 +251,11 @@ FAULTS: dict[str, Fault] = {
     "window off by one": Fault(op("attend", _wider), "op.attend.window", "off by", promise="windows"),
     "window forgotten": Fault(op("attend", lambda f, *a: f(*a[:6])), "op.attend.window", "off by", promise="windows"),
     "spans end one token early": Fault(filling(_shorter), "op.attend.upto", "off by", promise="upto"),
-    "a row of a picture unseen": Fault(filling(_nearer), "op.attend_pictures", "off by", promise="seen"),
-    "a picture seen twice counts once": Fault(
+    "a row of an image unseen": Fault(filling(_nearer), "op.attend_pictures", "off by", promise="cross_attention"),
+    "an image seen twice counts once": Fault(
         op("attend_pictures", lambda f, q, held, rows, seen, scale: f(
             q, held, rows, seen._replace(times=(seen.times > 0).to(seen.times.dtype)), scale)),
-        "op.attend_pictures", "off by", promise="seen"),
+        "op.attend_pictures", "off by", promise="cross_attention"),
     "rotary sign": Fault(op("rotary", lambda f, *a: Rotary(f(*a).cos, -f(*a).sin)), "op.rotary", "sin: off by"),
     "mask ignored": Fault(
         op("sample", lambda f, logits, head, state, full: f(
@@ -272,7 +272,7 @@ FAULTS: dict[str, Fault] = {
     "shape outside the plan": Fault(_outside, "shapes", "its program states bucket"),
     "release lies": Fault(programs(_lies), "release", "although there was no graph"),
     "replay reads old inputs": Fault(_stale_replay, "replay", "inputs of an earlier fill"),
-    "pictures not looked up": Fault(
+    "images not looked up": Fault(
         op("embed", lambda f, tokens, slot, last, row, arena, table: f(
             tokens, slot, last, torch.zeros_like(row), arena, table)),
         "op.embed", "off by"),
@@ -281,7 +281,7 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-def planted(of: Subject, fault: Fault) -> Subject:
+def planted(of: CheckTarget, fault: Fault) -> CheckTarget:
     """A copy of ``of`` with the mistake in it."""
 
     def make(cfg: BackendConfig) -> Any:
@@ -289,10 +289,10 @@ def planted(of: Subject, fault: Fault) -> Subject:
         fault.plant(backend)
         return backend
 
-    return Subject(of.name, make, of.checkpoint, of.dtype, of.policy, of.quick)
+    return CheckTarget(of.name, make, of.checkpoint, of.dtype, of.policy, of.quick)
 
 
-def verdict(of: Subject, fault: Fault, everything: bool = False) -> str:
+def verdict(of: CheckTarget, fault: Fault, everything: bool = False) -> str:
     """Empty where the fault was named; else what was said instead."""
     random.seed(4)
     report = suite.run(planted(of, fault), () if everything else (fault.check,))
@@ -304,14 +304,14 @@ def verdict(of: Subject, fault: Fault, everything: bool = False) -> str:
 
 def stub() -> Make:
     """The Gaudi backend over the stub of its plug-in; needs tests/stubs on the path and a process of its own."""
-    from trencadis.backends.hpu.start import machine, stack
+    from trencadis.backends.hpu.start import machine, software_stack
 
-    stack.find = lambda: stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
+    software_stack.find = lambda: software_stack.Stack("1.21.0.555", "2.6.0+git1234", "2.6.0", True)
     machine.find = lambda environ: machine.Machine(1, 1)
     from trencadis.backends.hpu.backend import HpuBackend
-    from trencadis.backends.hpu.emulation import emulator_hooks
+    from trencadis.backends.hpu.emulator_hooks import emulator_hooks
     from trencadis.backends.hpu.policy import policy
-    from trencadis.backends.hpu.start.opening import open_bridge
+    from trencadis.backends.hpu.start.bridge_loader import open_bridge
 
     bridge = dataclasses.replace(open_bridge(0), device=torch.device("cpu"), compile=lambda m: m)
     assert emulator_hooks(bridge) is None
@@ -327,20 +327,20 @@ def numpy() -> Make:
     return made
 
 
-def of_kind(kind: str, quick: bool = True) -> Subject:
+def of_kind(kind: str, quick: bool = True) -> CheckTarget:
     """cpu, padded (the CPU's other policy), hpu (emulated), stub, numpy."""
     demo = Path(demo_path())
     if kind == "stub":
-        return Subject("hpu", stub(), demo, quick=quick)
+        return CheckTarget("hpu", stub(), demo, quick=quick)
     if kind == "numpy":
-        return Subject("numpy", numpy(), demo, quick=quick)
+        return CheckTarget("numpy", numpy(), demo, quick=quick)
     if kind == "hpu":
         os.environ["TRENCADIS_HPU_EMULATOR"] = "1"
     name = "cpu" if kind == "padded" else kind
-    return subject(name, demo, policy="padded" if kind == "padded" else "", quick=quick)
+    return make_target(name, demo, policy="padded" if kind == "padded" else "", quick=quick)
 
 
-def noticeable(of: Subject, names: Iterable[str]) -> list[str]:
+def noticeable(of: CheckTarget, names: Iterable[str]) -> list[str]:
     """Faults of ``names`` that concern this device."""
     backend = of.backend()
     hooks = getattr(backend, "hooks", None)

@@ -48,7 +48,7 @@ class Web:
     """Both servers, in a thread of their own.
 
     Args:
-        good: bytes of a picture that ``/good`` serves.
+        good: bytes of an image that ``/good`` serves.
     """
 
     def __init__(self, good: bytes) -> None:

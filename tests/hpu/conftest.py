@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 
 
@@ -21,7 +21,7 @@ from trencadis.core.backend import BackendConfig
 def card() -> EmulatedDevice:
     """A Gaudi 2 that computes; new tensors of the test go to it."""
     device = EmulatedDevice(profile(""))
-    of(device)
+    make_bridge(device)
     return device
 
 
@@ -33,7 +33,7 @@ def hpu() -> Callable[..., Any]:
         import dataclasses
 
         device = EmulatedDevice(profile(""), computes, parse(faults))
-        bridge = of(device, lazy)
+        bridge = make_bridge(device, lazy)
         if not kernels:
             missing = ("fused_sdpa", "fused_rms_norm", "apply_rotary", "sdpa_parts", "product", "block_adjustment")
             without: dict[str, Any] = dict.fromkeys(missing)

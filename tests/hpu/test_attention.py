@@ -13,23 +13,23 @@ from torch import Tensor
 
 from tests.oracles.gaudi_launches import BLOCK, BLOCKS, LAUNCHES, AttentionLayer, reference, references, step_inputs
 from tests.traffic.launch_lines import LINES, plan_of
-from trencadis.backends.hpu.attention import context, softmax, windows
-from trencadis.backends.hpu.attention.limits import check_bucket, largest_mask
+from trencadis.backends.hpu.attention import context_prefill, softmax, window_attention
+from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, FreshAttn, SlicedContext
+from trencadis.backends.hpu.attention.mask_limits import check_bucket, largest_mask
 from trencadis.backends.hpu.attention.softmax import AttentionKernels
-from trencadis.backends.hpu.attention.tensors import ContextAttn, FreshAttn, SlicedContext
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.kernels import Kernels, block_softmax_adjustment, matmul_out_fp32
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.fused_kernels import Kernels, block_softmax_adjustment, matmul_out_fp32
 from trencadis.backends.hpu.emulator.refusals import Refused
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import input_bytes, policy
-from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary, Segments
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.inputs import own_places
+from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.memory import estimate
 from trencadis.core.step import StepInputs
 
@@ -69,7 +69,7 @@ def test_no_token_is_read_back_but_in_stored_blocks(name: str, hpu: Make) -> Non
 
 def with_spans(inputs: StepInputs) -> StepInputs:
     """``inputs`` in which the later half of each row's tokens see each other."""
-    inputs.upto = own_places(inputs.row_start, inputs.context)
+    inputs.upto = own_positions(inputs.row_start, inputs.context)
     for row, before in enumerate(inputs.context):
         start, stop = inputs.row_start[row], inputs.row_start[row + 1]
         inputs.upto[start + (stop - start) // 2 : stop] = before + stop - start - 1
@@ -121,7 +121,7 @@ def test_only_models_that_need_them_have_more_inputs(hpu: Make) -> None:
 
 def test_long_chunks_take_windows_in_tiles(hpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 8 queries: later ones leave out stored tokens, and their own that no query sees."""
-    monkeypatch.setattr(windows, "mask_rows", lambda keys: 8)
+    monkeypatch.setattr(window_attention, "mask_rows", lambda keys: 8)
     chunks = [(Stage.CONTEXT, (32, 8), [row]) for row in ((21, 30), (3, 29))]
     for stage, dims, lengths in (*chunks, (Stage.FRESH, (2, 32), [(0, 31), (0, 9)])):
         for spans in (False, True):
@@ -184,9 +184,9 @@ def test_long_chunks_are_causal_in_whole_steps(count: int, stored: int, dtype: t
     on = [t.to(backend.device) for t in (q, k, v, *caches)]
     moved = ContextAttn(*(t.to(backend.device) for t in attn[:3]))
     with backend.card.launch():
-        ready = context.prepare_context(moved, size, 2 * size)
+        ready = context_prefill.prepare_context(moved, size, 2 * size)
         assert isinstance(ready, SlicedContext) and len(ready.lists) == 2
-        got = context.attend_context(
+        got = context_prefill.attend_context(
             on[0], on[1], on[2], LayerKV(on[3], on[4]), ready, size, 0.4, True, backend.ops.kernels
         )
     rows = (listed[:used, None] * size + torch.arange(size)).flatten()[:stored]
@@ -292,7 +292,7 @@ def test_blocks_are_joined_by_gaudi_3s_kernel() -> None:
     assert torch.isfinite(got).all()
     outs = []
     for kind in ("gaudi2", "gaudi3"):
-        bridge = of(EmulatedDevice(profile(kind)))
+        bridge = make_bridge(EmulatedDevice(profile(kind)))
         assert (bridge.block_adjustment is None) == (kind == "gaudi2")
         stage, dims, lengths = LAUNCHES["decode"]
         inputs = step_inputs(lengths, np.random.default_rng(1))
@@ -314,7 +314,7 @@ def test_blocks_are_joined_by_gaudi_3s_kernel() -> None:
 )  # fmt: skip
 def test_what_a_release_offers(version: str | None, card: str, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "hpu", type("Ops", (), {"block_softmax_adjustment": 1}), raising=False)
-    found = offered(version, card)
+    found = find_symbols(version, card)
     assert found.sdpa_parts is None, "this one lacks the operation"
     assert (found.product is not None, found.block_adjustment is not None) == ("p" in has, "a" in has)
 
@@ -322,7 +322,7 @@ def test_what_a_release_offers(version: str | None, card: str, has: str, monkeyp
 def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
     """huge-mask, float32-in-mode-fp32, causal-statistics, blind-query: a card answers some with NaN and no error."""
     shapes = EmulatedDevice(profile(""), computes=False)
-    of(shapes)
+    make_bridge(shapes)
     tall = torch.empty(1, 1, 1 << 16, 8, dtype=torch.bfloat16, device="lazy")
     mask = torch.empty(1, 1, 1 << 16, 1 << 14, dtype=torch.bool, device="lazy")
     with pytest.raises(Refused, match="2\\^31"):
@@ -330,7 +330,7 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
     rows = softmax.mask_rows(1 << 21)
     assert 64 <= rows < softmax.QUERY_TILE and rows * (1 << 21) * softmax.MASK_ITEM < 1 << 31
     card = EmulatedDevice(profile(""))
-    of(card)
+    make_bridge(card)
     kernels = Kernels(card)
     x = torch.randn(1, 2, 64, 8).to("lazy")
     with pytest.raises(AssertionError, match="bfloat16 alone"):
@@ -345,7 +345,7 @@ def test_limits_of_the_fused_kernel_are_the_emulators() -> None:
 
 def test_the_ledger_counts_with_the_same_sizes() -> None:
     assert (HpuSettings.context_slice, softmax.QUERY_TILE) == (estimate.SLICE, estimate.TILE)
-    assert softmax.QUERY_TILE % context.CAUSAL_STEP == 0
+    assert softmax.QUERY_TILE % context_prefill.CAUSAL_STEP == 0
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -14,7 +14,7 @@ import torch
 
 from tests.fakes import two_ranks
 from trencadis.backends.hpu import collectives
-from trencadis.backends.hpu.comm import HpuComm
+from trencadis.backends.hpu.hccl_comm import HpuComm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -57,7 +57,7 @@ def test_an_engine_without_stages_leaves_the_group_of_one_with_stages(monkeypatc
 def test_rows_of_all_ranks_stand_side_by_side_in_memory(width: int) -> None:
     """A compiled launch takes them for contiguous."""
     parts = [torch.randn(4, width) for _ in range(2)]
-    found = collectives.beside(torch.cat(parts), 2)
+    found = collectives.concat_columns(torch.cat(parts), 2)
     assert found.is_contiguous() and torch.equal(found, torch.cat(parts, 1))
 
 
@@ -67,12 +67,12 @@ def close(one: Any, other: Any) -> None:
 
 
 def test_shards_add_up_to_the_whole(ranks: list[Any], vl_checkpoint: Path) -> None:
-    """Text, pictures and sampling on two ranks equal one; KV heads, MLPs, the tower and the head are cut."""
+    """Text, images and sampling on two ranks equal one; KV heads, MLPs, the tower and the head are cut."""
     engine = two_ranks.Engine(0, 1, vl_checkpoint)
     manager, _ = engine.manager()
     whole = engine.talk(manager)
-    for talk, _, _ in ranks:
-        close(talk, whole)
+    for conversation, _, _ in ranks:
+        close(conversation, whole)
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -88,14 +88,14 @@ def test_memory_that_runs_out_at_every_first_use(tmp_path_factory: pytest.TempPa
 
 
 def same_without_memory(ranks: list[Any], lazily: bool, every: int) -> None:
-    (talk, *one), (_, *two) = ranks
+    (conversation, *one), (_, *two) = ranks
     lost = []
     for (names, failed, spent, answer), (others, failures, same, reply) in zip(one[lazily], two[lazily], strict=True):
         assert names == others and spent == same and len(failed) == len(failures) == 1
         (bucket,) = failed
         assert "on another rank" in failed[bucket] and "out of memory" in failures[bucket].lower()
         assert str(bucket) not in names
-        close(answer, talk)
-        close(reply, talk)
+        close(answer, conversation)
+        close(reply, conversation)
         lost.append(bucket)
     assert len(set(lost)) == -(-len(two_ranks.BUCKETS) // every)

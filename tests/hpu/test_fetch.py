@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
 from trencadis.core.backend import HeadTensorsOut
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from trencadis.backends.hpu.emulator.tensor import DEVICE
-from trencadis.backends.hpu.launches.host_blocks import batches
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.launches.block_copies import batches
 from trencadis.core.backend import LayerKV
-from trencadis.core.layout import SINK_BLOCK
+from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
 pytestmark = pytest.mark.part("quantised")

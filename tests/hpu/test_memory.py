@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
+from trencadis.backends.hpu.emulator.card_profiles import Profile, profile
+from trencadis.backends.hpu.emulator.current_device import use
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.faults import parse
-from trencadis.backends.hpu.emulator.graphs import wrap
-from trencadis.backends.hpu.emulator.profiles import Profile, profile
+from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
-from trencadis.backends.hpu.emulator.runtime import use
-from trencadis.backends.hpu.emulator.tensor import DEVICE
 from trencadis.core.errors import StartupError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -138,7 +138,7 @@ def test_meta_keeps_the_same_books() -> None:
 
 def test_crash_inside_a_capture() -> None:
     code = (
-        "import torch; from trencadis.backends.hpu.emulator.namespace import bridge\n"
+        "import torch; from trencadis.backends.hpu.emulator.emulated_bridge import bridge\n"
         "b = bridge({'TRENCADIS_HPU_EMULATOR_FAULTS': 'crash@capture:2'})\n"
         "for n in (1, 2):\n"
         "    b.wrap_in_hpu_graph(torch.nn.Identity()).forward(torch.ones(n).to(b.device)); print(n, flush=True)\n"

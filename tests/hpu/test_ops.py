@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.oracles.gaudi_launches import BLOCK, LAUNCHES, AttentionLayer, reference, step_inputs
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.core.backend import ProgramState, Segments
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.launches.persistent import by_block
+from trencadis.core.launches.persistent_tensors import by_block
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -83,7 +83,7 @@ def poison(program: Any, n: int, stage: Stage, dims: tuple[int, ...], lengths: l
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_vision_attention(kernels: bool, hpu: Callable[..., Any]) -> None:
-    """Windows with padding inside, three pictures and a spare window."""
+    """Windows with padding inside, three images and a spare window."""
     segment, real = torch.tensor([0, 0, 1, 2, 3], dtype=torch.int32), torch.tensor([64, 16, 4, 64, 64]).int()
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(320, 2, 8, generator=generator) for _ in range(3))

@@ -14,20 +14,20 @@ import torch
 from tests.quant import checkpoints as made
 from tests.quant.test_devices import SMALL, away, gaudi, no_compilations, normal, small
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
-from trencadis.backends.hpu.launches.regions import part
-from trencadis.backends.hpu.packed import PackedWeight4
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.int4_linear import PackedWeight4
+from trencadis.backends.hpu.launches.compiled_regions import part
 from trencadis.backends.hpu.policy import policy
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.memory.estimate import Sized
-from trencadis.core.memory.weights import opened
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.weight_bytes import largest_dequantised_bytes
 from trencadis.core.models.registry import build
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme, notes_of
-from trencadis.core.quant.tensor import QTensor
 
 __all__ = ["small"]
 
@@ -53,7 +53,7 @@ def test_the_emulated_operation_is_the_published_one() -> None:
 
 
 def weight(group: int, symmetric: bool, ordered: bool, rows: int = 40, columns: int = 96) -> QTensor:
-    q = quantised(normal(rows, columns), Scheme(4, group=group, ordered=ordered), torch.bfloat16)
+    q = quantise(normal(rows, columns), Scheme(4, group=group, ordered=ordered), torch.bfloat16)
     q = dataclasses.replace(q, scale=q.scale.bfloat16().float())
     if not symmetric:
         zero = torch.arange(q.scale.numel()).view(q.scale.shape) % 16 - 8
@@ -99,7 +99,7 @@ def test_what_the_operation_does_not_take_becomes_16_bits() -> None:
     apart = dataclasses.replace(weight(32, True, True), order=(torch.arange(96) // 33).int())
     high = dataclasses.replace(q, zero=torch.full_like(q.zero, 8))  # type: ignore[arg-type]
     float32 = gaudi(dtype=torch.float32)
-    without = dataclasses.replace(of(EmulatedDevice(profile(""))), convert_from_uint4=None)
+    without = dataclasses.replace(make_bridge(EmulatedDevice(profile(""))), convert_from_uint4=None)
     bare = HpuBackend(BackendConfig(dtype=torch.bfloat16), policy(""), without)
     x = normal(3, 96, seed=2)
     for where, one in (
@@ -124,12 +124,15 @@ def test_the_ledger_prices_checkpoints_to_the_byte(
     backend = gaudi()
     configs = load_config(source), load_config(path)
     held = [build(one, backend) for one in configs]
-    paper = [Sized(one, 2, quantised=backend.policy.quantised).weights() for one in configs]
+    paper = [MemoryEstimator(one, 2, quantised=backend.policy.quantised).weights() for one in configs]
     assert held[1].nbytes() - held[0].nbytes() == paper[1] - paper[0] < 0
     decoder: Any = held[1]
     assert isinstance(decoder.layers[0].mlp.down.weights[0], PackedWeight4)
     largest = 2 * configs[1].text.intermediate * configs[1].text.hidden * 2
-    assert opened(configs[1], 2, 1, FLOATS8, 1, False) == largest and opened(configs[1], 4, 1, FLOATS8, 1, False) == 0
+    assert (
+        largest_dequantised_bytes(configs[1], 2, 1, FLOATS8, 1, False) == largest
+        and largest_dequantised_bytes(configs[1], 4, 1, FLOATS8, 1, False) == 0
+    )
 
 
 def test_a_line_says_what_becomes_of_4_bits() -> None:

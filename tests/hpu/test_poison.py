@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.conformance.rig import Rig, all_buckets
+from trencadis.backends.conformance.harness import Harness, all_buckets
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 
 BLOCK = 16
 STAGES = {
@@ -39,21 +39,21 @@ def test_padding_changes_no_bit(kind: str, stage: Stage, path: Path, hpu: Callab
         backend = hpu(block_size=BLOCK, vocab_size=344, dtype=torch.float32)
     else:
         backend = make_backend(BackendConfig(block_size=BLOCK, options={"policy": "padded", "threads": "1"}))
-    rig = Rig(load_config(path), backend, BLOCK)
-    buckets = all_buckets(rig.plan, stage)
+    harness = Harness(load_config(path), backend, BLOCK)
+    buckets = all_buckets(harness.plan, stage)
     assert len(buckets) >= LEAST[stage]
     for bucket in buckets:
         found = []
         for poison in (False, True):
-            inputs, real = rig.inputs(bucket, np.random.default_rng(3))
-            program = rig.backend.program(bucket, rig.body(bucket))
-            rig.backend.fill(program, inputs)
+            inputs, real = harness.inputs(bucket, np.random.default_rng(3))
+            program = harness.backend.program(bucket, harness.body(bucket))
+            harness.backend.fill(program, inputs)
             if poison:
-                assert rig.junk(program, inputs)
-            found.append(rig.launch(program, "run", real, poison))
+                assert harness.junk(program, inputs)
+            found.append(harness.launch(program, "run", real, poison))
             if backend.policy.captures:
                 program.capture()
-                found.append(rig.launch(program, "replay", real, poison))
+                found.append(harness.launch(program, "replay", real, poison))
         assert any(torch.isfinite(t).all() and t.any() for t in found[0])
         for other in found[1:]:
             for one, two in zip(found[0], other, strict=True):

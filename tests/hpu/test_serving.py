@@ -23,13 +23,13 @@ PARAMS = [
 ]
 
 
-def talks() -> list[Any]:
+def make_conversations() -> list[Any]:
     return [conversation(np.random.default_rng(seed), high=250)[0] for seed in range(5)]
 
 
 def answers(llm: LLM) -> list[Any]:
-    asked = talks()
-    return [o.outputs[0].token_ids for params in PARAMS for o in llm.chat(asked, params, use_tqdm=False)]
+    requested = make_conversations()
+    return [o.outputs[0].token_ids for params in PARAMS for o in llm.chat(requested, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_compiled_buckets_run_without_graphs(wanted: list[Any], emulated: Any) -
 def test_bfloat16(emulated: Any) -> None:
     llm = emulated(warmup="skip")
     assert llm.engine.info().dtype == "bfloat16"
-    for output in llm.chat(talks(), PARAMS[0], use_tqdm=False):
+    for output in llm.chat(make_conversations(), PARAMS[0], use_tqdm=False):
         assert output.outputs[0].text.strip()
 
 
@@ -104,6 +104,6 @@ def test_graphs_without_a_tensor_cache(wanted: list[Any], emulated: Any, monkeyp
     runner = llm.engine.executor._rank
     assert not runner.plan.policy.graph_memory.cached
     assert answers(llm) == wanted
-    for bucket in runner.graphs.captured():
+    for bucket in runner.graphs.list_captured():
         program = runner.graphs.program(bucket)
         assert program.bytes - program.static.bytes < 64 << 10, bucket

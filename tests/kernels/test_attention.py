@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.attention_cases import IMAGES, WINDOWS, Case, Prepared, check, moved, packed, prepared
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.kernels import attend_vision, tiles
-from trencadis.backends.cuda.kernels.attn import CudaSegments
-from trencadis.backends.cuda.launches.inputs import Sizes, arrays
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.kernels import tiles, vision_attention
+from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import Segments
 from trencadis.core.buckets import Bucket, Stage
@@ -191,7 +191,7 @@ def test_vision(name: str, dtype: torch.dtype, d: int, every: bool, device: torc
 
 
 def test_heads_in_two_parts() -> None:
-    found = {d: attend_vision.halves(d) for d in (*range(16, 129, 16), 24, 40, 72, 88, 104)}
+    found = {d: vision_attention.halves(d) for d in (*range(16, 129, 16), 24, 40, 72, 88, 104)}
     assert found == {
         16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 128: (128, 0),
         24: (32, 0), 40: (32, 16), 72: (64, 16), 88: (64, 32), 104: (128, 0),
@@ -296,15 +296,15 @@ class NothingElse(TorchDispatchMode):
 
 
 def test_launchers_allocate_nothing_and_read_nothing(device: torch.device) -> None:
-    from trencadis.backends.cuda.kernels import rope
+    from trencadis.backends.cuda.kernels import rotary_kernels
 
     for name in ("two_heads", "decode_alone"):
         ready = prepared(CASES[name], device)
         turned = torch.empty_like(ready.q)
         with NothingElse():
-            rope.rope_vision(ready.q, ready.k, ready.cos, ready.sin, ready.q, ready.k)
+            rotary_kernels.rope_vision(ready.q, ready.k, ready.cos, ready.sin, ready.q, ready.k)
             caches, slots = ready.cache[:2], ready.tensors.attn.slot_map
-            rope.rope_store(ready.q, ready.k, ready.v, ready.cos, ready.sin, *caches, slots, ready.q)
+            rotary_kernels.rope_store(ready.q, ready.k, ready.v, ready.cos, ready.sin, *caches, slots, ready.q)
             ready.attend(turned)
     launch, _, _ = packed([[64, 3]], 1, 16, FP32, device)
     with NothingElse():
@@ -314,20 +314,22 @@ def test_launchers_allocate_nothing_and_read_nothing(device: torch.device) -> No
         torch.empty(1)
 
 
-def test_ghosts_are_blind_to_each_other(device: torch.device) -> None:
-    """Pictures with windows that the others see, one of them without; keys and values of padding are NaN."""
+def test_padding_windows_are_blind_to_each_other(device: torch.device) -> None:
+    """Images with windows that the others see, one of them without; keys and values of padding are NaN."""
     real = np.array([64, 20, 64, 7, 40, 64, 9], np.int32)
-    ghost, segment = np.array([0, 0, 1, 1, 0, 0, 1], np.int32), np.array([0, 0, 0, 0, 4, 5, 5], np.int32)
+    padding_window, segment = np.array([0, 0, 1, 1, 0, 0, 1], np.int32), np.array([0, 0, 0, 0, 4, 5, 5], np.int32)
     slots, d = 64 * len(real), 16
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(slots, 2, d, generator=generator) for _ in range(3))
     inside = (torch.arange(64) < torch.from_numpy(real)[:, None]).flatten()
-    want = ReferenceOps().attend_images(q, k, v, Segments(*map(torch.from_numpy, (segment, real, ghost))), 0.3)
+    want = ReferenceOps().attend_images(q, k, v, Segments(*map(torch.from_numpy, (segment, real, padding_window))), 0.3)
     other = ReferenceOps().attend_images(q, k, v, Segments(*map(torch.from_numpy, (segment, real))), 0.3)
     none = np.zeros((slots, 1), np.uint8)
     packed_inputs = VisionInputs(none, np.zeros((slots, 2), np.int32), segment, real, np.zeros(slots, np.int32))
-    packed_inputs.ghost = ghost
-    made = arrays(Bucket(Stage.VISION, (slots,)), packed_inputs, Sizes(16, 1, 8, slot=SlotForm(1, 1, ghosts=True)))
+    packed_inputs.padding_window = padding_window
+    made = arrays(
+        Bucket(Stage.VISION, (slots,)), packed_inputs, Sizes(16, 1, 8, slot=SlotForm(1, 1, padding_windows=True))
+    )
     seg = CudaSegments(*(torch.from_numpy(a).to(device) for a in made.segments))
     for t in (k, v):
         t[~inside] = float("nan")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trencadis.backends.cuda import capability, make_backend, pick_dtype
+from trencadis.backends.cuda import make_backend, pick_dtype, support_checks
 from trencadis.core import devices
 from trencadis.core.backend import BackendConfig, load
 from trencadis.core.errors import StartupError
@@ -33,7 +33,7 @@ GOOD: dict[str, Any] = {
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
 def test_models_that_no_kernel_takes(changes: dict[str, Any], words: tuple[str, ...]) -> None:
-    capability.check_model(BackendConfig(**GOOD))
+    support_checks.check_model(BackendConfig(**GOOD))
     with pytest.raises(StartupError) as error:
         make_backend(BackendConfig(**{**GOOD, **changes}))
     assert all(word in str(error.value) for word in words), error.value
@@ -47,22 +47,22 @@ def test_no_card() -> None:
 
 @pytest.mark.parametrize(("card", "has"), [("Tesla T4", (7, 5)), ("Tesla V100-SXM2-16GB", (7, 0))])
 def test_an_old_card(monkeypatch: pytest.MonkeyPatch, card: str, has: tuple[int, int]) -> None:
-    monkeypatch.setattr(capability, "_absent", lambda: "")
+    monkeypatch.setattr(support_checks, "_absence_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: has)
-    monkeypatch.setattr(capability, "_uncompilable", lambda: "")
+    monkeypatch.setattr(support_checks, "_no_compiler_reason", lambda: "")
     line = rf"{card} has compute capability 7\.{has[1]}.*8\.0 \(Ampere\).*--device cpu"
     with pytest.raises(StartupError, match=line) as said:
-        capability.pick_device(0)
+        support_checks.pick_device(0)
     assert "\n" not in str(said.value)
     with pytest.raises(StartupError, match="cuda:1: there is no such card, there are 1, from 0 on"):
-        capability.pick_device(1)
+        support_checks.pick_device(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert capability.pick_device(0) == torch.device("cuda", 0)
-    monkeypatch.setattr(capability, "version", lambda name: "3.4.0")
+    assert support_checks.pick_device(0) == torch.device("cuda", 0)
+    monkeypatch.setattr(support_checks, "version", lambda name: "3.4.0")
     with pytest.raises(StartupError, match=r"triton 3\.4\.0 is too old"):
-        capability.pick_device(0)
+        support_checks.pick_device(0)
 
 
 @pytest.mark.parametrize(
@@ -84,24 +84,24 @@ def test_why_torch_sees_no_card(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(capability, "card_nodes", lambda: nodes)
+    monkeypatch.setattr(support_checks, "card_nodes", lambda: nodes)
     with pytest.raises(StartupError) as error:
-        capability.pick_device(0)
+        support_checks.pick_device(0)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
-    assert capability.unusable() and not capability.cards()
+    assert support_checks.unusable_reason() and not support_checks.cards()
 
 
 def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability, "_absent", lambda: "")
-    monkeypatch.setattr(capability, "_uncompilable", lambda: "")
+    monkeypatch.setattr(support_checks, "_absence_reason", lambda: "")
+    monkeypatch.setattr(support_checks, "_no_compiler_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(StartupError, match="--tensor-parallel-size 4 needs 4 cards and there are 2"):
-        capability.pick_device(0, 4)
+        support_checks.pick_device(0, 4)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton would fail in the middle of the start; kernels in its cache need no compiler."""
-    monkeypatch.setattr(capability, "_absent", lambda: "")
+    monkeypatch.setattr(support_checks, "_absence_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
@@ -109,22 +109,22 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(StartupError, match=r"no C compiler.*apt install gcc python3-dev.*--device cpu"):
-        capability.pick_device(0)
+        support_checks.pick_device(0)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(capability.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})  # type: ignore[attr-defined]
+    monkeypatch.setattr(support_checks.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})  # type: ignore[attr-defined]
     with pytest.raises(StartupError, match=r"there is no .*Python\.h"):
-        capability.pick_device(0)
+        support_checks.pick_device(0)
     (tmp_path / "ABC").mkdir()
     (tmp_path / "ABC" / "cuda_utils.cpython-312.so").touch()
-    assert capability.pick_device(0) == torch.device("cuda", 0)
+    assert support_checks.pick_device(0) == torch.device("cuda", 0)
 
 
 def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.choose("cuda:3") == ("cuda", 3, "")
     assert devices.choose("hpu") == ("hpu", 0, "")
-    monkeypatch.setattr(capability, "unusable", lambda: "there is none")
+    monkeypatch.setattr(support_checks, "unusable_reason", lambda: "there is none")
     assert devices.choose("auto") == ("cpu", 0, "--device auto: there is none; using the CPU.")
-    monkeypatch.setattr(capability, "unusable", lambda: "")
+    monkeypatch.setattr(support_checks, "unusable_reason", lambda: "")
     assert devices.choose("auto") == ("cuda", 0, "")
     for wrong in ("cuda:x", "cuda:", "cuda:-1"):
         with pytest.raises(StartupError, match="is no index"):
@@ -133,23 +133,23 @@ def test_choosing_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise capability.PackageNotFoundError(name)  # type: ignore[attr-defined]
+        raise support_checks.PackageNotFoundError(name)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(capability, "_absent", lambda: "")
-    monkeypatch.setattr(capability, "version", missing)
+    monkeypatch.setattr(support_checks, "_absence_reason", lambda: "")
+    monkeypatch.setattr(support_checks, "version", missing)
     with pytest.raises(StartupError, match=r"trencadis\[cuda\]"):
-        capability.pick_device(0)
+        support_checks.pick_device(0)
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored", "want"),
+    ("requested", "stored", "want"),
     [
         ("auto", "bfloat16", torch.bfloat16), ("auto", "float16", torch.float16), ("auto", "float32", torch.bfloat16),
         ("half", "bfloat16", torch.float16), ("float32", "bfloat16", torch.float32),
     ],
 )  # fmt: skip
-def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
-    assert pick_dtype(asked, stored) is want
+def test_dtypes(requested: str, stored: str, want: torch.dtype) -> None:
+    assert pick_dtype(requested, stored) is want
     with pytest.raises(StartupError, match="--dtype float8 is not supported on cuda"):
         pick_dtype("float8", stored)
 
@@ -158,7 +158,7 @@ def test_dtypes(asked: str, stored: str, want: torch.dtype) -> None:
 def test_products_of_float32_are_exact(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, left: str) -> None:
     """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which torch begins at "high" (TF32). What a
     caller has chosen for other work of the process stays where an engine has no such products."""
-    monkeypatch.setattr(capability, "pick_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(support_checks, "pick_device", lambda *_: torch.device("cpu"))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

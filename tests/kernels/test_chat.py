@@ -12,7 +12,7 @@ import torch
 
 from tests.oracles.transformers_model import Oracle, assert_same, conversation
 from trencadis import LLM, SamplingParams
-from trencadis.backends.cuda import capability
+from trencadis.backends.cuda import support_checks
 
 PIXELS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 12_544}
 SETTINGS: dict[str, Any] = {
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 def cuda(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[Callable[..., LLM]]:
     """``cuda(path, **settings)``: an engine as ``--device cuda --enforce-eager`` starts it."""
     if device.type == "cpu":
-        monkeypatch.setattr(capability, "pick_device", lambda *_: device)
+        monkeypatch.setattr(support_checks, "pick_device", lambda *_: device)
     made: list[LLM] = []
 
     def start(path: Path, **settings: Any) -> LLM:
@@ -42,12 +42,12 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=30, presence_penalty=
 
 
 @pytest.mark.parametrize("params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.long)], ids=["greedy", "sampled"])
-def test_a_chat_with_a_picture(vl_checkpoint: Path, cuda: Callable[..., LLM], params: SamplingParams) -> None:
+def test_a_chat_with_an_image(vl_checkpoint: Path, cuda: Callable[..., LLM], params: SamplingParams) -> None:
     """The tokens that the CPU gives, by the code path of ``--device cuda``: plan, ledger, vision, chunks, decode."""
     chat, _ = conversation(np.random.default_rng(1), high=100, most=1)
     llm, cpu = cuda(vl_checkpoint), LLM(str(vl_checkpoint), device="cpu", **SETTINGS)
-    ours, theirs = (x.chat([chat], params)[0].outputs[0] for x in (llm, cpu))
-    assert ours.token_ids == theirs.token_ids
+    ours, reference = (x.chat([chat], params)[0].outputs[0] for x in (llm, cpu))
+    assert ours.token_ids == reference.token_ids
     assert llm.engine.info().device.startswith("cuda")
     cpu.close()
 
@@ -55,7 +55,7 @@ def test_a_chat_with_a_picture(vl_checkpoint: Path, cuda: Callable[..., LLM], pa
 @pytest.mark.long
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_same_tokens_as_transformers(vl_checkpoint: Path, cuda: Callable[..., LLM], depth: int) -> None:
-    """Eight chats at once, of up to two pictures: chunks, mixed launches, decode."""
+    """Eight chats at once, of up to two images: chunks, mixed launches, decode."""
     rng = np.random.default_rng(depth)
     oracle = Oracle(vl_checkpoint, **PIXELS)
     chats = [conversation(rng, high=150, most=2) for _ in range(8)]
@@ -72,11 +72,11 @@ def bits(outputs: list[Any]) -> list[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pictures", "chunk"), [(0, 16), (1, 16), (1, 64)])
-def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], pictures: int, chunk: int) -> None:
+@pytest.mark.parametrize(("all_images", "chunk"), [(0, 16), (1, 16), (1, 64)])
+def test_batch_invariant(vl_checkpoint: Path, cuda: Callable[..., LLM], all_images: int, chunk: int) -> None:
     """The same bits alone and among others, in one chunk and in many, decoded alone and in mixed launches."""
     rng = np.random.default_rng(4)
-    chats = [conversation(rng, high=100, most=pictures)[0] for _ in range(3)]
+    chats = [conversation(rng, high=100, most=all_images)[0] for _ in range(3)]
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=3, logprobs=5, ignore_eos=True)
     llm = cuda(vl_checkpoint, batch_invariant=True)
     alone = [bits(llm.chat([c], params))[0] for c in chats]
@@ -95,8 +95,8 @@ def test_batch_invariant_takes_one_card(vl_checkpoint: Path, cuda: Callable[...,
 
 
 def test_a_library_that_sums_by_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trencadis.backends.cpu.reference import ReferenceOps
-    from trencadis.backends.cuda.invariant import InvariantCudaOps
+    from trencadis.backends.cpu.reference_ops import ReferenceOps
+    from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
     from trencadis.core.errors import StartupError
 
     plain = ReferenceOps.linear

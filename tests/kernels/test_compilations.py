@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from triton import knobs
 
-from trencadis.backends.cuda.compilations import Compilations
+from trencadis.backends.cuda.compile_counter import CompileCounter
 
 
 def test_counts_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(Compilations, "_watching", False)
+    monkeypatch.setattr(CompileCounter, "_watching", False)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: heard.append(event["repr"]))
-    first = Compilations()
+    first = CompileCounter()
 
     def compiled(name: str) -> None:
         hook: Any = knobs.runtime.jit_post_compile_hook
         hook(key="", repr=name, fn=SimpleNamespace(name=name), compile={}, is_manual_warmup=False)
 
     compiled("norm")
-    second = Compilations()
+    second = CompileCounter()
     compiled("norm")
     compiled("head")
     assert (first.count(), second.count()) == (3, 2)

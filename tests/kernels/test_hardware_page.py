@@ -48,5 +48,5 @@ def test_what_has_no_record_is_not_claimed() -> None:
     assert page.count("| not recorded | not recorded | no | no |") == len(hardware.KERNELS)
     assert "No kernel has run on a card" in page and "--junitxml card.xml" in page
     tests = {"test_head": {"passed": 3, "failed": 1}}
-    told = hardware.page({"cards": {"NVIDIA X": {"date": "d", "tests": tests}}})
-    assert "NVIDIA X: 3 / 1" in told and "No kernel has run" not in told
+    reported = hardware.page({"cards": {"NVIDIA X": {"date": "d", "tests": tests}}})
+    assert "NVIDIA X: 3 / 1" in reported and "No kernel has run" not in reported

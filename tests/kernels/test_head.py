@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.oracles import head_cases as cases
 from tests.oracles import interpreter
 from tests.oracles.chi_square import chi_square_limit
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.kernels import head
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.kernels import sample
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
-from trencadis.core.request import UNTOLD
+from trencadis.core.request import NO_LOGPROB
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -61,8 +61,8 @@ def test_equal_scores_stay_or_go_together(filters: dict[str, float], device: tor
     state = cases.state(rng, 300, rows)
     raw = torch.from_numpy(rng.integers(0, 6, (1, 300)).astype(np.float32)).repeat(rows, 1)
     ours = CudaOps().sample(raw.to(device), cases.to(x, device), cases.to(state, device), True).token.cpu()
-    theirs = ReferenceOps().sample(raw, x, cases.to(state, torch.device("cpu")), True).token
-    assert torch.equal(ours, theirs)
+    reference = ReferenceOps().sample(raw, x, cases.to(state, torch.device("cpu")), True).token
+    assert torch.equal(ours, reference)
     assert len(set(ours.tolist())) > 1
 
 
@@ -108,18 +108,18 @@ def test_rows_that_want_no_log_probabilities_cost_none(device: torch.device) -> 
     """They are drawn; nothing is told of them, and the others are told what they would be alone."""
     raw, x, state = case(900, 6, 8, slot=0)
     want = CudaOps().sample(raw.to(device), cases.to(x, device), cases.to(state, device), True)
-    some = x._replace(target=torch.tensor([-1, UNTOLD, -1, UNTOLD, UNTOLD, -1]))
-    out = head.outputs(6, 900, device, True)
+    some = x._replace(target=torch.tensor([-1, NO_LOGPROB, -1, NO_LOGPROB, NO_LOGPROB, -1]))
+    out = sample.outputs(6, 900, device, True)
     for t in out:
         assert t is not None
         t.fill_(77)
-    scratch = head.scratch(6, 900, device)
-    head.full(raw.to(device), cases.to(some, device), cases.to(state, device), scratch, out)
+    scratch = sample.scratch(6, 900, device)
+    sample.draw_with_logprobs(raw.to(device), cases.to(some, device), cases.to(state, device), scratch, out)
     assert torch.equal(out.token, want.token)
-    told = (some.target == -1).to(device)
+    reported = (some.target == -1).to(device)
     for got, wanted in zip(out[1:], want[1:], strict=True):
         assert got is not None and wanted is not None
-        assert torch.equal(got[told], wanted[told]) and bool((got[~told] == 77).all())
+        assert torch.equal(got[reported], wanted[reported]) and bool((got[~reported] == 77).all())
 
 
 NEUTRAL: dict[str, Any] = {

@@ -13,11 +13,11 @@ import torch
 from tests.oracles.attention_cases import Case, step_inputs
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attend_vision, checks, tiles
-from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer, needed
-from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.launches.items import END, STEP
-from trencadis.backends.cuda.launches.sizes import input_bytes
+from trencadis.backends.cuda.kernels import attention_checks, tiles, vision_attention
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer, buffer_bytes
+from trencadis.backends.cuda.launches.input_sizes import input_bytes
+from trencadis.backends.cuda.launches.work_items import END, STEP
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, InputSizes, Stage
 from trencadis.core.checkpoint.vision_config import SlotForm
@@ -43,7 +43,7 @@ def test_text_buffers_equal_the_references(case: Case) -> None:
     """A short launch after a long one in the same buffers; what the long one left behind changes nothing."""
     full = Case(tuple((c + 7, t) for c, t in case.rows), case.decode, spare=case.spare, seed=7)
     assert full.bucket == case.bucket
-    buffers = Buffers(case.bucket, full.sizes, runtime_of(torch.device("cpu")))
+    buffers = InputBuffers(case.bucket, full.sizes, runtime_of(torch.device("cpu")))
 
     def pointers(x: Any) -> list[int]:
         return [t.data_ptr() for t in (*x[:5], *x.attn) if t is not None]
@@ -68,7 +68,7 @@ def test_only_models_that_need_it_have_upto_and_the_planner_counts_it() -> None:
     for spans in (False, True):
         for case in (replace(c, spans=spans) for c in CASES):
             sizes = case.sizes
-            buffers = Buffers(case.bucket, sizes, runtime_of(torch.device("cpu")))
+            buffers = InputBuffers(case.bucket, sizes, runtime_of(torch.device("cpu")))
             planned = InputSizes(
                 sizes.vocab, sizes.block_size, sizes.row_blocks, sizes.kv_heads, upto=spans, group=sizes.group
             )
@@ -79,7 +79,7 @@ def test_only_models_that_need_it_have_upto_and_the_planner_counts_it() -> None:
 
 def test_longest_items_go_first() -> None:
     case = Case(((0, 13), (210, 1), (50, 9)), spare=(1, 3), group=16)
-    buffers = Buffers(case.bucket, case.sizes, runtime_of(torch.device("cpu")))
+    buffers = InputBuffers(case.bucket, case.sizes, runtime_of(torch.device("cpu")))
     buffers.fill(step_inputs(case))
     attn, each = buffers.tensors.attn, 2
     used = int((attn.item_row >= 0).sum())
@@ -108,7 +108,7 @@ def test_other_stages_equal_the_references() -> None:
     backend = make_backend(BackendConfig(options={"policy": "padded", "threads": "1"}))
     x: Any
     for bucket, x in inputs.items():
-        buffers = Buffers(bucket, Sizes(16, 4, 99, slot=SlotForm(1176, 4)), runtime_of(torch.device("cpu")))
+        buffers = InputBuffers(bucket, Sizes(16, 4, 99, slot=SlotForm(1176, 4)), runtime_of(torch.device("cpu")))
         buffers.fill(x)
         program: Any = backend.program(bucket, print)
         backend.fill(program, x)
@@ -136,8 +136,8 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tables_answer_every_launch(kernel: str) -> None:
     used = set()
-    heads = checks.HEADS if kernel in ("attend_prefill", "attend_decode") else checks.VISION_HEADS
-    axes = (tiles.SHARED, (16, 32), heads, checks.GROUPS, KERNELS[kernel])
+    heads = attention_checks.HEADS if kernel in ("attend_prefill", "attend_decode") else attention_checks.VISION_HEADS
+    axes = (tiles.SHARED, (16, 32), heads, attention_checks.GROUPS, KERNELS[kernel])
     for arch, bits, head, group, length in itertools.product(*axes):
         if group > 1 and kernel in ("attend_windows", "attend_images"):
             continue
@@ -147,9 +147,9 @@ def test_tables_answer_every_launch(kernel: str) -> None:
         if kernel in ("attend_prefill", "attend_decode"):
             assert tile.m >= group and STEP % tile.n == 0
         elif kernel == "attend_windows":
-            assert attend_vision.WINDOW % tile.m == 0
+            assert vision_attention.WINDOW % tile.m == 0
         else:
-            assert attend_vision.WINDOW % tile.n == 0
+            assert vision_attention.WINDOW % tile.n == 0
     listed = {(e.arch, e.bits, e.tile) for arch in tiles.SHARED for e in tiles.entries(kernel, arch)}
     assert used == listed, "an entry is never used"
     with pytest.raises(LookupError, match="no tile for sm_75"):
@@ -157,10 +157,10 @@ def test_tables_answer_every_launch(kernel: str) -> None:
 
 
 def test_limits_are_named() -> None:
-    checks.supported(80, 7, 16, torch.bfloat16)
+    attention_checks.check_supported(80, 7, 16, torch.bfloat16)
     wrong: dict[str, tuple[Any, ...]] = {
         "68 values": (68, 1, 16, torch.float32),
-        "76 values": (76, 1, 16, torch.float32, checks.VISION_HEADS),
+        "76 values": (76, 1, 16, torch.float32, attention_checks.VISION_HEADS),
         "264 values": (264, 1, 16, torch.float32),
         "17 query heads": (64, 17, 16, torch.float32),
         "--block-size 8": (64, 1, 8, torch.float32),
@@ -168,20 +168,20 @@ def test_limits_are_named() -> None:
     }
     for text, args in wrong.items():
         with pytest.raises(StartupError, match=text):
-            checks.supported(*args)
+            attention_checks.check_supported(*args)
 
 
 def test_buckets_may_share_their_memory() -> None:
     """Filled in turn, each launch sees its own values at addresses that never move."""
     one, two = CASES
-    size = max(needed(c.bucket, c.sizes) for c in CASES)
+    size = max(buffer_bytes(c.bucket, c.sizes) for c in CASES)
     room = StageBuffer(size, runtime_of(torch.device("cpu")))
-    shared = [Buffers(c.bucket, c.sizes, room.runtime, room) for c in CASES]
+    shared = [InputBuffers(c.bucket, c.sizes, room.runtime, room) for c in CASES]
     places = [b.tensors.attn.row_start.data_ptr() for b in shared]
     for _ in range(2):
         for case, buffers in ((one, shared[0]), (two, shared[1])):
             buffers.fill(step_inputs(case))
-            alone = Buffers(case.bucket, case.sizes, room.runtime)
+            alone = InputBuffers(case.bucket, case.sizes, room.runtime)
             alone.fill(step_inputs(case))
             used = int(alone.tensors.attn.block_start[-1])
             for name, want in alone.tensors.attn._asdict().items():
@@ -193,4 +193,4 @@ def test_buckets_may_share_their_memory() -> None:
                 assert torch.equal(got[:used], want[:used]) if name == "blocks" else torch.equal(got, want), name
     assert places == [b.tensors.attn.row_start.data_ptr() for b in shared]
     with pytest.raises(AssertionError, match="bytes"):
-        Buffers(one.bucket, one.sizes, room.runtime, StageBuffer(256, room.runtime))
+        InputBuffers(one.bucket, one.sizes, room.runtime, StageBuffer(256, room.runtime))

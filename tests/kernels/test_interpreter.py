@@ -74,10 +74,10 @@ def test_bfloat16() -> None:
     want = [x.bfloat16(), x.bfloat16() + x.bfloat16(), tile.float() @ tile.float()]
     with interpreter.uncorrected():
         shipped = [cast(x), add(x.bfloat16()), dot(tile)]
-    for name, ours, theirs, wanted in zip(
+    for name, ours, reference, wanted in zip(
         ("cast", "sum", "dot"), [cast(x), add(x.bfloat16()), dot(tile)], shipped, want, strict=True
     ):
-        assert not torch.allclose(theirs, wanted, rtol=1e-6), f"{name}: Triton's interpreter does it right by now"
+        assert not torch.allclose(reference, wanted, rtol=1e-6), f"{name}: Triton's interpreter does it right by now"
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.00390625, 1.01171875, -0.0, 3.4e38, 1e-40])
     assert torch.equal(cast(special).view(torch.int16)[1:], special.bfloat16().view(torch.int16)[1:])

@@ -11,7 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import head_cases as cases
-from trencadis.backends.cuda.kernels import act, embed, head, layer_norm, norm, patches, reset, rows, silu
+from trencadis.backends.cuda.kernels import (
+    activation,
+    embed,
+    gather_scatter,
+    layer_norm,
+    patches,
+    reset_sampler_state,
+    rms_norm,
+    sample,
+    silu_mul,
+)
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import ResetTensors
 
@@ -36,13 +46,13 @@ def head_launches(device: torch.device) -> list[Callable[[], object]]:
     rng = np.random.default_rng(0)
     raw = cases.logits(rng, 300, 2).to(device)
     x, state = cases.to(cases.head(rng, 300, 2), device), cases.to(cases.state(rng, 300, 2), device)
-    room, parts = head.scratch(2, 300, device), head.greedy_scratch(2, 300, device)
-    full, greedy = head.outputs(2, 300, device, True), head.outputs(2, 300, device, False)
+    room, parts = sample.scratch(2, 300, device), sample.greedy_scratch(2, 300, device)
+    full, greedy = sample.outputs(2, 300, device, True), sample.outputs(2, 300, device, False)
     reset_of = ResetTensors(x.slot, *(t[1:].contiguous() for t in state[1:]))
     return [
-        lambda: head.full(raw, x, state, room, full),
-        lambda: head.greedy(raw, x, state, parts, greedy),
-        lambda: reset.launch(reset_of, state),
+        lambda: sample.draw_with_logprobs(raw, x, state, room, full),
+        lambda: sample.pick_greedy(raw, x, state, parts, greedy),
+        lambda: reset_sampler_state.launch(reset_of, state),
     ]
 
 
@@ -53,14 +63,14 @@ def small_launches(device: torch.device) -> list[Callable[[], object]]:
     index = torch.arange(3, device=device)
     pixels, wide = torch.zeros(64, 64, dtype=torch.uint8, device=device), torch.empty(64, 64, device=device)
     return [
-        lambda: norm.launch(x, x, x[0], 1e-6, total, out),
+        lambda: rms_norm.launch(x, x, x[0], 1e-6, total, out),
         lambda: layer_norm.launch(x, x, x[0], x[1], 1e-5, total, out),
-        lambda: silu.launch(x, half),
-        lambda: act.launch(x, "gelu", False, out),
-        lambda: act.launch(x, "relu", True, half),
+        lambda: silu_mul.launch(x, half),
+        lambda: activation.launch(x, "gelu", False, out),
+        lambda: activation.launch(x, "relu", True, half),
         lambda: embed.launch(ints, ints, ints, ints, x, x, out),
-        lambda: rows.gather(x, index, out),
-        lambda: rows.scatter(out, index, x),
+        lambda: gather_scatter.gather(x, index, out),
+        lambda: gather_scatter.scatter(out, index, x),
         lambda: patches.launch(pixels, x[0], x[1], wide),
     ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracles.layers.assembled import SCRIPT, apart, facts, wrong
+from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
 from tools.compiled.table import CARDS, DATA, PAGE, Report, markdown, report_of, rows, stored, written
 from tools.kernel_resources import faults
 from trencadis.backends.cuda.kernels import tiles
@@ -48,7 +48,7 @@ KEYS = """
 import torch
 from tests.oracles.attention_cases import Case, packed, prepared, IMAGES, WINDOWS
 from tools.kernel_resources import record
-from trencadis.backends.cuda.kernels import rope
+from trencadis.backends.cuda.kernels import rotary_kernels
 
 rope.rotary = lambda *args: None  # cannot run where nothing is interpreted
 device = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles import interpreter
 from tests.oracles.float_distance import assert_within_last_places
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import ResetTensors, SamplerState
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor import frames
-from trencadis.core.executor.dial import dialled
-from trencadis.core.executor.facts import Facts, facts_of
-from trencadis.core.executor.mp import Multiproc
-from trencadis.core.executor.nodes import NodesLauncher
-from trencadis.core.executor.ranks import Place
-from trencadis.core.links.door import Door
-from trencadis.core.links.keyed import KeyedLink, Pulse
+from trencadis.core.executor import rank_messages
+from trencadis.core.executor.engine_connection import connect_to_engine
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.executor.nodes_launcher import NodesLauncher
+from trencadis.core.executor.rank_fingerprint import RankFingerprint, compute_rank_fingerprint
+from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.links.auth_listener import AuthListener
+from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.keyed_link import HeartbeatThread, KeyedLink
 from trencadis.core.links.link import LinkClosed
-from trencadis.core.links.secret import GroupKey
-from trencadis.core.links.tls import TlsFiles
+from trencadis.core.links.link_tls import TlsFiles
 from trencadis.core.links.topology import Topology
 
 FACTORY = "tests.fakes.ranks:make"
@@ -41,24 +41,26 @@ class Peer:
         key: GroupKey,
         address: tuple[str, int],
         number: int,
-        facts: Facts | None = None,
+        facts: RankFingerprint | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        self.steps: list[frames.Run] = []
+        self.steps: list[rank_messages.RunStep] = []
         self.why = ""
         self.said_goodbye = False
         self._facts = facts
-        self._dial = frames.Dial(*address, number, number, 2, key=key.hand_over(), patience=5.0, tls=tls or TlsFiles())
+        self._dial = rank_messages.ConnectInfo(
+            *address, number, number, 2, key=key.export_bytes(), patience=5.0, tls=tls or TlsFiles()
+        )
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            link = dialled(self._dial)
+            link = connect_to_engine(self._dial)
         except Exception as error:
             self.why = str(error)
             return
-        pulse = Pulse(lambda: link.beat(True))
+        pulse = HeartbeatThread(lambda: link.beat(True))
         try:
             self._serve(link)
         except LinkClosed as error:
@@ -68,32 +70,36 @@ class Peer:
             link.close()
 
     def _serve(self, link: KeyedLink) -> None:
-        rank = fake_ranks.FakeRank("", Place(self._dial.rank, 2))
+        rank = fake_ranks.FakeRank("", RankInfo(self._dial.rank, 2))
         while True:
-            match frames.decode_down(link.receive()):
-                case frames.Begin(config):
-                    link.send(frames.encode(frames.Met(self._facts or facts_of(config.model))))
-                case frames.Go():
-                    link.send(frames.encode(frames.RankReady()))
-                case frames.Run(step) as told:
+            match rank_messages.decode_down(link.receive()):
+                case rank_messages.StartRank(config):
+                    link.send(
+                        rank_messages.encode(
+                            rank_messages.RendezvousJoined(self._facts or compute_rank_fingerprint(config.model))
+                        )
+                    )
+                case rank_messages.RendezvousDone():
+                    link.send(rank_messages.encode(rank_messages.RankReady()))
+                case rank_messages.RunStep(step) as told:
                     self.steps.append(told)
                     output = rank.execute(step).result()
-                    link.send(frames.encode(frames.Done(step.number, frames.digest(output))))
-                case frames.Warm():
+                    link.send(rank_messages.encode(rank_messages.StepDone(step.number, rank_messages.digest(output))))
+                case rank_messages.RunWarmup():
                     rank.warm()
-                case frames.End():
+                case rank_messages.Shutdown():
                     self.said_goodbye = True
                     return
 
 
-def group_at(door: Door, world: int = 2, mode: str = "", **config: object) -> Multiproc:
+def group_at(listener: AuthListener, world: int = 2, mode: str = "", **config: object) -> MultiprocExecutor:
     """The engine's side of ``world`` ranks on as many machines, this one among them."""
     made = replace(EngineConfig(policy=mode, tensor_parallel_size=world, nnodes=world), **config)  # type: ignore[arg-type]
-    launcher = NodesLauncher(made, Topology("mp", world, world), door, "tcp://127.0.0.1:9")
-    return Multiproc(made, FACTORY, launcher)
+    launcher = NodesLauncher(made, Topology("mp", world, world), listener, "tcp://127.0.0.1:9")
+    return MultiprocExecutor(made, FACTORY, launcher)
 
 
-def start(group: Multiproc) -> None:
+def start(group: MultiprocExecutor) -> None:
     group.start(lambda place: fake_ranks.make(group._config, place))
 
 
@@ -119,7 +125,7 @@ def recorded(monkeypatch: object) -> Iterator[None]:
     """Every message that a decoder sees was sent as it is, once: nothing unauthenticated reaches msgpack."""
     sent: list[bytes] = []
     lock = threading.Lock()
-    real_send, real_up, real_down = KeyedLink.send, frames.decode_up, frames.decode_down
+    real_send, real_up, real_down = KeyedLink.send, rank_messages.decode_up, rank_messages.decode_down
 
     def send(self: KeyedLink, body: bytes) -> None:
         with lock:
@@ -142,6 +148,6 @@ def recorded(monkeypatch: object) -> Iterator[None]:
 
     patch = monkeypatch
     patch.setattr(KeyedLink, "send", send)  # type: ignore[attr-defined]
-    patch.setattr(frames, "decode_up", up)  # type: ignore[attr-defined]
-    patch.setattr(frames, "decode_down", down)  # type: ignore[attr-defined]
+    patch.setattr(rank_messages, "decode_up", up)  # type: ignore[attr-defined]
+    patch.setattr(rank_messages, "decode_down", down)  # type: ignore[attr-defined]
     yield

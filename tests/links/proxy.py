@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from trencadis.core.links.handshake import CLAIM, MARK, NONCE, PROOF
-from trencadis.core.links.keyed import FULL, HEADER, TAG
+from trencadis.core.links.keyed_link import FULL, HEADER, TAG
 
 FAULTS = ("flip", "cut", "replay", "skip", "swap", "huge", "drop")
 

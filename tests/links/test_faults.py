@@ -13,12 +13,12 @@ import pytest
 from tests.fakes.ranks import full_step
 from tests.links.peers import Peer, group_at, nothing_stays, recorded, start
 from tests.links.proxy import FAULTS, Relay
-from trencadis.core.executor.trouble import RankFailed
-from trencadis.core.links import keyed
-from trencadis.core.links.door import Door
-from trencadis.core.links.keyed import KeyedLink
+from trencadis.core.executor.rank_errors import RankFailed
+from trencadis.core.links import keyed_link
+from trencadis.core.links.auth_listener import AuthListener
+from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.keyed_link import KeyedLink
 from trencadis.core.links.link import LinkClosed
-from trencadis.core.links.secret import GroupKey
 
 SOON = 6.0
 """Seconds in which open requests must have ended: silence counts as death after 5."""
@@ -32,12 +32,12 @@ WORDS = {
 
 def run(fault: str, seed: int, monkeypatch: Any) -> float:
     """One group that meets ``fault``; returns the seconds until its caller knew."""
-    rng, key = random.Random(f"{fault} {seed}"), GroupKey.fresh()
+    rng, key = random.Random(f"{fault} {seed}"), GroupKey.generate()
     down, at = rng.random() < 0.5, rng.randrange(3, 12)
     with nothing_stays(), recorded(monkeypatch), monkeypatch.context():
-        door = Door(("127.0.0.1", 0), key, [1])
-        relay = Relay(door.address, fault, at, down, rng)
-        peer, group = Peer(key, relay.address, 1), group_at(door)
+        listener = AuthListener(("127.0.0.1", 0), key, [1])
+        relay = Relay(listener.address, fault, at, down, rng)
+        peer, group = Peer(key, relay.address, 1), group_at(listener)
         try:
             with pytest.raises(RankFailed, match=r"rank 1 \(node 1\) died") as failed:
                 start(group)
@@ -60,7 +60,7 @@ def run(fault: str, seed: int, monkeypatch: Any) -> float:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_frame_that_is_not_as_it_was_sent_ends_the_group(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "drop":
-        monkeypatch.setattr(keyed, "BEAT", 0.05)
+        monkeypatch.setattr(keyed_link, "BEAT", 0.05)
     run(fault, 0, monkeypatch)
 
 
@@ -88,16 +88,18 @@ class Slept:
 
 def test_a_machine_that_was_suspended_misses_a_beat_and_no_minute() -> None:
     """Both ends were silent, and neither could beat."""
-    tags = keyed.tagger(b"k" * 32)
+    tags = keyed_link.tagger(b"k" * 32)
     sender = KeyedLink(Slept(b"", 0, 0), tags, tags)
-    beat, message = (b"".join(sender._seal(kind, body)) for kind, body in ((keyed.BEAT_STEADY, b""), (0, b"hello")))
-    stream = Slept(beat + message, len(message), keyed.MISSED - 1)
+    beat, message = (
+        b"".join(sender._seal(kind, body)) for kind, body in ((keyed_link.BEAT_STEADY, b""), (0, b"hello"))
+    )
+    stream = Slept(beat + message, len(message), keyed_link.MISSED - 1)
     assert KeyedLink(stream, tags, tags).receive() == b"hello"
-    assert max(stream.waited) <= keyed.BEAT, "each wait is for one beat"
-    stream = Slept(beat + message, len(message), keyed.MISSED)
+    assert max(stream.waited) <= keyed_link.BEAT, "each wait is for one beat"
+    stream = Slept(beat + message, len(message), keyed_link.MISSED)
     with pytest.raises(LinkClosed, match="no sign of life for 5 s"):
         KeyedLink(stream, tags, tags).receive()
-    assert sum(stream.waited) == keyed.MISSED * keyed.BEAT
+    assert sum(stream.waited) == keyed_link.MISSED * keyed_link.BEAT
 
 
 @pytest.mark.long

@@ -19,14 +19,14 @@ from tests.fakes.ranks import full_step
 from tests.links.peers import FACTORY, group_at, nothing_stays, start
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.dial import Followers
-from trencadis.core.executor.following import dials
-from trencadis.core.executor.launcher import LocalLauncher
-from trencadis.core.executor.mp import Multiproc
-from trencadis.core.executor.nodes import open_door
-from trencadis.core.executor.ranks import Place
-from trencadis.core.executor.trouble import RankFailed
-from trencadis.core.links import route
+from trencadis.core.executor.engine_connection import HeadlessRanks
+from trencadis.core.executor.headless import make_connect_infos
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.executor.nodes_launcher import open_listener
+from trencadis.core.executor.rank_errors import RankFailed
+from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_launcher import LocalLauncher
+from trencadis.core.links import network_route
 from trencadis.core.links.topology import Topology, topology
 
 KEY = "0123456789abcdefghijklmnopqrstuvwxyz-a-key"
@@ -49,10 +49,10 @@ def config(key_file: str, **more: Any) -> EngineConfig:
     return replace(made, **more)
 
 
-def followers(engine: EngineConfig, where: tuple[str, int]) -> Followers:
+def followers(engine: EngineConfig, where: tuple[str, int]) -> HeadlessRanks:
     """The other machine's rank."""
     there = replace(engine, node_rank=1, headless=True, master_port=where[1])
-    return Followers(dials(there, topology(there, {}), {}, 30.0))
+    return HeadlessRanks(make_connect_infos(there, topology(there, {}), {}, 30.0))
 
 
 def killed(key_file: str, seed: int) -> float:
@@ -60,9 +60,9 @@ def killed(key_file: str, seed: int) -> float:
     me = psutil.Process()
     with nothing_stays(lambda: len(me.children())):
         engine = config(key_file)
-        door, _ = open_door(engine, topology(engine, {}), {})
-        far = followers(engine, door.address)
-        group = group_at(door, group_key_file=key_file)
+        listener, _ = open_listener(engine, topology(engine, {}), {})
+        far = followers(engine, listener.address)
+        group = group_at(listener, group_key_file=key_file)
         try:
             start(group)
             (process,) = [p for p, _ in far._processes]
@@ -84,14 +84,16 @@ def killed(key_file: str, seed: int) -> float:
     return took
 
 
-def test_a_rank_elsewhere_that_is_killed_ends_the_group(key_file: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_on_another_machine_that_is_killed_ends_the_group(
+    key_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG):
         assert killed(key_file, 0) < SOON
     assert "rank 1 has come from 127.0.0.1" in caplog.text and KEY not in caplog.text
 
 
 @pytest.mark.long
-def test_twenty_ranks_elsewhere_are_killed(key_file: str) -> None:
+def test_twenty_ranks_on_another_machine_are_killed(key_file: str) -> None:
     taken = [killed(key_file, seed) for seed in range(20)]
     print(f"\nkilled: 20 of 20; known after {min(taken):.2f} to {max(taken):.2f} s")
     assert max(taken) < SOON
@@ -101,13 +103,13 @@ def test_twenty_ranks_elsewhere_are_killed(key_file: str) -> None:
 def test_eight_ranks_over_tcp_cost_little_host_time(key_file: str) -> None:
     """What ``submit`` takes of the engine's thread without pixels, and what an idle rank takes of a core."""
     engine = config(key_file, tensor_parallel_size=8, nnodes=8)
-    door, _ = open_door(engine, topology(engine, {}), {})
+    listener, _ = open_listener(engine, topology(engine, {}), {})
     far = []
     try:
         for node in range(1, 8):
-            there = replace(engine, node_rank=node, headless=True, master_port=door.address[1])
-            far.append(Followers(dials(there, topology(there, {}), {}, 60.0)))
-        group = group_at(door, world=8, group_key_file=key_file)
+            there = replace(engine, node_rank=node, headless=True, master_port=listener.address[1])
+            far.append(HeadlessRanks(make_connect_infos(there, topology(there, {}), {}, 60.0)))
+        group = group_at(listener, world=8, group_key_file=key_file)
         start(group)
         taken = []
         for number in range(400):
@@ -175,38 +177,38 @@ def test_ranks_count_their_cards_on_their_own_machine(key_file: str) -> None:
     made = config(key_file, tensor_parallel_size=2, allow_tp_over_nodes=True)
     there = topology(replace(made, node_rank=1, headless=True, tensor_parallel_size=4), {})
     assert (there.first, there.here, there.leads) == (2, 2, False)
-    assert [d.local for d in dials(replace(made, tensor_parallel_size=4), there, {}, 1.0)] == [0, 1]
-    assert Place(3, 4).local_rank == 3 and Place(3, 4, local=1, beside=2).local_world == 2
+    assert [d.local for d in make_connect_infos(replace(made, tensor_parallel_size=4), there, {}, 1.0)] == [0, 1]
+    assert RankInfo(3, 4).local_rank == 3 and RankInfo(3, 4, local=1, ranks_on_machine=2).local_world == 2
 
 
 def test_pixels_go_to_ranks_that_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks get the same Step, without them."""
     made = EngineConfig(tensor_parallel_size=3)
-    real = LocalLauncher.place
-    monkeypatch.setattr(LocalLauncher, "place", lambda self, n: replace(real(self, n), encodes=n != 2))
-    group = Multiproc(made, FACTORY)
+    real = LocalLauncher.describe_rank
+    monkeypatch.setattr(LocalLauncher, "describe_rank", lambda self, n: replace(real(self, n), encodes=n != 2))
+    group = MultiprocExecutor(made, FACTORY)
     sent: dict[int, list[int]] = {1: [], 2: []}
     for child in group.children:
         assert child.link is not None
         monkeypatch.setattr(child.link, "send", lambda body, n=child.number: sent[n].append(len(body)))
     step = full_step(1)
-    group._tell_step(step)
+    group._broadcast_step(step)
     pixels = step.images[0].pixels.nbytes
     assert sent[1][-1] - sent[2][-1] > pixels - 100
-    group._tell_step(replace(step, images=()))
+    group._broadcast_step(replace(step, images=()))
     assert sent[1][-1] == sent[2][-1]
     monkeypatch.undo()
     group.close()
 
 
 def test_the_interface_is_that_of_the_route_to_rank_0() -> None:
-    assert route.interface_to("127.0.0.1") == route.interface_to("127.9.8.7") == "lo"
-    assert route.interface_to("no-such-host.invalid") == ""
+    assert network_route.interface_to("127.0.0.1") == network_route.interface_to("127.9.8.7") == "lo"
+    assert network_route.interface_to("no-such-host.invalid") == ""
 
 
 INTERFACES = """
 import os, sys
-from trencadis.core.executor import groups
+from trencadis.core.executor import process_groups
 groups.keep_to("tcp://127.0.0.1:5")
 assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "eth7", dict(os.environ)
 """

@@ -11,11 +11,11 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.on_ray import entrance
-from trencadis.core.executor.on_ray.cluster import ClusterNode, connect, deal
-from trencadis.core.executor.on_ray.entrance import Welcome
+from trencadis.core.executor.on_ray import cluster_access
+from trencadis.core.executor.on_ray.cluster_access import ClusterAccess
+from trencadis.core.executor.on_ray.ray_cluster import ClusterNode, assign_nodes, connect
 from trencadis.core.links.topology import RAY, Topology, topology
-from trencadis.server.engine.spawn import child_environment
+from trencadis.server.engine.spawn import make_child_environment
 
 
 def nodes(*free: int) -> list[ClusterNode]:
@@ -27,11 +27,11 @@ def names(found: Sequence[ClusterNode]) -> str:
 
 
 def test_groups_stay_on_a_node_and_the_first_is_here() -> None:
-    assert names(deal(nodes(2), 1, 2, "HPU", False)) == "aa"
-    assert names(deal(nodes(8, 8), 2, 8, "HPU", False)) == "a" * 8 + "b" * 8
-    assert names(deal(nodes(2, 2, 4), 3, 2, "HPU", False)) == "aabbcc", "stages in the order of the nodes"
-    assert names(deal(nodes(3, 2), 2, 2, "HPU", False)) == "aabb", "a card stays free where a group has no room"
-    assert names(deal(nodes(1, 3), 1, 3, "HPU", True)) == "abb"
+    assert names(assign_nodes(nodes(2), 1, 2, "HPU", False)) == "aa"
+    assert names(assign_nodes(nodes(8, 8), 2, 8, "HPU", False)) == "a" * 8 + "b" * 8
+    assert names(assign_nodes(nodes(2, 2, 4), 3, 2, "HPU", False)) == "aabbcc", "stages in the order of the nodes"
+    assert names(assign_nodes(nodes(3, 2), 2, 2, "HPU", False)) == "aabb", "a card stays free where a group has no room"
+    assert names(assign_nodes(nodes(1, 3), 1, 3, "HPU", True)) == "abb"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_groups_stay_on_a_node_and_the_first_is_here() -> None:
 )  # fmt: skip
 def test_what_cannot_be_placed_is_refused_with_both_counts(free: Any, shape: Any, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        deal(nodes(*free), shape[0], shape[1], "HPU", False)
+        assign_nodes(nodes(*free), shape[0], shape[1], "HPU", False)
 
 
 def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,70 +58,82 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cluster_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*ray start --head"):
-        entrance.probe("127.0.0.1:9")
-    entrance.probe("auto")
+        cluster_access.check_reachable("127.0.0.1:9")
+    cluster_access.check_reachable("auto")
 
 
 @pytest.mark.parametrize("address", ["head", "10.0.0.1", "10.0.0.1:", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(StartupError, match=r"^RAY_ADDRESS=.* is no host:port of a cluster's head, such as [^\n]*$"):
-        entrance.probe(address)
+        cluster_access.check_reachable(address)
 
 
 def test_a_public_cluster_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches the ports of one that does not runs code on its nodes, whatever this process would show."""
     open_to_all: list[str] = []
-    monkeypatch.setattr(entrance, "lets_anybody_in", lambda address: address in open_to_all)
+    monkeypatch.setattr(cluster_access, "accepts_any_client", lambda address: address in open_to_all)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     public = ["93.184.216.34:6379", "[2606:2800:220:1::1]:6379"]
     inside = ["10.1.2.3:6379", "[::1]:6379", "localhost:6379", ""]
     for address in (*public, *inside):
-        entrance.check_door(address)
+        cluster_access.check_not_open(address)
     open_to_all += [*public, *inside]
     for address in inside:
-        entrance.check_door(address)
+        cluster_access.check_not_open(address)
     for address in public:
         with pytest.raises(StartupError, match=r"public address and asks for no token.*RAY_AUTH_MODE=token"):
-            entrance.check_door(address)
+            cluster_access.check_not_open(address)
 
 
 def test_a_cluster_whose_answer_nobody_knows_counts_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def ask(address: str, environ: Any) -> Any:
-        asked.append(environ)
-        return lambda: Welcome(address, answers[len(asked) - 1])
+        requested.append(environ)
+        return lambda: ClusterAccess(address, answers[len(requested) - 1])
 
-    answers = [entrance.LET_IN, entrance.NO_TOKEN, entrance.UNKNOWN, entrance.REFUSED]
-    monkeypatch.setattr(entrance, "ask", ask)
-    assert [entrance.lets_anybody_in("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
-    assert not any(name.startswith("RAY_AUTH") for environ in asked for name in environ)
+    answers = [cluster_access.LET_IN, cluster_access.NO_TOKEN, cluster_access.UNKNOWN, cluster_access.REFUSED]
+    monkeypatch.setattr(cluster_access, "probe_access", ask)
+    assert [cluster_access.accepts_any_client("93.184.216.34:6379") for _ in answers] == [True, True, True, False]
+    assert not any(name.startswith("RAY_AUTH") for environ in requested for name in environ)
 
 
 @pytest.mark.parametrize(
     ("said", "shown", "words"),
     [
-        (entrance.NO_TOKEN, {"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH"),
-        (entrance.REFUSED, {"RAY_AUTH_MODE": "token"}, "h:1 asks for another token than this process shows: set RAY"),
-        (entrance.REFUSED, {}, "h:1 asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_"),
+        (
+            cluster_access.NO_TOKEN,
+            {"RAY_AUTH_MODE": "token"},
+            "RAY_AUTH_MODE=token and there is no token: set RAY_AUTH",
+        ),
+        (
+            cluster_access.REFUSED,
+            {"RAY_AUTH_MODE": "token"},
+            "h:1 asks for another token than this process shows: set RAY",
+        ),
+        (
+            cluster_access.REFUSED,
+            {},
+            "h:1 asks for a token, and this process shows none: set RAY_AUTH_MODE=token, and RAY_",
+        ),
     ],
 )
 def test_who_shows_no_token_is_told_what_to_set(said: int, shown: dict[str, str], words: str) -> None:
     with pytest.raises(StartupError, match=words) as raised:
-        entrance.check_token(Welcome("h:1", said), shown)
+        cluster_access.check_token(ClusterAccess("h:1", said), shown)
     assert "\n" not in str(raised.value)
-    entrance.check_token(Welcome("h:1", entrance.LET_IN), shown)
-    entrance.check_token(Welcome("", entrance.UNKNOWN), shown)  # what Ray says of it is told
+    cluster_access.check_token(ClusterAccess("h:1", cluster_access.LET_IN), shown)
+    cluster_access.check_token(ClusterAccess("", cluster_access.UNKNOWN), shown)  # what Ray says of it is told
 
 
 def test_the_engine_keeps_rays_token_and_no_other() -> None:
     environ = {"RAY_AUTH_TOKEN": "t", "OTHER_TOKEN": "o", "PATH": "/bin"}
     made = EngineConfig(device="cpu", tensor_parallel_size=2, distributed_executor_backend="ray", engine="test:make")
     assert topology(made, {}) == Topology(RAY, 2)
-    found = child_environment(made, environ)
+    found = make_child_environment(made, environ)
     assert found["RAY_AUTH_TOKEN"] == "t" and "OTHER_TOKEN" not in found
-    assert "RAY_AUTH_TOKEN" not in child_environment(EngineConfig(device="cpu", engine="test:make"), environ)
+    assert "RAY_AUTH_TOKEN" not in make_child_environment(EngineConfig(device="cpu", engine="test:make"), environ)
 
 
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:

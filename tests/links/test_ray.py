@@ -25,9 +25,9 @@ from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.launchers import launcher_of
-from trencadis.core.executor.mp import Multiproc
-from trencadis.core.executor.trouble import RankFailed
+from trencadis.core.executor.launcher_choice import launcher_of
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.executor.rank_errors import RankFailed
 from trencadis.core.links.topology import topology
 
 pytestmark = pytest.mark.long
@@ -66,9 +66,9 @@ def config(**more: Any) -> EngineConfig:
     )  # fmt: skip
 
 
-def group() -> Multiproc:
+def group() -> MultiprocExecutor:
     made = config()
-    group = Multiproc(made, FACTORY, launcher_of(made, topology(made, os.environ), os.environ))
+    group = MultiprocExecutor(made, FACTORY, launcher_of(made, topology(made, os.environ), os.environ))
     group.start(lambda place: fake_ranks.make(made, place))
     return group
 
@@ -139,7 +139,7 @@ def test_twenty_nodes_that_are_removed_end_their_groups(cluster: Any) -> None:
 
 
 def test_what_cannot_be_placed_is_refused_before_loading(cluster: Any) -> None:
-    from trencadis.core.executor.on_ray import cluster as ours
+    from trencadis.core.executor.on_ray import ray_cluster as ours
 
     ours.connect(os.environ)
     begun, made = time.monotonic(), config()
@@ -166,13 +166,13 @@ def test_two_hundred_prompts_on_two_nodes(shape: str, node: Any) -> None:
 
 def test_cards_that_are_not_here_are_asked_of_the_cluster(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend is named; each node has one card, whose twin computes."""
-    monkeypatch.setattr(devices, "cards", lambda *asked: (1, "there is 1 here"))
+    monkeypatch.setattr(devices, "cards", lambda *requested: (1, "there is 1 here"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray says it of the rank that is here
     alone = LLM(str(demo_path()), **BASE)
     flags: dict[str, Any] = {"device": "cuda", "policy": "twin", "warmup": "skip", "allow_tp_over_nodes": True}
     llm = LLM(str(demo_path()), tensor_parallel_size=2, **flags, **BASE)
     try:
-        assert isinstance(llm.engine.executor, Multiproc) and llm.engine.executor.children[0].remote
+        assert isinstance(llm.engine.executor, MultiprocExecutor) and llm.engine.executor.children[0].remote
         same(llm, range(4), lambda seeds: answered(alone, seeds))
     finally:
         llm.close()

@@ -63,7 +63,7 @@ def below(root: int) -> Iterator[tuple[int, str]]:
 
 
 def engines() -> list[int]:
-    return [number for number, line in below(os.getpid()) if "trencadis.core.process.main" in line]
+    return [number for number, line in below(os.getpid()) if "trencadis.core.process.engine_process" in line]
 
 
 def ask(running: RunningServer, text: str, rank: int = -1) -> Any:
@@ -144,12 +144,12 @@ def nothing_runs() -> None:
 def test_more_engines_than_the_nodes_hold_are_refused_before_loading(cluster: Any) -> None:
     from trencadis.core.config import EngineConfig
     from trencadis.core.errors import StartupError
-    from trencadis.server.engine.on_ray.placing import Placement
+    from trencadis.server.engine.on_ray.ray_placement import EnginePlacement
 
     ray.init(address=cluster.address, log_to_driver=False, namespace="trencadis")
     begun = time.monotonic()
     with pytest.raises(StartupError, match=r"3 engines need 1 CPU each on one node, .* has room for 2"):
-        Placement(EngineConfig(device="cpu"), 3, os.environ)
+        EnginePlacement(EngineConfig(device="cpu"), 3, os.environ)
     took = time.monotonic() - begun
     print(f"\nrefused after {took:.2f} s")
     assert took < 5 * 5

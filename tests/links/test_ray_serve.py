@@ -18,8 +18,8 @@ from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.errors import StartupError
 from trencadis.ray_serve import build
-from trencadis.ray_serve.application import CHOICE
-from trencadis.ray_serve.policy import CALM, KV_USE, WAIT, WaitGauge, scale
+from trencadis.ray_serve.application import ROUTING_NOTE
+from trencadis.ray_serve.policy import DOWNSCALE_SECONDS, KV_USE, WAIT, WaitEstimator, scale
 from trencadis.ray_serve.replica import ServedReplica
 from trencadis.server.config.config import ServerConfig
 
@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a stand-in for Ray Serve is told."""
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     serve = ModuleType("ray.serve")
 
     def deployment(**options: Any) -> Any:
-        told.update(options)
-        return lambda cls: SimpleNamespace(bind=lambda words: told.update(words=words, cls=cls) or told)
+        reported.update(options)
+        return lambda cls: SimpleNamespace(bind=lambda words: reported.update(words=words, cls=cls) or reported)
 
     serve.deployment = deployment  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setitem(sys.modules, "ray.serve", serve)
-    return told
+    return reported
 
 
 def test_flags_become_words_and_ranks_become_cards(made: dict[str, Any]) -> None:
@@ -65,7 +65,11 @@ def test_one_line_says_that_ray_serve_knows_no_prefixes(made: dict[str, Any], ca
     for options in ({"num_replicas": 2}, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}):
         caplog.clear()
         build({"model": "m", "device": "cpu", "deployment": options})
-        assert caplog.messages == [CHOICE] and "the shorter queue of two at random" in CHOICE and "\n" not in CHOICE
+        assert (
+            caplog.messages == [ROUTING_NOTE]
+            and "the shorter queue of two at random" in ROUTING_NOTE
+            and "\n" not in ROUTING_NOTE
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +116,11 @@ def test_without_ray_serve_one_line_says_how_to_get_it(monkeypatch: pytest.Monke
 
 def test_a_replica_passes_pieces_on_as_the_app_sends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServedReplica, "__del__", lambda self: None)  # Ray Serve awaits it
-    rig = scripted_app(write_text_checkpoint(tmp_path))
+    harness = scripted_app(write_text_checkpoint(tmp_path))
     replica = ServedReplica.__new__(ServedReplica)
-    replica.app, replica._failed = rig.app(), ""
-    replica.supervisor = rig.engine  # type: ignore[assignment]
-    replica._patience = 1.0
+    replica.app, replica._failed = harness.app(), ""
+    replica.supervisor = harness.engine  # type: ignore[assignment]
+    replica._drain_timeout = 1.0
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
@@ -128,8 +132,8 @@ def test_a_replica_passes_pieces_on_as_the_app_sends_them(tmp_path: Path, monkey
         transport = httpx.ASGITransport(served)
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
             assert (await client.get("/v1/models")).json()["object"] == "list"
-            asked = {"model": "m", "prompt": "hello", "max_tokens": 3, "stream": True}
-            streamed = await client.post("/v1/completions", json=asked)
+            requested = {"model": "m", "prompt": "hello", "max_tokens": 3, "stream": True}
+            streamed = await client.post("/v1/completions", json=requested)
             assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
             assert streamed.text.count("data: {") >= 3
             refused = await client.post("/v1/completions", json={"model": "m"})
@@ -137,7 +141,7 @@ def test_a_replica_passes_pieces_on_as_the_app_sends_them(tmp_path: Path, monkey
 
     asyncio.run(body())
     replica.check_health()
-    rig.engine.failing = True
+    harness.engine.failing = True
     with pytest.raises(RuntimeError, match="again and again"):
         replica.check_health()
 
@@ -163,12 +167,12 @@ def test_replicas_come_with_waits_and_with_full_caches() -> None:
 def test_replicas_go_one_by_one_and_only_after_a_calm() -> None:
     found, state = scale(context(3, kv=0.1))
     assert found == 3
-    found, state = scale(context(3, kv=0.1, now=1000 + CALM - 1, state=state))
+    found, state = scale(context(3, kv=0.1, now=1000 + DOWNSCALE_SECONDS - 1, state=state))
     assert found == 3
-    found, again = scale(context(3, kv=0.1, now=1000 + CALM, state=state))
+    found, again = scale(context(3, kv=0.1, now=1000 + DOWNSCALE_SECONDS, state=state))
     assert found == 2
-    assert scale(context(2, kv=0.1, now=1001 + CALM, state=again))[0] == 2
-    assert scale(context(3, kv=0.6, now=1000 + CALM, state=state)) == (3, {"calm_since": None})
+    assert scale(context(2, kv=0.1, now=1001 + DOWNSCALE_SECONDS, state=again))[0] == 2
+    assert scale(context(3, kv=0.6, now=1000 + DOWNSCALE_SECONDS, state=state)) == (3, {"calm_since": None})
     assert scale(context(2, kv=0.42, now=9000, state={"calm_since": 1.0}))[0] == 1, (
         "the other one has room for its share"
     )
@@ -176,9 +180,9 @@ def test_replicas_go_one_by_one_and_only_after_a_calm() -> None:
 
 
 def test_a_wait_is_predicted_from_who_waits_and_who_begins() -> None:
-    gauge = WaitGauge()
-    assert gauge.wait(0, 0, 1.0) == 0
+    gauge = WaitEstimator()
+    assert gauge.estimate(0, 0, 1.0) == 0
     for second in range(2, 60):
-        found = gauge.wait(4 * second + 20, 20, float(second))
+        found = gauge.estimate(4 * second + 20, 20, float(second))
     assert found == pytest.approx(5.0, rel=0.05), "20 wait, and 4 begin a second"
-    assert 0 < gauge.wait(3, 3, 61.0) < 1, "an engine that was started again begins to count anew"
+    assert 0 < gauge.estimate(3, 3, 61.0) < 1, "an engine that was started again begins to count anew"

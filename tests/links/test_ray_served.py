@@ -1,4 +1,4 @@
-"""Ray Serve on two nodes of this machine: a chat about a picture, and replicas that come and go under load."""
+"""Ray Serve on two nodes of this machine: a chat about an image, and replicas that come and go under load."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def running() -> int:
     return sum(app.deployments["trencadis"].replica_states.values())
 
 
-def picture() -> str:
+def make_image() -> str:
     file = BytesIO()
     Image.new("RGB", (56, 56), (200, 30, 30)).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def test_replicas_answer_about_pictures_and_lose_no_request_as_they_come_and_go(url: str) -> None:
+def test_replicas_answer_about_images_and_lose_no_request_as_they_come_and_go(url: str) -> None:
     deployed(1)
     name = httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["id"]
-    content = [{"type": "image_url", "image_url": {"url": picture()}}, {"type": "text", "text": "What is it?"}]
+    content = [{"type": "image_url", "image_url": {"url": make_image()}}, {"type": "text", "text": "What is it?"}]
     body = {"model": name, "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     first = httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
     assert first.status_code == 200

@@ -16,14 +16,14 @@ import pytest
 from tests.oracles.happens_before import races
 from tests.traffic.rule_oracle import RuleOracle
 from tests.traffic.ruled_requests import GRAMMARS, RuledTraffic, ruled_answers, vocabulary
-from trencadis.backends.cuda.twin.device import TwinCall
+from trencadis.backends.cuda.twin.twin_runtime import TwinCall
 from trencadis.core.config import EngineConfig
 from trencadis.core.engine import Engine
-from trencadis.core.executor.uniproc import Submitted
-from trencadis.core.masks import grammar
-from trencadis.core.masks.rule import Repetition, Rule
+from trencadis.core.executor.uniproc_executor import SubmittedWork
+from trencadis.core.masks import grammar_matcher
+from trencadis.core.masks.constraints import Repetition, Rule
 from trencadis.core.request import Request, SamplingParams
-from trencadis.core.startup.build import create_engine
+from trencadis.core.startup.engine_builder import create_engine
 
 LENGTH = 64
 FLAGS: dict[str, Any] = {
@@ -157,15 +157,15 @@ def test_a_matcher_that_fails_ends_its_own_choice_alone(make: Make, monkeypatch:
     """Here by a limit that the library reaches while a text goes on."""
     engine = make(async_depth=1)
     scarce = llguidance.LLParserLimits(step_max_items=9, verbose_errors=False)
-    monkeypatch.setattr(grammar, "limits", lambda: scarce)
+    monkeypatch.setattr(grammar_matcher, "parser_limits", lambda: scarce)
     limits = engine.scheduler.limits
-    engine.vocabulary(vocabulary(limits.vocab, limits.eos).packed())
+    engine.set_vocabulary(vocabulary(limits.vocab, limits.eos).pack())
     wide = llguidance.LLMatcher.grammar_from_lark(
         'start: "a" b\nb: c c | d d | e e\nc: "x" c | "y"\nd: "x" d | "z"\ne: "x" e | "w"'
     )
-    asked = [SamplingParams(n=2, seed=i, max_tokens=9, ignore_eos=True) for i in range(3)]
+    requested = [SamplingParams(n=2, seed=i, max_tokens=9, ignore_eos=True) for i in range(3)]
     rules = [None, Rule(wide), Rule(allowed=(3, 4, 5))]
-    for i, (params, rule) in enumerate(zip(asked, rules, strict=True)):
+    for i, (params, rule) in enumerate(zip(requested, rules, strict=True)):
         engine.add(Request(f"f{i}", [5, 6, 7], params, rule=rule))
     ended = {}
     while not engine.idle():
@@ -182,7 +182,7 @@ def test_a_request_waits_for_its_grammar_while_others_go_on_and_may_be_aborted_m
     engine = make(async_depth=1)
     slow: dict[str, Future[str]] = {}
     real = engine.executor.prepare
-    monkeypatch.setattr(engine.executor, "prepare", lambda text: Submitted(slow.setdefault(text, Future())))
+    monkeypatch.setattr(engine.executor, "prepare", lambda text: SubmittedWork(slow.setdefault(text, Future())))
     good = GRAMMARS[3]
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     for id, rule in (("slow", Rule(good)), ("gone", Rule(good)), ("bad", Rule("start: nosuch")), ("plain", None)):

@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from trencadis.core.masks.canonical import CanonicalTokenizer
-from trencadis.core.masks.grammar import GrammarMatcher, Grammars
+from trencadis.core.masks.grammar_matcher import CompiledGrammars, GrammarMatcher
 from trencadis.core.masks.vocabulary import Vocabulary
-from trencadis.server.grammars.vocabulary import vocabulary
-from trencadis.server.text import tokenizer as text_tokenizer
+from trencadis.server.grammars.grammar_vocabulary import make_vocabulary
+from trencadis.server.text import checkpoint_tokenizer as text_tokenizer
 
 
 def random_merges(rng: random.Random, count: int = 14) -> tuple[list[str], list[tuple[str, str]]]:
@@ -53,11 +53,11 @@ def random_texts(rng: random.Random) -> tuple[str, list[str]]:
             return f"[ab]{{0,2}}c{forced}[bc]{{0,3}}", texts
 
 
-def open_grammars(tokens: list[bytes], tokenizer: Tokenizer) -> Grammars:
+def open_grammars(tokens: list[bytes], tokenizer: Tokenizer) -> CompiledGrammars:
     """A rank's grammars over a vocabulary to which an end is added."""
-    made = Grammars()
+    made = CompiledGrammars()
     packed = zlib.compress(tokenizer.to_str().encode())
-    made.vocabulary(Vocabulary([*tokens, b"<end>"], [len(tokens)], [len(tokens)], packed).packed())
+    made.set_vocabulary(Vocabulary([*tokens, b"<end>"], [len(tokens)], [len(tokens)], packed).pack())
     return made
 
 
@@ -134,9 +134,9 @@ def open_sentencepiece(metaspace: bool) -> text_tokenizer.Tokenizer:
 @pytest.mark.parametrize("metaspace", [False, True])
 def test_a_blank_before_a_text_is_no_part_of_forced_text(metaspace: bool) -> None:
     opened = open_sentencepiece(metaspace)
-    words = vocabulary(opened, opened.vocab_size, [2])
-    grammars = Grammars()
-    grammars.vocabulary(words.packed())
+    words = make_vocabulary(opened, opened.vocab_size, [2])
+    grammars = CompiledGrammars()
+    grammars.set_vocabulary(words.pack())
     schema = {"type": "object", "properties": {"ab": {"const": "a ab é"}}, "required": ["ab"]}
     options: Any = {"whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema({**schema, "additionalProperties": False}, options)
@@ -152,9 +152,9 @@ def test_a_blank_before_a_text_is_no_part_of_forced_text(metaspace: bool) -> Non
 def test_a_byte_token_is_no_second_spelling_of_a_character() -> None:
     """Ids of the same bytes: the tokenizer writes one of them where it has a choice of texts, too."""
     opened = open_sentencepiece(True)
-    words = vocabulary(opened, opened.vocab_size, [2])
-    grammars = Grammars()
-    grammars.vocabulary(words.packed())
+    words = make_vocabulary(opened, opened.vocab_size, [2])
+    grammars = CompiledGrammars()
+    grammars.set_vocabulary(words.pack())
     matcher = grammars.matcher(llguidance.LLMatcher.grammar_from_regex('":("a|c)'))
     assert {words.tokens[i] for i in allowed(matcher, len(words.tokens))} == {b'":', b'":"'}
     assert all(i > 258 for i in allowed(matcher, len(words.tokens)))

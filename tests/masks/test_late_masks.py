@@ -15,13 +15,13 @@ from tests.engine.test_schedules import random_request
 from tests.oracles.shadow_engine import VOCAB, ScheduleDriver, shadow_engine
 from tests.oracles.shadow_model import ShadowRank, oracle_end
 from tests.traffic.rule_oracle import END, EOS, SIXTY, THINK, VOCABULARY
-from trencadis.core.launches import late_masks
-from trencadis.core.launches.inputs import head_inputs
-from trencadis.core.masks.choice import ChoiceMasks
-from trencadis.core.masks.desk import Desk, FollowedDraws
-from trencadis.core.masks.grammar import GrammarMatcher, Grammars
-from trencadis.core.masks.matcher import BadWords, ThinkingMatcher, remove
-from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
+from trencadis.core.launches import deferred_masks
+from trencadis.core.launches.host_inputs import head_inputs
+from trencadis.core.masks.choice_masks import ChoiceMasks
+from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
+from trencadis.core.masks.grammar_matcher import CompiledGrammars, GrammarMatcher
+from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.masks.matchers import BadWords, ThinkingMatcher, remove
 from trencadis.core.request import Delta, Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
 
@@ -89,7 +89,7 @@ def play(seed: int, count: int, depth: int, overlaps: bool = False) -> tuple[Rul
         seqs=rng.choice([3, 8]), tokens=rng.choice([7, 64]), length=length, caching=rng.random() < 0.8,
         chunk=rng.choice([0, 0, 1, 5]), overlaps=overlaps,
     )  # fmt: skip
-    engine.vocabulary(VOCABULARY.packed())
+    engine.set_vocabulary(VOCABULARY.pack())
     driver = RuledDriver(engine, rng, length, media_delay=rng.choice([0.0, 0.5]))
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(length)] for _ in range(3)]
     for number in range(count):
@@ -100,13 +100,13 @@ def play(seed: int, count: int, depth: int, overlaps: bool = False) -> tuple[Rul
         rule = random_rule(rng) if rng.random() < 0.8 else None
         driver.add(replace(request, params=params, rule=rule))
         for _ in range(rng.choice([0, 0, 1, 3, 10])):
-            driver.turn()
+            driver.run_step()
         if rng.random() < 0.1:
             engine.abort(f"r{rng.randrange(number + 1)}", rng.choice([-1, -1, 0, 1]))
     driver.finish()
     driver.add(Request("last", [1], SamplingParams(max_tokens=2, seed=1)))  # a step that closes what has left
     driver.finish()
-    assert not len(rank.desk), "the desk follows choices that have left"
+    assert not len(rank.desk), "the matcher manager follows choices that have left"
     driver.verify()
     check_surplus(rank)
     return driver, rank
@@ -160,18 +160,18 @@ def neighbours(rows: Any, vocab: int, fill: Any = None) -> Any:
     return made
 
 
-def shared(self: Grammars, text: str) -> GrammarMatcher:
-    """``Grammars.matcher`` without a copy."""
-    return GrammarMatcher(self.compiled(text), 8)
+def shared(self: CompiledGrammars, text: str) -> GrammarMatcher:
+    """``CompiledGrammars.matcher`` without a copy."""
+    return GrammarMatcher(self.initial_matcher(text), 8)
 
 
-turn = Desk.turn
+step = MatcherManager.apply
 opening = Sequence.opening
-take = FollowedDraws.take
+take = PendingSample.accept_tokens
 
 
-def mixed_up(self: FollowedDraws) -> None:
-    """``FollowedDraws.take`` of its rows in the other order."""
+def mixed_up(self: PendingSample) -> None:
+    """``PendingSample.accept_tokens`` of its rows in the other order."""
     self.rows = dict(zip(self.rows, reversed([*self.rows.values()]), strict=True))
     take(self)
 
@@ -188,19 +188,19 @@ fill = ChoiceMasks.fill
 thinking = ThinkingMatcher.__init__
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a mask one step late": (ChoiceMasks, "accept", late),
-    "the mask of the neighbour": (late_masks, "head_inputs", neighbours),
-    "tokens of another row": (FollowedDraws, "take", mixed_up),
+    "the mask of the neighbour": (deferred_masks, "head_inputs", neighbours),
+    "tokens of another row": (PendingSample, "accept_tokens", mixed_up),
     "anything behind an end": (ChoiceMasks, "ended", False),
-    "choices share one matcher": (Grammars, "matcher", shared),
+    "choices share one matcher": (CompiledGrammars, "matcher", shared),
     "a preempted choice starts anew": (Sequence, "opening", lambda s: replace(opening(s), output=())),
     "a preempted choice is told its output twice": (
         Sequence, "opening", lambda s: replace(opening(s), output=2 * opening(s).output)
     ),
-    "choices are never closed": (Desk, "turn", lambda self, closings, openings: turn(self, (), openings)),
+    "choices are never closed": (MatcherManager, "apply", lambda self, closings, openings: step(self, (), openings)),
     "min_tokens is forgotten": (ChoiceMasks, "fill", lambda self, row, banned=(): fill(self, row)),
     "min_tokens wins over a finished grammar": (ChoiceMasks, "fill", with_bans),
-    "stop ids end within a grammar": (FollowedDraws, "text", property(lambda s: set(), lambda s, value: None)),
-    "a failure is kept silent": (FollowedDraws, "failures", property(lambda s: {}, lambda s, value: None)),
+    "stop ids end within a grammar": (PendingSample, "text", property(lambda s: set(), lambda s, value: None)),
+    "a failure is kept silent": (PendingSample, "failures", property(lambda s: {}, lambda s, value: None)),
     "words forget what was drawn": (BadWords, "accept", lambda self, token: True),
     "every thought begins in the output": (
         ThinkingMatcher, "__init__", lambda self, b, *more: thinking(self, replace(b, open=False), *more)

@@ -47,10 +47,10 @@ def test_bad_words_do_not_occur(llm: LLM) -> None:
 
 
 def test_a_repeated_pattern_ends_an_answer(llm: LLM) -> None:
-    asked = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
+    requested = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
     params = SamplingParams(
         temperature=1.0, seed=1, max_tokens=50, ignore_eos=True, min_tokens=5, allowed_token_ids=[9, 40],
-        repetition_detection=asked,
+        repetition_detection=requested,
     )  # fmt: skip
     (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     (choice,) = output.outputs

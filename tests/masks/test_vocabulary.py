@@ -5,7 +5,7 @@ from __future__ import annotations
 import llguidance
 import numpy as np
 
-from trencadis.core.masks.vocabulary import Vocabulary, opened
+from trencadis.core.masks.vocabulary import Vocabulary, open_tokenizer
 
 TOKENS = [bytes([i]) for i in range(256)] + [b'{"', b"</think>", b"", b'{"a', b"<eos>"]
 THINK, NONE, EOS = 257, 258, 260
@@ -18,7 +18,7 @@ def allowed(matcher: llguidance.LLMatcher) -> set[int]:
 
 def matcher(grammar: str) -> llguidance.LLMatcher:
     made = Vocabulary(TOKENS, [THINK, EOS], [EOS])
-    return llguidance.LLMatcher(opened(Vocabulary.unpacked(made.packed())), grammar)
+    return llguidance.LLMatcher(open_tokenizer(Vocabulary.unpack(made.pack())), grammar)
 
 
 def test_a_schema_may_begin_with_every_token_that_fits() -> None:

@@ -17,40 +17,40 @@ from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
 from tools.pages import gen_metrics
 from trencadis.core.config import EngineConfig
-from trencadis.core.process.wire import BucketUse, EngineStats, GraphCounters
+from trencadis.core.process.engine_messages import BucketUse, EngineStats, GraphCounters
 from trencadis.core.progress import Warming
-from trencadis.server.metrics.hidden import HiddenCollector
-from trencadis.server.metrics.registry import Metrics
-from trencadis.server.records.tracing import Traces
+from trencadis.server.metrics.deprecated_metrics import DeprecatedCollector
+from trencadis.server.metrics.prometheus import PrometheusMetrics
+from trencadis.server.records.tracing import TraceQueue
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,A"}
 OURS = {"model_name", "engine"}
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     return scripted_app(write_text_checkpoint(tmp_path_factory.mktemp("metrics")))
 
 
-def loaded(rig: ScriptedApp, folder: Path, **flags: Any) -> dict[str, set[str]]:
+def loaded(harness: ScriptedApp, folder: Path, **flags: Any) -> dict[str, set[str]]:
     """Labels of each series after requests, a refusal, a launch without a graph and a sleep."""
     keys = folder / "keys.yaml"
     digest = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8"
     keys.write_text(f"keys:\n- name: ann\n  sha256: {digest}\n  concurrency: 1\n")
     keys.chmod(0o600)
-    app = rig.app(api_key_file=str(keys), **flags)
+    app = harness.app(api_key_file=str(keys), **flags)
     headers = {"x-api-key": "password"}
     for content, n in (([IMAGE], 1), ("Hi", 1), ("Hi", 2), ([{**IMAGE, "image_url": "data:image/png;base64,bad"}], 1)):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "n": n, "temperature": 1}
-        rig.call("/v1/chat/completions", body, headers=headers)
+        harness.call("/v1/chat/completions", body, headers=headers)
     graphs = GraphCounters(1, 0, {"text": 5}, Warming(total=3), {"decode": 0.5})
     use = BucketUse("vision", 64, 128, 0.1, "vision[128]", "compiled", True, "warming", 1, 64)
     state = app.state.trencadis
     state.metrics.on_stats(EngineStats(step_tokens=[3], buckets=[use], graphs=graphs))
-    rig.engine.stats = EngineStats(
+    harness.engine.stats = EngineStats(
         waiting=5, deferred=2, prompt_tokens=50, prompt_cached=16, generation_tokens=9, graphs=graphs
     )
-    text = rig.call("/metrics", headers=headers).text
+    text = harness.call("/metrics", headers=headers).text
     found: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -101,18 +101,18 @@ CACHE_CONFIG = (
 )
 
 
-def test_every_family_of_the_list_is_there_with_its_labels_and_no_tenant(rig: ScriptedApp, tmp_path: Path) -> None:
-    found = loaded(rig, tmp_path)
+def test_every_family_of_the_list_is_there_with_its_labels_and_no_tenant(harness: ScriptedApp, tmp_path: Path) -> None:
+    found = loaded(harness, tmp_path)
     assert {name: found.get(name) for name in EXPECTED} == EXPECTED
     assert set(CACHE_CONFIG.split()) | OURS <= found["vllm:cache_config_info"]
     for name, labels in found.items():
         assert "tenant" not in labels or name.startswith("vllm:tenant_"), name
 
 
-def test_parts_sum_to_the_whole(rig: ScriptedApp) -> None:
-    rig.app(engine=EngineConfig(block_size=16, kv_cache_memory_bytes=1 << 20, kv_offloading_size=2.0))
-    rig.engine.stats = EngineStats(waiting=5, deferred=2, prompt_tokens=50, prompt_cached=16)
-    text = rig.call("/metrics").text
+def test_parts_sum_to_the_whole(harness: ScriptedApp) -> None:
+    harness.app(engine=EngineConfig(block_size=16, kv_cache_memory_bytes=1 << 20, kv_offloading_size=2.0))
+    harness.engine.stats = EngineStats(waiting=5, deferred=2, prompt_tokens=50, prompt_cached=16)
+    text = harness.call("/metrics").text
     who = 'engine="0",model_name="m"'
     for line in (
         f'vllm:num_requests_waiting_by_reason{{{who},reason="capacity"}} 3.0',
@@ -140,10 +140,10 @@ def test_parts_sum_to_the_whole(rig: ScriptedApp) -> None:
         assert label in config, label  # fmt: skip
 
 
-def test_bodies_are_counted_in_bytes(rig: ScriptedApp) -> None:
-    rig.app()
-    answers = [rig.chat("Hi"), rig.chat("Hi", stream=True)]
-    text = rig.call("/metrics").text
+def test_bodies_are_counted_in_bytes(harness: ScriptedApp) -> None:
+    harness.app()
+    answers = [harness.chat("Hi"), harness.chat("Hi", stream=True)]
+    text = harness.call("/metrics").text
     where = 'handler="/v1/chat/completions"'
     sent = sum(len(a.request.content) for a in answers), sum(len(a.content) for a in answers)
     assert f"http_request_size_bytes_sum{{{where}}} {float(sent[0])}" in text
@@ -168,20 +168,20 @@ VLLM_BOARDS = {
 labels that their expressions ask for."""
 
 
-def test_vllms_own_boards_find_their_series_and_labels(rig: ScriptedApp, tmp_path: Path) -> None:
-    found = loaded(rig, tmp_path)
+def test_vllms_own_boards_find_their_series_and_labels(harness: ScriptedApp, tmp_path: Path) -> None:
+    found = loaded(harness, tmp_path)
     for name, labels in VLLM_BOARDS.items():
         assert set(labels.split()) <= found[f"vllm:{name}"], name
 
 
-def test_old_names_are_there_where_asked_for(rig: ScriptedApp) -> None:
-    rig.app()
-    assert "vllm:gpu_cache_usage_perc" not in rig.call("/metrics").text
+def test_old_names_are_there_where_asked_for(harness: ScriptedApp) -> None:
+    harness.app()
+    assert "vllm:gpu_cache_usage_perc" not in harness.call("/metrics").text
     for flags in ({"show_hidden_metrics": True}, {"show_hidden_metrics_for_version": "0.11"}):
-        app = rig.app(**flags)
-        rig.engine.stats = EngineStats(kv_used=25, kv_total=100, prefix_queries=10, prefix_hits=5)
-        rig.chat()
-        text = rig.call("/metrics").text
+        app = harness.app(**flags)
+        harness.engine.stats = EngineStats(kv_used=25, kv_total=100, prefix_queries=10, prefix_hits=5)
+        harness.chat()
+        text = harness.call("/metrics").text
         who = '{engine="0",model_name="m"}'
         for line in (
             f"vllm:gpu_cache_usage_perc{who} 0.25", f"vllm:num_requests_swapped{who} 0.0",
@@ -203,7 +203,7 @@ def test_throughput_gauges_look_back_ten_seconds() -> None:
     now, stats = [0.0], EngineStats()
     registry = gen_metrics.server_registry()
     between = registry._names_to_collectors["vllm:inter_token_latency_seconds"]
-    collector = HiddenCollector(("m", "0"), lambda: stats, between, lambda: now[0])  # type: ignore[arg-type]
+    collector = DeprecatedCollector(("m", "0"), lambda: stats, between, lambda: now[0])  # type: ignore[arg-type]
 
     def rates() -> tuple[float, float]:
         values = {family.name: family.samples[0].value for family in collector.collect()}
@@ -221,12 +221,14 @@ def test_throughput_gauges_look_back_ten_seconds() -> None:
 
 
 def test_the_page_lists_what_a_live_scrape_has(
-    rig: ScriptedApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: ScriptedApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert gen_metrics.main(["--check"]) == 0
-    monkeypatch.setattr(Traces, "to", lambda endpoint: Traces(endpoint, lambda: (MagicMock(), MagicMock()), 600))
+    monkeypatch.setattr(
+        TraceQueue, "for_endpoint", lambda endpoint: TraceQueue(endpoint, lambda: (MagicMock(), MagicMock()), 600)
+    )
     page = dict(gen_metrics.rows(gen_metrics.PAGE.read_text()))
-    found = loaded(rig, tmp_path, show_hidden_metrics=True, enable_sleep_mode=True, otlp_traces_endpoint="http://c")
+    found = loaded(harness, tmp_path, show_hidden_metrics=True, enable_sleep_mode=True, otlp_traces_endpoint="http://c")
     live: dict[str, set[str]] = {}
     for name, labels in found.items():
         if not name.startswith(("process_", "python_")) and not name.endswith(("_created", "_bucket", "_sum")):
@@ -246,12 +248,12 @@ def test_no_directory_is_used_for_values(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reading_everything_is_cheap(rig: ScriptedApp) -> None:
+def test_reading_everything_is_cheap(harness: ScriptedApp) -> None:
     """A scrape must not hold the event loop up; the deadline is far above what it takes."""
     import time
 
-    metrics: Metrics = rig.app().state.trencadis.metrics
+    metrics: PrometheusMetrics = harness.app().state.trencadis.metrics
     begun = time.process_time()
     for _ in range(5):
-        metrics.text()
+        metrics.format_text()
     assert time.process_time() - begun < 1.0

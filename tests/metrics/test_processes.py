@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.server.metrics.processes import API, OTHER, ROLES, ProcessesCollector, role_of
+from trencadis.server.metrics.process_metrics import API, OTHER, ROLES, ProcessesCollector, get_role
 
 BURN = """
 import time
@@ -31,7 +31,7 @@ def samples(collector: ProcessesCollector) -> dict[str, dict[str, float]]:
 def test_roles_are_named_by_modules_that_exist() -> None:
     assert all(importlib.util.find_spec(module) for module in ROLES)
     command = b"/usr/bin/python3\0-P\0-m\0trencadis.core.process.main\x007\0"
-    assert role_of(command) == "engine" and role_of(b"sh\0-c\0true\0") == OTHER
+    assert get_role(command) == "engine" and get_role(b"sh\0-c\0true\0") == OTHER
 
 
 def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
@@ -43,7 +43,7 @@ def test_a_process_counts_while_it_lives_and_its_seconds_stay() -> None:
 
     def start() -> None:
         # From a thread, as decode workers are: the kernel lists it under the thread.
-        words = [sys.executable, "-S", "-c", BURN.format(0.2), "trencadis.multimodal.workers.worker"]
+        words = [sys.executable, "-S", "-c", BURN.format(0.2), "trencadis.multimodal.decode_workers.worker_main"]
         child.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert child[0].stdout is not None and child[0].stdout.readline()
         done.wait()

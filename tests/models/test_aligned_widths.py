@@ -18,20 +18,20 @@ from torch import Tensor
 from tests.models.test_shards import Group, ThreadComm
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.reference import PlainWeight, ReferenceOps
+from trencadis.backends.cpu.reference_ops import PlainWeight, ReferenceOps
 from trencadis.backends.cuda.policy import ALIGNED, SERVING
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.launches.persistent import persistent
-from trencadis.core.layers.source import StackedPart, stack
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.layers.weight_source import StackedPart, stack
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build, make
 from trencadis.core.step import Encode
-from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 MODELS = {
     "3B": dataclasses.replace(
@@ -54,10 +54,10 @@ class Shapes:
         assert 0 <= start < stop <= shape[dim], f"{name}: a rank without any"
         return self.take(name, (*shape[:dim], stop - start, *shape[dim + 1 :]))
 
-    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+    def take_stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
         return stack(self, parts, inputs)
 
-    def quantised(self, *args: Any, **kwargs: Any) -> None:
+    def take_quantised(self, *args: Any, **kwargs: Any) -> None:
         return None
 
     def has(self, name: str) -> bool:
@@ -94,7 +94,7 @@ def loaded(config: ModelConfig, rank: int, world: int, unit: int) -> tuple[Any, 
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
-    assert isinstance(config.vision, Qwen25Tower)
+    assert isinstance(config.vision, Qwen25VisionConfig)
     tower = dataclasses.replace(config.vision, depth=2, full_layers=(1,))
     return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=2), vision=tower)
 
@@ -110,10 +110,10 @@ def test_every_product_is_a_multiple_of_64_bytes(name: str, world: int) -> None:
         assert any(shape[1] == 1184 for shape in shapes), "the patch embedding"
         if rank == 0:
             t = model.enter.rotary
-            tables = (t.inv_freq, t.axis, *model.tower.enter.angles, *model.tower.enter.colours)
+            tables = (t.inv_freq, t.axis, *model.tower.patch_embed.frequencies, *model.tower.patch_embed.scale_shift)
             # A tied table counts for the embedding alone on paper.
             tied = model.embedding.nbytes() if config.text.tied and world == 1 else 0
-            paper = Sized(config, 2, world, unit=ALIGNED).weights()
+            paper = MemoryEstimator(config, 2, world, unit=ALIGNED).weights()
             assert paper == model.nbytes() - tied + sum(t.nbytes for t in tables)
 
 
@@ -133,14 +133,14 @@ def outputs(path: Path, unit: int, world: int) -> tuple[Tensor, Tensor]:
     config, group = load_config(path), Group(world)
     found: list[tuple[Tensor, Tensor]] = []
     pixels = np.random.default_rng(3).integers(0, 256, (60, PATCH_VALUES), dtype=np.uint8)
-    rows, need = np.arange(2, 17, dtype=np.int32), slots_of(GRID)
+    rows, need = np.arange(2, 17, dtype=np.int32), count_slots(GRID)
 
     def run(rank: int) -> None:
         settings = BackendConfig(torch.float32, block_size=16, vocab_size=config.text.vocab, options={"threads": "1"})
         backend: Any = make_backend(settings)
         backend.comm, backend.policy = ThreadComm(group, rank, world), dataclasses.replace(backend.policy, aligned=unit)
         model: Any = build(config, backend)
-        model.bind(persistent(config, backend, blocks=2, block_size=16, arena_rows=32, seqs=1, tokens=16))
+        model.bind(allocate_persistent(config, backend, blocks=2, block_size=16, arena_rows=32, seqs=1, tokens=16))
         program = backend.program(Bucket(Stage.VISION, (need,)), model.vision)
         backend.fill(program, model.pack([Encode("d", GRID, need, pixels, rows)], need))
         program.run()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.altered import GONE, Case, altered, verdict
+from tests.hostile.altered_config import GONE, Case, altered, verdict
 from trencadis.assets import demo_path
 
 RIGHT, REFUSED = "right", "refused"
@@ -128,7 +128,7 @@ def wrong(source: Path, tmp_path: Path, picked: list[tuple[str, Any, str]]) -> l
     lines = []
     for i, (key, value, expected) in enumerate(picked):
         case = Case(altered(source, tmp_path / str(i), "config.json", key, value), source)
-        found = verdict(case.ours, case.theirs, key)
+        found = verdict(case.ours, case.reference, key)
         if found != expected:
             lines.append(f"{key} = {'(none)' if value is GONE else value!r}: {found}, expected: {expected}")
     return lines

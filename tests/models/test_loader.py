@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.models.loader import weights_of
 from trencadis.core.models.registry import build
 from trencadis.core.models.weight_files import files_of
+from trencadis.core.models.weight_loader import open_weights
 
 
 def load(path: Path, **engine: Any) -> None:
@@ -33,7 +33,7 @@ def copied(vl_checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_values_equal_safetensors_own_reader(vl_checkpoint: Path) -> None:
     want = load_file(vl_checkpoint / "model.safetensors")
-    got = dict(weights_of(vl_checkpoint))
+    got = dict(open_weights(vl_checkpoint))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
 

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from tests import kernel_kinds
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.native import packing
-from trencadis.backends.cpu.native.kept import FilePages
+from trencadis.backends.cpu.native import weight_packing
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
+from trencadis.backends.cpu.native.weight_cache import CachedPages
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.models.decoder import Decoder
-from trencadis.core.models.packed_file import FORMAT, PackedFile, packed_file
+from trencadis.core.models.packed_weights import FORMAT, PackedFile, packed_file
 from trencadis.core.models.registry import build
-from trencadis.core.process import ahead
+from trencadis.core.process import prefetch
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 needs_panels = pytest.mark.skipif(
@@ -56,12 +56,12 @@ def file_of(checkpoint: Path) -> PackedFile:
     return found
 
 
-def started(checkpoint: Path) -> tuple[Decoder, FilePages]:
+def started(checkpoint: Path) -> tuple[Decoder, CachedPages]:
     """A model, after its file is written."""
     config = config_of(checkpoint)
     backend = make_backend(BackendConfig(options={"threads": "1"}, packed=packed_file(config)))
     model = build(load_config(checkpoint), backend, config)
-    assert isinstance(model, Decoder) and isinstance(backend.ops, CpuOps) and isinstance(backend.ops.pages, FilePages)
+    assert isinstance(model, Decoder) and isinstance(backend.ops, CpuOps) and isinstance(backend.ops.pages, CachedPages)
     if backend.ops.pages.writing is not None:
         backend.ops.pages.writing.join(60)
     return model, backend.ops.pages
@@ -78,7 +78,7 @@ def inner(model: Decoder) -> torch.Tensor:
     return model.layers[1].mlp(x)
 
 
-def mapped(pages: FilePages) -> int:
+def mapped(pages: CachedPages) -> int:
     """Bytes of weights that came from the file."""
     return sum(pages._mapped)
 
@@ -275,31 +275,31 @@ def test_snapshots_of_the_hub_are_called_as_their_repository(tmp_path: Path) -> 
 
 
 def test_the_file_is_read_ahead_instead_of_the_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    entered: list[ahead.Populating] = []
+    requested: list[int] = []
+    entered: list[prefetch.PagePopulator] = []
 
-    class Seen(ahead.Populating):
+    class Seen(prefetch.PagePopulator):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             entered.append(self)
 
-    monkeypatch.setattr("os.posix_fadvise", lambda handle, start, size, advice: asked.append(size))
-    monkeypatch.setattr(ahead, "Populating", Seen)
+    monkeypatch.setattr("os.posix_fadvise", lambda handle, start, size, advice: requested.append(size))
+    monkeypatch.setattr(prefetch, "PagePopulator", Seen)
 
     def begun() -> int:
-        thread = ahead.begin(str(checkpoint), "auto", kept.path)
+        thread = prefetch.start_prefetch(str(checkpoint), "auto", kept.path)
         assert thread is not None
         thread.join(10)
-        return sum(asked) + sum(p.entered for p in entered)
+        return sum(requested) + sum(p.entered for p in entered)
 
     kept = file_of(checkpoint)
-    assert begun() == sum(asked) == (checkpoint / "model.safetensors").stat().st_size
-    asked.clear()
+    assert begun() == sum(requested) == (checkpoint / "model.safetensors").stat().st_size
+    requested.clear()
     assert kept.write(PIECES) and begun() == kept.path.stat().st_size
-    asked.clear()
+    requested.clear()
     entered.clear()
-    monkeypatch.setattr(ahead, "_madvise", lambda: None)  # a kernel without MADV_POPULATE_READ
-    assert begun() == sum(asked) == kept.path.stat().st_size
+    monkeypatch.setattr(prefetch, "_madvise", lambda: None)  # a kernel without MADV_POPULATE_READ
+    assert begun() == sum(requested) == kept.path.stat().st_size
 
 
 @needs_panels
@@ -311,8 +311,8 @@ def test_only_some_rows_of_the_checkpoint_are_read(checkpoint: Path, monkeypatch
         packed.append(len(room.flatten()))
         _pack(call, rows, room, kind)
 
-    _pack = packing._pack
-    monkeypatch.setattr(packing, "_pack", counted)
+    _pack = weight_packing._pack
+    monkeypatch.setattr(weight_packing, "_pack", counted)
     _, pages = started(checkpoint)
     # The demo's weights have two to ten panels; those of billions have hundreds.
     assert pages.writing is None and 0 < sum(packed) < 0.7 * mapped(pages)

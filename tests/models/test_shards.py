@@ -15,13 +15,13 @@ from torch import Tensor
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig, LayerKV, SamplerState
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
 from trencadis.core.models.interface import Persistent
 from trencadis.core.models.registry import build
 from trencadis.core.step import Encode, StepInputs
-from trencadis.multimodal.grids import slots_of
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.patch_grids import count_slots
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 GRID = (1, 10, 6)
 
@@ -80,7 +80,7 @@ def logits(path: Path, rank: int, world: int, group: Group, **options: str) -> T
     rng = np.random.default_rng(5)
     pixels = rng.integers(0, 256, (60, PATCH_VALUES), dtype=np.uint8)
     rows = np.arange(2, 17, dtype=np.int32)
-    need = slots_of(GRID)
+    need = count_slots(GRID)
     n = 40
     image_row = np.zeros(n, np.int32)
     if config.vision is not None:

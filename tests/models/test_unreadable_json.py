@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.multimodal.qwen2_vl.needs import image_needs
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.server.prompts.generation_config import Defaults
-from trencadis.server.prompts.service import TextService
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.multimodal.qwen2_vl.image_budget import image_needs
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.server.prompts.generation_config import SamplingDefaults
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
@@ -38,7 +38,7 @@ def copied(tmp_path: Path) -> Path:
 def read(path: Path) -> None:
     """All that a start reads beside the weights."""
     config = load_config(path)
-    ImageProcessor.from_checkpoint(path, {})
+    Qwen2VLImageProcessor.from_checkpoint(path, {})
     TextService.load(config, EngineConfig(model=str(path)))
 
 
@@ -77,7 +77,7 @@ def test_a_folder_without_the_optional_files_is_read(copied: Path) -> None:
 
 def test_a_chosen_generation_config_must_be_there(copied: Path) -> None:
     with pytest.raises(StartupError, match="there is no"):
-        Defaults.read(copied, str(copied / "elsewhere"))
+        SamplingDefaults.read(copied, str(copied / "elsewhere"))
 
 
 def test_a_template_that_is_no_text_is_named(copied: Path) -> None:

@@ -16,22 +16,22 @@ import pytest
 from PIL import Image
 
 from trencadis.core.errors import BadRequest, Conflict
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.kv.prefix import Chain
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.scheduling.sequence import Sequence
-from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import cache_key, content_digest, processed_digest
-from trencadis.multimodal.options import MediaOptions
+from trencadis.multimodal.images.image_frontend import cache_key, content_digest, processed_digest
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.media_uuids import UuidRegistry
+from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import Prepared
+from trencadis.multimodal.processor import PreparedImage
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.uuids import UuidBook
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
-SERVERS = (ImageProcessor(3136, 50176), ImageProcessor(3136, 50176, alignment="resize"))
+SERVERS = (Qwen2VLImageProcessor(3136, 50176), Qwen2VLImageProcessor(3136, 50176, alignment="resize"))
 OPTIONS = [
     *(MediaOptions(max_pixels=p) for p in (12544, 12545, 25088, 50176)),
     *(MediaOptions(min_pixels=p) for p in (3136, 3137, 12544)),
@@ -51,7 +51,7 @@ class Shown:
 
     data: bytes
     size: tuple[int, int] | None  # None: a file
-    processor: ImageProcessor
+    processor: Qwen2VLImageProcessor
 
     def digest(self) -> str:
         kind = "file"
@@ -61,11 +61,11 @@ class Shown:
             data, kind = image.tobytes(), f"{image.width}x{image.height}"
         return processed_digest(content_digest(data, kind), self.processor)
 
-    def prepared(self, digest: str) -> Prepared:
+    def prepared(self, digest: str) -> PreparedImage:
         height, width = self.processor.target_size(*(self.size or (5, 5)))
-        grid = grid_of(height, width)
+        grid = patch_grid(height, width)
         marker = np.zeros((1, 1176), np.uint8)
-        return Prepared(digest, marker, grid, tokens_of(grid), slots_of(grid), (height, width))
+        return PreparedImage(digest, marker, grid, count_tokens(grid), count_slots(grid), (height, width))
 
 
 def shown(rng: random.Random, base: bytes) -> Shown:
@@ -78,7 +78,7 @@ def shown(rng: random.Random, base: bytes) -> Shown:
 
 
 @dataclass(frozen=True)
-class AskedForm:
+class ResponseForm:
     """A request: salt, images, and the words before, between and after them."""
 
     salt: str
@@ -86,13 +86,13 @@ class AskedForm:
     words: tuple[tuple[int, ...], ...]
 
 
-def asked(rng: random.Random, base: bytes) -> AskedForm:
+def request_format(rng: random.Random, base: bytes) -> ResponseForm:
     count = rng.choice((1, 1, 1, 2))
     words = tuple(tuple(rng.choice((1, 2)) for _ in range(rng.choice((0, 1, 2, 3, 4, 8)))) for _ in range(count + 1))
-    return AskedForm(rng.choice(SALTS), tuple(shown(rng, base) for _ in range(count)), words)
+    return ResponseForm(rng.choice(SALTS), tuple(shown(rng, base) for _ in range(count)), words)
 
 
-def nearly(rng: random.Random, first: AskedForm, base: bytes) -> AskedForm:
+def nearly(rng: random.Random, first: ResponseForm, base: bytes) -> ResponseForm:
     """The same request but for one thing, or for nothing."""
     change = rng.randrange(6)
     salt, images, words = first.salt, list(first.images), [list(w) for w in first.words]
@@ -107,19 +107,19 @@ def nearly(rng: random.Random, first: AskedForm, base: bytes) -> AskedForm:
         images.reverse()
     elif change == 4 and words[0]:
         words[-1].append(words[0].pop())  # as many tokens, another offset
-    return AskedForm(salt, tuple(images), tuple(map(tuple, words)))
+    return ResponseForm(salt, tuple(images), tuple(map(tuple, words)))
 
 
-async def ready(image: Prepared) -> Prepared:
+async def ready(image: PreparedImage) -> PreparedImage:
     return image
 
 
-def at_once(work: Coroutine[Any, Any, Prepared]) -> Prepared:
+def at_once(work: Coroutine[Any, Any, PreparedImage]) -> PreparedImage:
     """The result of a coroutine that waits for nobody."""
     try:
         work.send(None)
     except StopIteration as done:
-        found: Prepared = done.value
+        found: PreparedImage = done.value
         return found
     raise AssertionError("it waits")
 
@@ -128,13 +128,13 @@ class Caches:
     """The three caches and, beside each, what every entry truly holds."""
 
     def __init__(self) -> None:
-        self.images, self.kept = PreparedCache(150 * 1800), dict[int, Any]()
-        self.arena, self.rows = Arena(900), dict[tuple[int, ...], object]()
+        self.images, self.kept = ProcessorCache(150 * 1800), dict[int, Any]()
+        self.arena, self.rows = EncoderCache(900), dict[tuple[int, ...], object]()
         self.pool, self.blocks = BlockPool(400), dict[int, object]()
         self.found = [0, 0, 0]
         self.number = 0
 
-    def check(self, request: AskedForm) -> None:
+    def check(self, request: ResponseForm) -> None:
         self.number += 1
         prepared = [self._image(p, request.salt) for p in request.images]
         tokens: list[int] = []
@@ -147,7 +147,7 @@ class Caches:
         expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places[:-1])
         where, delta = mrope_positions(len(expanded), spans, 2)
         made = Request("r", expanded, PARAMS, spans, where.astype("<i4").tobytes(), delta, request.salt)
-        chain = Chain(made, BLOCK)
+        chain = BlockHashChain(made, BLOCK)
         chain.extend(expanded, len(expanded))
         sequence = Sequence(self.number, made, 0, 0, expanded, 1, frozenset(), (), chain)
         for span, image in zip(spans, request.images, strict=True):
@@ -155,7 +155,7 @@ class Caches:
         self._blocks(request, made, chain, where)
         assert self.images.bytes <= self.images.max_bytes
 
-    def _image(self, image: Shown, salt: str) -> Prepared:
+    def _image(self, image: Shown, salt: str) -> PreparedImage:
         digest = image.digest()
         made = at_once(self.images.load(cache_key(salt, digest), lambda: ready(image.prepared(digest))))
         truth = (salt, image)
@@ -163,7 +163,7 @@ class Caches:
         assert known[0] == truth, "another image came out of the processor cache"
         self.found[0] += known[1] is made and len(self.kept) > 0
         if len(self.kept) > 4 * len(self.images) + 100:
-            alive = {id(p.pixels) for p in self.images._kept.values()}
+            alive = {id(p.pixels) for p in self.images._images.values()}
             self.kept = {k: v for k, v in self.kept.items() if k in alive}
         return made
 
@@ -180,7 +180,7 @@ class Caches:
         assert len(rows) == count and all(self.rows[r] == truth for r in rows.tolist()), "another image's rows"
         self.arena.unpin(key, choice.key)
 
-    def _blocks(self, request: AskedForm, made: Request, chain: Chain, where: np.ndarray) -> None:
+    def _blocks(self, request: ResponseForm, made: Request, chain: BlockHashChain, where: np.ndarray) -> None:
         held = []
         for number, key in enumerate(chain.keys):
             end = (number + 1) * BLOCK
@@ -206,7 +206,7 @@ def fuzz(pairs: int, seed: int) -> Caches:
     bases = [rng.randbytes(72) for _ in range(4)]
     for _ in range(pairs):
         base = rng.choice(bases)
-        first = asked(rng, base)
+        first = request_format(rng, base)
         second = nearly(rng, first, base)
         caches.check(first)
         before = caches.found[1]
@@ -234,22 +234,22 @@ def test_two_hundred_thousand_pairs_do_not_mix(part: int):
 
 def test_names_of_images_do_not_mix():
     """uuids of tenants and salts that resemble each other, bounded: a name finds its own content or nothing."""
-    rng, book = random.Random(3), UuidBook(60)
+    rng, registry = random.Random(3), UuidRegistry(60)
     truth: dict[tuple[str, str, str], str] = {}
     texts = ("", "a", "b", "ab", "1:a", "a1:", "\u00e4", "0")
     conflicts = 0
     for _ in range(5000):
         name = (rng.choice(texts), rng.choice(texts), rng.choice(texts[1:]))
         content = content_digest(rng.choice((b"x", b"y")), "file")
-        found = book.find(*name)
+        found = registry.find(*name)
         assert found is None or found == truth[name]
         try:
-            book.remember(*name, content)
+            registry.remember(*name, content)
             truth[name] = content
         except Conflict:
             conflicts += 1
             assert truth[name] != content
-        assert len(book) <= 60
+        assert len(registry) <= 60
     assert conflicts > 100
 
 

@@ -216,10 +216,10 @@ static void fuzz_flash(void) {
     equal(out, one, tokens * line, "attention of a span depends on others");
 }
 
-static void fuzz_turn(void) {
+static void fuzz_rotary(void) {
     const int64_t type = between(0, 2), groups = between(1, 3), heads = between(1, 6), size = 2 * between(16, draw(4) ? 40 : 128);
     const int64_t n = between(1, draw(4) ? 6 : 40), slots = between(1, 50), line = (heads + groups) * size * size_of(type);
-    Turn p = {.heads = heads, .groups = groups, .size = size, .type = type};
+    Rotary p = {.heads = heads, .groups = groups, .size = size, .type = type};
     p.q_head = p.k_head = size, p.q_row = heads * size + 8 * draw(2), p.k_row = p.v_row = groups * size + 8 * draw(2);
     p.q = some(n * p.q_row, type, 1), p.k = some(n * p.k_row, type, 1), p.v = some(n * p.v_row, type, 1);
     p.cos = some(n * size, FLOAT32, 0), p.sin = some(n * size, FLOAT32, 0);
@@ -229,19 +229,19 @@ static void fuzz_turn(void) {
     for (int64_t i = 0; i < n; i++) slot[i] = i < slots && draw(5) ? i : -1;
     memset(keys, 1, (size_t)cache);
     p.keys = keys, p.values = room(cache, 0), p.slot = draw(2) ? slot : NULL, p.out = out;
-    trencadis_turn(&p, n, kind, team());
-    const Turn all = p;
+    trencadis_rotary(&p, n, kind, team());
+    const Rotary all = p;
     for (int64_t i = 0; i < n; i++) {
         const int64_t bytes = size_of(type);
         p = all, p.slot = NULL, p.out = one + i * line;
         p.q = (const char *)all.q + i * p.q_row * bytes, p.k = (const char *)all.k + i * p.k_row * bytes;
         p.cos = all.cos + i * size, p.sin = all.sin + i * size;
-        trencadis_turn(&p, 1, kind, 1);
+        trencadis_rotary(&p, 1, kind, 1);
         if (all.slot && slot[i] >= 0)
             equal(keys + slot[i] * groups * size * bytes, one + i * line + heads * size * bytes, groups * size * bytes,
                   "a key is stored elsewhere");
     }
-    equal(out, one, n * line, "a row that is turned depends on others");
+    equal(out, one, n * line, "a row that is transposed depends on others");
 }
 
 static void fuzz_dense(void) {
@@ -286,7 +286,7 @@ static void fuzz_dense(void) {
 }
 
 int main(int count, char **words) {
-    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows, fuzz_attend, fuzz_flash, fuzz_turn, fuzz_dense};
+    static void (*const kernels[])(void) = {fuzz_linear, fuzz_rows, fuzz_attend, fuzz_flash, fuzz_rotary, fuzz_dense};
     const int cases = count > 1 ? atoi(words[1]) : 100;
     const int has = trencadis_cpu_features();
     const int runs[] = {0, has >> HAS_AVX2 & 1, has >> HAS_AVX_VNNI & 1, has >> HAS_AVX512 & 1, has >> HAS_AVX512_VNNI & 1};

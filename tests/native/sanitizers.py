@@ -29,7 +29,7 @@ KINDS = {
 """-O0 where what is found does not depend on it: instrumented kernels take minutes to optimise."""
 
 TESTS = (
-    "tests/ops/test_turn.py",
+    "tests/ops/test_rotary.py",
     "tests/host/test_best_head.py",
     "tests/host/test_packing.py",
     "tests/host/test_decode_attention.py",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import kernel_kinds
-from trencadis.backends.cpu.native import attend, checks, flash
-from trencadis.backends.cpu.native.turn import StoredKeys, turn
+from trencadis.backends.cpu.native import checks, decode_attention, flash
+from trencadis.backends.cpu.native.rotary import StoredKeys, rotate
 from trencadis.core.backend import LayerKV
 
 pytestmark = pytest.mark.skipif(not kernel_kinds.OWN, reason="own kernels are not built here")
@@ -35,8 +35,8 @@ def test_slots_of_a_cache() -> None:
     angles = torch.ones(2, 32)
     for slots in ([0, 48], [-2, 1]):
         with pytest.raises(IndexError, match="slots of keys"):
-            turn(q, k, angles, angles, table, StoredKeys(k, kv, torch.tensor(slots)))
-    made = turn(q, k, angles, angles, table, StoredKeys(k, kv, torch.tensor([-1, 47])))
+            rotate(q, k, angles, angles, table, StoredKeys(k, kv, torch.tensor(slots)))
+    made = rotate(q, k, angles, angles, table, StoredKeys(k, kv, torch.tensor([-1, 47])))
     assert made is not None and torch.equal(kv.v.flatten(0, 1)[47], k[1]), "-1: nowhere"
     kv.k[2, 15] = kv.v[2, 15] = 0
     assert torch.equal(kv.k, kept.k) and torch.equal(kv.v, kept.v)
@@ -47,11 +47,21 @@ def test_block_tables_and_rows_without_keys() -> None:
     both, first, length = (np.array(values, np.int32) for values in ([0, 1], [0, 5], [17, 5]))
     out = torch.full((2, 1, 32), float("nan"))
     with pytest.raises(IndexError, match="blocks of row 0: 2 to 3"):
-        attend.attend(
-            q, kv, attend.Singles(both, both, first, length, torch.tensor([[2, 3], [0, 9]]).int()), 1.0, out, table
+        decode_attention.attend(
+            q,
+            kv,
+            decode_attention.SingleTokenRows(both, both, first, length, torch.tensor([[2, 3], [0, 9]]).int()),
+            1.0,
+            out,
+            table,
         )
-    attend.attend(
-        q, kv, attend.Singles(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int()), 1.0, out, table
+    decode_attention.attend(
+        q,
+        kv,
+        decode_attention.SingleTokenRows(both, both, first, length, torch.tensor([[2, 1], [9, 9]]).int()),
+        1.0,
+        out,
+        table,
     )
     assert not out.any(), "a row that sees no key gives zeros"
 

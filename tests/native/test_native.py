@@ -14,7 +14,7 @@ from trencadis.backends.cpu.native import kernel_table, library
 from trencadis.backends.cpu.native.kernel_table import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = library.found().library is not None
+BUILT = library.load_library().library is not None
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 REFUSES = """#!/bin/sh
@@ -35,8 +35,8 @@ print(*have.left_out, *sorted(have.features), have.why)
 
 @pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
 def test_what_a_compiler_refused_is_named_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    have = library.found()._replace(left_out=("panels_avx_vnni.c",))
-    monkeypatch.setattr(library, "found", lambda: have)
+    have = library.load_library()._replace(left_out=("panels_avx_vnni.c",))
+    monkeypatch.setattr(library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
     kernel_table._chosen.cache_clear()
     said = "kernels are left out, since the C compiler refused panels_avx_vnni.c"
@@ -47,9 +47,9 @@ def test_what_a_compiler_refused_is_named_where_kernels_are(monkeypatch: pytest.
 @pytest.mark.skipif(not BUILT, reason="own kernels are not built here")
 def test_a_library_with_another_structure_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(library.__file__).parent
-    assert library.load(folder).library is not None
+    assert library.open_library(folder).library is not None
     monkeypatch.setattr(library, "find_difference", lambda made: "DenseLayout")
-    assert "has another DenseLayout than this Python" in library.load(folder).why
+    assert "has another DenseLayout than this Python" in library.open_library(folder).why
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_a_compiler_that_refuses_one_file_leaves_the_other_kernels_in(refused: s
         [sys.executable, "-c", ASKS, str(made.parent)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     features = {name for name, sources in library.NEEDS.items() if refused in sources}
-    assert said[0] == f"{refused}.c" and set(said[1:]) == library.found().features - features
+    assert said[0] == f"{refused}.c" and set(said[1:]) == library.load_library().features - features
 
 
 @pytest.mark.long

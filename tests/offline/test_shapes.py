@@ -15,9 +15,9 @@ import trencadis
 from trencadis import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, StartupError, TrencadisError
 from trencadis.assets import demo_path
 from trencadis.core.errors import BadRequest
-from trencadis.core.request import NOT_BUILT
-from trencadis.keywords import setup
-from trencadis.not_built import CLASSES, METHODS, NotBuilt
+from trencadis.core.request import UNSUPPORTED
+from trencadis.llm_kwargs import build_offline_setup
+from trencadis.unsupported import UNSUPPORTED_CLASSES, UNSUPPORTED_METHODS, UnsupportedFeature
 
 MODEL = str(demo_path())
 SMALL: dict[str, Any] = {
@@ -41,18 +41,20 @@ def test_every_public_name_resolves() -> None:
     assert set(trencadis.__all__) <= set(dir(trencadis)) and not hasattr(trencadis, "Nonsense")
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", UNSUPPORTED_CLASSES)
 def test_what_is_not_built_imports_and_says_so(name: str) -> None:
     missing = getattr(trencadis, name)
     for use in (missing, lambda: missing.anything):
-        with pytest.raises(NotBuilt, match=f"{name}.* is not supported: {CLASSES[name]}") as caught:
+        with pytest.raises(
+            UnsupportedFeature, match=f"{name}.* is not supported: {UNSUPPORTED_CLASSES[name]}"
+        ) as caught:
             use()
         assert isinstance(caught.value, TrencadisError) and isinstance(caught.value, NotImplementedError)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", UNSUPPORTED_METHODS)
 def test_methods_that_are_not_built_say_so(llm: LLM, name: str) -> None:
-    with pytest.raises(NotBuilt, match=rf"LLM\.{name} is not supported: {METHODS[name]}"):
+    with pytest.raises(UnsupportedFeature, match=rf"LLM\.{name} is not supported: {UNSUPPORTED_METHODS[name]}"):
         getattr(llm, name)(["a"])
 
 
@@ -71,7 +73,7 @@ def test_sampling_params_can_be_changed_and_copied() -> None:
         params.clone()
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_parameters_that_are_not_built_say_so(name: str) -> None:
     with pytest.raises(BadRequest, match=rf"SamplingParams\.{name} is not supported: ") as caught:
         SamplingParams(**cast("dict[str, Any]", {name: [1]}))
@@ -187,7 +189,7 @@ def test_what_generate_cannot_do_is_one_line(llm: LLM, more: dict[str, Any], say
 
 def test_an_engines_loop_goes_on_after_a_request_that_fails(llm: LLM) -> None:
     engine = llm.llm_engine
-    engine.add_request("good", "The picture", GREEDY)
+    engine.add_request("good", "The image", GREEDY)
     with pytest.raises(BadRequest, match="in use"):
         engine.add_request("good", "again", GREEDY)
     with pytest.raises(BadRequest, match="context length"):
@@ -197,7 +199,7 @@ def test_an_engines_loop_goes_on_after_a_request_that_fails(llm: LLM) -> None:
     texts = []
     while engine.has_unfinished_requests():
         texts += [o.outputs[0].text for o in engine.step()]
-    assert texts[-1] == llm.generate("The picture", GREEDY)[0].outputs[0].text
+    assert texts[-1] == llm.generate("The image", GREEDY)[0].outputs[0].text
 
 
 # Tokenizer
@@ -205,21 +207,21 @@ def test_an_engines_loop_goes_on_after_a_request_that_fails(llm: LLM) -> None:
 
 def test_the_tokenizer_has_transformers_calls(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    talk = [{"role": "user", "content": "Who are you?"}]
-    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-    made = tokenizer.apply_chat_template([talk, talk], add_generation_prompt=True)
-    (asked,) = llm.chat(talk, GREEDY)
-    assert made.input_ids == [asked.prompt_token_ids] * 2 and asked.prompt == text
-    assert tokenizer(text)["input_ids"] == tokenizer.encode(text) == asked.prompt_token_ids
+    conversation = [{"role": "user", "content": "Who are you?"}]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    made = tokenizer.apply_chat_template([conversation, conversation], add_generation_prompt=True)
+    (requested,) = llm.chat(conversation, GREEDY)
+    assert made.input_ids == [requested.prompt_token_ids] * 2 and requested.prompt == text
+    assert tokenizer(text)["input_ids"] == tokenizer.encode(text) == requested.prompt_token_ids
     assert tokenizer(["a", "b"]).attention_mask == [[1], [1]] and len(tokenizer) == tokenizer.vocab_size
     assert (
         tokenizer.eos_token_id
         == tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
-        == tokenizer.token_id("<|im_end|>")
+        == tokenizer.find_token_id("<|im_end|>")
     )
     assert tokenizer.eos_token_id in tokenizer.all_special_ids and tokenizer.bos_token is tokenizer.bos_token_id is None
     assert tokenizer.batch_decode([[71, 72]]) == [tokenizer.decode([71, 72])] == ["hi"]
-    own = tokenizer.apply_chat_template(talk, chat_template="{{ messages[0].content }}", tokenize=False)
+    own = tokenizer.apply_chat_template(conversation, chat_template="{{ messages[0].content }}", tokenize=False)
     assert own == "Who are you?" and tokenizer.chat_template
     with pytest.raises(AttributeError):
         _ = tokenizer.nonsense
@@ -244,7 +246,7 @@ def test_engine_args_are_the_options_of_an_llm() -> None:
         f.name for f in fields(given)
     }
     made = given.create_engine_config()
-    assert made == setup(MODEL, {k: v for k, v in asdict(given).items() if k != "model"}).config
+    assert made == build_offline_setup(MODEL, {k: v for k, v in asdict(given).items() if k != "model"}).config
     assert (made.max_model_len, made.dtype, made.limit_mm_per_prompt) == (2000, "float32", {"image": 2})
     for refused in ({"enable_lora": True}, {"speculative_config": {"method": "ngram"}}, {"skip_tokenizer_init": True}):
         with pytest.raises(StartupError, match=f"--{next(iter(refused)).replace('_', '-')}.* is refused: "):

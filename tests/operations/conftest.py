@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.core.process.logsetup import JsonLines
+from trencadis.core.process.log_setup import JsonLines
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(checkpoint: Path) -> ScriptedApp:
+def harness(checkpoint: Path) -> ScriptedApp:
     """An application over a scripted engine, for one test."""
     return scripted_app(checkpoint)
 

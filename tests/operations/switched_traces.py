@@ -8,11 +8,11 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.routes.state import AppState
+from trencadis.server.routes.app_state import AppState
 
 
 def build_app(settings: Any, engine: Any) -> FastAPI:
-    from trencadis.server.cli.run import find_app
+    from trencadis.server.cli.serve import find_app
 
     app = find_app(ServerConfig().app)(settings, engine)
     state: AppState = app.state.trencadis

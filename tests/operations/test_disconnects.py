@@ -80,8 +80,8 @@ def leaves_nothing(fakes: tuple[str, ...], folder: Path, count: int, *words: str
             while not (empty(http) and all(a <= b + 2 for a, b in zip(held(server), before, strict=True))):
                 assert time.monotonic() < end, (held(server), before, http.get("/stats").json())
                 time.sleep(0.1)
-            told = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
-            assert told.status_code == 200
+            reported = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+            assert reported.status_code == 200
             print(f"{count} clients hung up: (threads, sockets, files) {before} -> {held(server)}")
         assert not [name for name in os.listdir(files) if "trencadis" in name]
         assert "Traceback" not in server.text, server.text[server.text.find("Traceback") :][:6000]

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from trencadis.core.nearest import nearest
+from trencadis.core.name_suggestions import suggest_name
 from trencadis.core.process import function_trace
 from trencadis.core.process.function_trace import FunctionTrace
 
@@ -21,13 +21,13 @@ def test_calls_and_returns_of_ours_in_every_thread() -> None:
     out = io.StringIO()
     end = FunctionTrace(out, (str(Path(function_trace.__file__).parent.parent / "nearest.py"),)).start()
     try:
-        nearest("abd", ["abc"])
-        thread = threading.Thread(target=nearest, args=("abd", ["abc"]))
+        suggest_name("abd", ["abc"])
+        thread = threading.Thread(target=suggest_name, args=("abd", ["abc"]))
         thread.start()
         thread.join()
     finally:
         end()
-    nearest("abd", ["abc"])
+    suggest_name("abd", ["abc"])
     lines = [LINE.fullmatch(line) for line in out.getvalue().splitlines()]
     assert lines and all(lines)
     named = [(m[1], m[2], m[3]) for m in lines if m is not None and m[3] == "nearest"]
@@ -36,11 +36,11 @@ def test_calls_and_returns_of_ours_in_every_thread() -> None:
 
 def test_a_process_that_is_asked_writes_a_file_for_its_user_alone(tmp_path: Path) -> None:
     code = "from trencadis.core.process import function_trace as f; f.start_if_asked()\n"
-    code += "from trencadis.core.nearest import nearest; nearest('abd', ['abc']); import os; os._exit(0)"
-    for asked, count in (("0", 0), ("1", 1)):
-        env = {**os.environ, "VLLM_TRACE_FUNCTION": asked, "TMPDIR": str(tmp_path)}
+    code += "from trencadis.core.name_suggestions import nearest; nearest('abd', ['abc']); import os; os._exit(0)"
+    for requested, count in (("0", 0), ("1", 1)):
+        env = {**os.environ, "VLLM_TRACE_FUNCTION": requested, "TMPDIR": str(tmp_path)}
         subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True)
         files = list(tmp_path.glob("trencadis-calls-*.log"))
         assert len(files) == count
     assert files[0].stat().st_mode & 0o777 == 0o600
-    assert " call nearest core/nearest.py:" in files[0].read_text(), "also where the process ends at once"
+    assert " call nearest core/name_suggestions.py:" in files[0].read_text(), "also where the process ends at once"

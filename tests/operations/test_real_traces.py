@@ -39,8 +39,8 @@ def ask(http: httpx.Client, seed: int, tokens: int = 32) -> None:
     content: list[dict[str, Any]] = [{"type": "text", "text": "What is this? " * rng.choice((1, 20))}]
     if rng.random() < 0.5:
         side = 112 * rng.choice((1, 2))
-        picture = Image.effect_noise((side, side), 20 + seed % 60).convert("RGB")
-        content.append({"type": "image_url", "image_url": {"url": data_url(picture)}})
+        image = Image.effect_noise((side, side), 20 + seed % 60).convert("RGB")
+        content.append({"type": "image_url", "image_url": {"url": data_url(image)}})
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "ignore_eos": True}
     assert http.post("/v1/chat/completions", json=body | {"stream": rng.random() < 0.5}).status_code == 200
 

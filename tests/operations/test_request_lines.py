@@ -13,15 +13,15 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from tests.operations.conftest import JsonLog
 from trencadis.core.errors import Unavailable
-from trencadis.core.process import logsetup
+from trencadis.core.process import log_setup
 
 SECRET = "the-secret-of-a-user"
 
 
-def test_one_access_and_one_closing_line_a_request(rig: ScriptedApp, json_log: JsonLog) -> None:
-    said = rig.chat("Hi", max_tokens=3)
-    stream = rig.chat("Hi", max_tokens=3, stream=True)
-    several = rig.complete(["Hi", "Ho", "He"], max_tokens=2, n=2, temperature=1)
+def test_one_access_and_one_closing_line_a_request(harness: ScriptedApp, json_log: JsonLog) -> None:
+    said = harness.chat("Hi", max_tokens=3)
+    stream = harness.chat("Hi", max_tokens=3, stream=True)
+    several = harness.complete(["Hi", "Ho", "He"], max_tokens=2, n=2, temperature=1)
     access, closing = json_log.of("access"), json_log.of("closing")
     answers = (said, stream, several)
     assert [one["id"] for one in access] == [a.headers["x-request-id"] for a in answers]
@@ -39,13 +39,13 @@ def test_one_access_and_one_closing_line_a_request(rig: ScriptedApp, json_log: J
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_closing_line_names_the_error(rig: ScriptedApp, json_log: JsonLog, stream: bool) -> None:
-    rig.engine.fail_at = 1
-    rig.chat("Hi", max_tokens=3, stream=stream)
-    rig.engine.refuse = Unavailable("The engine is away.")
-    rig.chat("Hi", max_tokens=3, stream=stream)
-    rig.engine.refuse = None
-    rig.chat("Hi", max_tokens=-1, stream=stream)
+def test_the_closing_line_names_the_error(harness: ScriptedApp, json_log: JsonLog, stream: bool) -> None:
+    harness.engine.fail_at = 1
+    harness.chat("Hi", max_tokens=3, stream=stream)
+    harness.engine.refuse = Unavailable("The engine is away.")
+    harness.chat("Hi", max_tokens=3, stream=stream)
+    harness.engine.refuse = None
+    harness.chat("Hi", max_tokens=-1, stream=stream)
     closing = json_log.of("closing")
     assert [one["outcome"] for one in closing] == [
         "ServiceUnavailableError",
@@ -57,45 +57,45 @@ def test_the_closing_line_names_the_error(rig: ScriptedApp, json_log: JsonLog, s
     assert "prompt_tokens" in closing[1] and "prompt_tokens" not in closing[2]
 
 
-def test_a_request_that_did_not_run_has_a_closing_line_too(rig: ScriptedApp, json_log: JsonLog) -> None:
-    rig.engine.accepting = False
-    rig.chat("Hi")
+def test_a_request_that_did_not_run_has_a_closing_line_too(harness: ScriptedApp, json_log: JsonLog) -> None:
+    harness.engine.accepting = False
+    harness.chat("Hi")
     (closing,) = json_log.of("closing")
     assert closing["outcome"] == "ServiceUnavailableError" and "prompt_tokens" not in closing
 
 
-def test_buckets_of_the_slowest_choice(rig: ScriptedApp, json_log: JsonLog, monkeypatch: Any) -> None:
+def test_buckets_of_the_slowest_choice(harness: ScriptedApp, json_log: JsonLog, monkeypatch: Any) -> None:
     from trencadis.core.request import RequestStats
 
     stats = RequestStats(0.1, 0.2, 0.3, first_buckets=["vision[64]", "prefill[32x1]"], last_buckets=["decode[4x8]"])
     monkeypatch.setattr("tests.fakes.scripted_app.RequestStats", lambda *_: stats)
-    rig.chat("Hi", max_tokens=3)
+    harness.chat("Hi", max_tokens=3)
     (closing,) = json_log.of("closing")
     assert closing["buckets"] == {"first": ["vision[64]", "prefill[32x1]"], "last": ["decode[4x8]"]}
     assert "buckets vision[64]+prefill[32x1], decode[4x8]" in closing["message"]
 
 
 def test_probes_have_no_closing_line_and_queries_stay_out_of_the_access_line(
-    rig: ScriptedApp, json_log: JsonLog
+    harness: ScriptedApp, json_log: JsonLog
 ) -> None:
-    rig.call(f"/v1/models?api_key={SECRET}")
-    rig.call("/health")
-    rig.call("/odd%0apath\u00e9")
+    harness.call(f"/v1/models?api_key={SECRET}")
+    harness.call("/health")
+    harness.call("/odd%0apath\u00e9")
     assert not json_log.of("closing")
     assert [one["path"] for one in json_log.of("access")] == ["/v1/models", "/health", "/odd%0Apath%C3%A9"]
     assert SECRET not in "".join(json_log.text)
 
 
-def test_contents_stand_in_the_log_only_if_they_are_asked_for(rig: ScriptedApp, json_log: JsonLog) -> None:
-    said = rig.chat(SECRET, max_tokens=4).json()["choices"][0]["message"]["content"]
-    rig.app(enable_log_requests=True)
-    rig.chat(SECRET, max_tokens=4)
+def test_contents_stand_in_the_log_only_if_they_are_asked_for(harness: ScriptedApp, json_log: JsonLog) -> None:
+    said = harness.chat(SECRET, max_tokens=4).json()["choices"][0]["message"]["content"]
+    harness.app(enable_log_requests=True)
+    harness.chat(SECRET, max_tokens=4)
     (received,) = json_log.of("received")
     assert received["params"]["max_tokens"] == 4 and received["prompt_tokens"] > 3
     everything = "".join(json_log.text)
     assert SECRET not in everything and json.dumps(said)[1:-1] not in everything
-    rig.app(enable_log_requests=True, enable_log_outputs=True)
-    rig.chat([{"type": "text", "text": SECRET}, {"type": "image_url", "image_url": "data:image/png;base64,A"}],
+    harness.app(enable_log_requests=True, enable_log_outputs=True)
+    harness.chat([{"type": "text", "text": SECRET}, {"type": "image_url", "image_url": "data:image/png;base64,A"}],
              max_tokens=4, n=2, temperature=1)  # fmt: skip
     shown = json_log.of("received")[-1]["prompt"]
     assert SECRET in shown and shown.count("<|image_pad|>") == 1, "six placeholders are one image"
@@ -104,26 +104,26 @@ def test_contents_stand_in_the_log_only_if_they_are_asked_for(rig: ScriptedApp, 
 
 
 @pytest.mark.parametrize("most", [0, 5])
-def test_max_log_len_cuts_prompts_and_answers(rig: ScriptedApp, json_log: JsonLog, most: int) -> None:
-    rig.app(enable_log_outputs=True, max_log_len=most)
-    rig.chat("Hello " * 50, max_tokens=8)
+def test_max_log_len_cuts_prompts_and_answers(harness: ScriptedApp, json_log: JsonLog, most: int) -> None:
+    harness.app(enable_log_outputs=True, max_log_len=most)
+    harness.chat("Hello " * 50, max_tokens=8)
     assert len(json_log.of("received")[0]["prompt"]) == most
     assert len(json_log.of("closing")[0]["outputs"][0]) == most
 
 
-def test_a_client_that_goes_ends_with_one_closing_line(rig: ScriptedApp, json_log: JsonLog) -> None:
-    rig.engine.delay = 0.01
-    app = rig.app()
+def test_a_client_that_goes_ends_with_one_closing_line(harness: ScriptedApp, json_log: JsonLog) -> None:
+    harness.engine.delay = 0.01
+    app = harness.app()
     gone = asyncio.Event()
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": False}).encode()
 
     async def run() -> None:
-        asked = False
+        requested = False
 
         async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if not asked:
-                asked = True
+            nonlocal requested
+            if not requested:
+                requested = True
                 return {"type": "http.request", "body": body, "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
@@ -146,25 +146,25 @@ def test_a_client_that_goes_ends_with_one_closing_line(rig: ScriptedApp, json_lo
     assert closing["outcome"] == "abort" and closing["prompt_tokens"] > 0
 
 
-def test_batches_and_pooled_ids_are_one_request(rig: ScriptedApp, json_log: JsonLog) -> None:
+def test_batches_and_pooled_ids_are_one_request(harness: ScriptedApp, json_log: JsonLog) -> None:
     body = {"messages": [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]], "max_tokens": 2}
-    assert rig.call("/v1/chat/completions/batch", body).status_code == 200
+    assert harness.call("/v1/chat/completions/batch", body).status_code == 200
     (closing,) = json_log.of("closing")
     assert closing["generated_tokens"] == 4
 
 
-def test_dialects_have_the_same_lines(rig: ScriptedApp, json_log: JsonLog) -> None:
-    rig.call("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "model": "m"})
-    rig.call("/v1/responses", {"input": "Hi", "max_output_tokens": 3})
+def test_dialects_have_the_same_lines(harness: ScriptedApp, json_log: JsonLog) -> None:
+    harness.call("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "model": "m"})
+    harness.call("/v1/responses", {"input": "Hi", "max_output_tokens": 3})
     first, second = json_log.of("closing")
     assert first["generated_tokens"] == second["generated_tokens"] == 3
     assert first["answer"].startswith("msg_") and second["answer"].startswith("resp_")
 
 
-def test_lines_for_people_say_the_same(rig: ScriptedApp, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_for_people_say_the_same(harness: ScriptedApp, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        told = rig.chat("Hi", max_tokens=3)
-    id = told.headers["x-request-id"]
+        reported = harness.chat("Hi", max_tokens=3)
+    id = reported.headers["x-request-id"]
     access = next(r.getMessage() for r in caplog.records if r.name == "uvicorn.access")
     assert access.split(", ")[0].endswith('"POST /v1/chat/completions HTTP/1.1" 200') and f"request {id}" in access
     assert any(
@@ -174,8 +174,8 @@ def test_lines_for_people_say_the_same(rig: ScriptedApp, caplog: pytest.LogCaptu
 
 
 def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> None:
-    logsetup.setup("INFO", "json")
-    log = logging.getLogger("trencadis.server.cli.run")
+    log_setup.setup("INFO", "json")
+    log = logging.getLogger("trencadis.server.cli.serve")
     log.info("two\nlines and a surrogate \ud800 of %s", "x", extra={"fields": lambda: {"id": "a", "odd": object}})
     try:
         raise ValueError("of ours")
@@ -187,10 +187,10 @@ def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> N
     assert second["exception"].rstrip().endswith("ValueError: of ours")
 
 
-def test_ids_of_answers_follow_the_header(rig: ScriptedApp) -> None:
-    told: httpx.Response = rig.chat("Hi", max_tokens=1)
-    assert told.json()["id"] == f"chatcmpl-{told.headers['x-request-id']}"
-    named = rig.call(
+def test_ids_of_answers_follow_the_header(harness: ScriptedApp) -> None:
+    reported: httpx.Response = harness.chat("Hi", max_tokens=1)
+    assert reported.json()["id"] == f"chatcmpl-{reported.headers['x-request-id']}"
+    named = harness.call(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
         headers={"x-request-id": "abc"},
     )  # fmt: skip

@@ -20,7 +20,7 @@ import pytest
 
 from tests.fakes.counting_engine import HELD, SLOW
 from tests.operations.fake_server import ENGINE, FakeServer
-from trencadis.server.tenants.turns import LEAST_AHEAD
+from trencadis.server.tenants.fair_queue import MIN_ADMITTED
 
 STATES = ("idle", "streaming", "warm-up", "download", "dead engine")
 DEADLINE = 75.0
@@ -28,7 +28,7 @@ DEADLINE = 75.0
 
 
 @contextlib.contextmanager
-def asked(server: FakeServer, path: str) -> Iterator[list[int]]:
+def send_request(server: FakeServer, path: str) -> Iterator[list[int]]:
     """A request on a thread; the status that it got, once it has one."""
     got: list[int] = []
 
@@ -62,9 +62,9 @@ def ends(state: str, signals: int, folder: Path, *flags: str) -> tuple[int, floa
         with contextlib.ExitStack() as stack:
             got: list[int] = []
             if state == "streaming":
-                got = stack.enter_context(asked(server, f"whole?kind={SLOW}&tokens=100000"))
+                got = stack.enter_context(send_request(server, f"whole?kind={SLOW}&tokens=100000"))
             if state == "download":
-                got = stack.enter_context(asked(server, "fetch"))
+                got = stack.enter_context(send_request(server, "fetch"))
             if state == "dead engine":
                 children[0].kill()
                 server.wait_for("restart in 1 s")
@@ -113,12 +113,12 @@ def test_requests_that_wait_for_their_turn_have_it_before_the_end(tmp_path: Path
         headers = {"x-api-key": "k"}
         asks = httpx.Client(base_url=server.url, trust_env=False, timeout=DEADLINE, headers=headers)
         with asks as http, ThreadPoolExecutor(40) as pool:
-            told = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(40)]
+            reported = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(40)]
             end = time.monotonic() + DEADLINE
-            while (waiting := http.get("/stats").json()["waiting_for_turn"]) < 40 - LEAST_AHEAD:
+            while (waiting := http.get("/stats").json()["waiting_for_turn"]) < 40 - MIN_ADMITTED:
                 assert time.monotonic() < end, waiting
             server.process.send_signal(signal.SIGTERM)
-            statuses = Counter(one.result().status_code for one in told)
+            statuses = Counter(one.result().status_code for one in reported)
         assert server.end(DEADLINE) == code, server.text[-3000:]
         print(f"{waiting} waited for their turn: {dict(statuses)}")
         assert (statuses == {200: 40}) if seconds else (statuses[503] > 0 and set(statuses) <= {200, 503})

@@ -19,8 +19,8 @@ from tests.traffic.live_app import live
 from trencadis.core.errors import StartupError
 from trencadis.server.config import argv
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.config.settings import resolve
-from trencadis.server.http import tls, web
+from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.http import tls_reload, uvicorn_server
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -68,13 +68,13 @@ def until(true: Any, seconds: float = 30.0) -> None:
 
 @needs_openssl
 def test_certificates_are_read_again_and_a_wrong_one_is_not_used(
-    rig: ScriptedApp, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_log: JsonLog
+    harness: ScriptedApp, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_log: JsonLog
 ) -> None:
-    monkeypatch.setattr(tls.Certificates.watch, "__defaults__", (0.05, None))
+    monkeypatch.setattr(tls_reload.Certificates.watch, "__defaults__", (0.05, None))
     at = tmp_path / "server"
     put(folder, "old", at)
     files = {"ssl_certfile": str(at.with_suffix(".pem")), "ssl_keyfile": str(at.with_suffix(".key"))}
-    with live(rig, **files, enable_ssl_refresh=True) as url:
+    with live(harness, **files, enable_ssl_refresh=True) as url:
         assert get(url, folder / "old.pem").status_code == 200
         held = httpx.Client(verify=ssl.create_default_context(cafile=str(folder / "old.pem")), trust_env=False)
         assert held.get(url + "/health").status_code == 200
@@ -91,24 +91,24 @@ def test_certificates_are_read_again_and_a_wrong_one_is_not_used(
 
 
 @needs_openssl
-def test_without_the_flag_only_a_hangup_reads_them_again(rig: ScriptedApp, folder: Path, tmp_path: Path) -> None:
+def test_without_the_flag_only_a_hangup_reads_them_again(harness: ScriptedApp, folder: Path, tmp_path: Path) -> None:
     at = tmp_path / "server"
     put(folder, "old", at)
     server = ServerConfig(ssl_certfile=str(at.with_suffix(".pem")), ssl_keyfile=str(at.with_suffix(".key")))
-    made = web.make_server(server, rig.app(), 1)
+    made = uvicorn_server.make_server(server, harness.app(), 1)
     assert made.certificates is not None and made.config.ssl is made.certificates.context
     before = made.certificates.context.current
     put(folder, "new", at)
     assert made.certificates.context.current is before
-    made.certificates.renew()
+    made.certificates.reload()
     assert made.certificates.context.current is not before
 
 
 @needs_openssl
 @pytest.mark.parametrize("required", [1, 2])
-def test_clients_certificates(rig: ScriptedApp, folder: Path, required: int) -> None:
+def test_clients_certificates(harness: ScriptedApp, folder: Path, required: int) -> None:
     files = {"ssl_certfile": str(folder / "old.pem"), "ssl_keyfile": str(folder / "old.key")}
-    with live(rig, **files, ssl_ca_certs=str(folder / "ca.pem"), ssl_cert_reqs=required) as url:
+    with live(harness, **files, ssl_ca_certs=str(folder / "ca.pem"), ssl_cert_reqs=required) as url:
         assert get(url, folder / "old.pem", folder / "client").status_code == 200
         with pytest.raises(httpx.TransportError):
             get(url, folder / "old.pem", folder / "stranger")
@@ -136,18 +136,18 @@ def test_wrong_files_are_one_line(folder: Path, tmp_path: Path) -> None:
         ({"ssl_certfile": old, "ssl_keyfile": key, "ssl_ciphers": "none-such"}, "--ssl-ciphers none-such"),
     ):
         with pytest.raises(StartupError) as found:
-            tls.Certificates(ServerConfig(**fields))  # type: ignore[arg-type]
+            tls_reload.Certificates(ServerConfig(**fields))  # type: ignore[arg-type]
         assert why in str(found.value) and "\n" not in str(found.value)
     with pytest.raises(StartupError, match="needs --ssl-certfile"):
-        resolve(argv.parse(["--ssl-cert-reqs", "2"]), {})
+        resolve_settings(argv.parse(["--ssl-cert-reqs", "2"]), {})
 
 
 def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificate and key are two files: a look between their replacements reads neither."""
     stamps = iter([[1], [2], [3], [3], [3], [4], [4]])
-    made = tls.Certificates.__new__(tls.Certificates)
+    made = tls_reload.Certificates.__new__(tls_reload.Certificates)
     made._seen = [1]  # type: ignore[list-item]
-    monkeypatch.setattr(made, "_stamp", lambda: next(stamps))
+    monkeypatch.setattr(made, "_get_mtimes", lambda: next(stamps))
     read: list[Any] = []
 
     def renew() -> None:
@@ -159,26 +159,26 @@ def test_a_change_is_read_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -
     async def sleep(_: float) -> None:
         pass
 
-    stamp = made._stamp
-    monkeypatch.setattr(made, "_stamp", lambda: now.append(stamp()) or now[-1])
-    monkeypatch.setattr("trencadis.server.http.tls.asyncio.sleep", sleep)
+    stamp = made._get_mtimes
+    monkeypatch.setattr(made, "_get_mtimes", lambda: now.append(stamp()) or now[-1])
+    monkeypatch.setattr("trencadis.server.http.tls_reload.asyncio.sleep", sleep)
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(made.watch(0.0, renew))
     assert read == [[3], [4]]
 
 
-def test_only_trusted_proxies_name_the_client(rig: ScriptedApp, json_log: JsonLog) -> None:
+def test_only_trusted_proxies_name_the_client(harness: ScriptedApp, json_log: JsonLog) -> None:
     sent = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https"}
     for trusted, client in ((["127.0.0.0/8"], "203.0.113.9:0"), (["10.0.0.1"], "127.0.0.1:"), (["*"], "203.0.113.9:0")):
-        with live(rig, forwarded_allow_ips=trusted, disable_uvicorn_access_log=False) as url:
+        with live(harness, forwarded_allow_ips=trusted, disable_uvicorn_access_log=False) as url:
             assert httpx.get(url + "/health", headers=sent, trust_env=False).status_code == 200
         assert json_log.of("access")[-1]["client"].startswith(client)
-    read = resolve(argv.parse([]), {"FORWARDED_ALLOW_IPS": "10.0.0.1,10.1.0.0/16"}).server
-    assert web.make_server(read, rig.app(), 1).config.forwarded_allow_ips == "10.0.0.1,10.1.0.0/16"
+    read = resolve_settings(argv.parse([]), {"FORWARDED_ALLOW_IPS": "10.0.0.1,10.1.0.0/16"}).server
+    assert uvicorn_server.make_server(read, harness.app(), 1).config.forwarded_allow_ips == "10.0.0.1,10.1.0.0/16"
 
 
-def test_more_header_fields_than_the_bound_are_a_431(rig: ScriptedApp) -> None:
-    rig.app(h11_max_header_count=8)
-    assert rig.call("/health", headers={f"x-{i}": "1" for i in range(3)}).status_code == 200
-    told = rig.call("/health", headers={f"x-{i}": "1" for i in range(20)})
-    assert told.status_code == 431 and told.json()["error"]["message"].endswith("more than 8 header fields.")
+def test_more_header_fields_than_the_bound_are_a_431(harness: ScriptedApp) -> None:
+    harness.app(h11_max_header_count=8)
+    assert harness.call("/health", headers={f"x-{i}": "1" for i in range(3)}).status_code == 200
+    reported = harness.call("/health", headers={f"x-{i}": "1" for i in range(20)})
+    assert reported.status_code == 431 and reported.json()["error"]["message"].endswith("more than 8 header fields.")

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from tests.fakes.scripted_app import ScriptedApp
-from tests.host.counted import instructions
+from tests.host.instruction_counts import instructions
 from tests.operations.otlp_collector import Collector
 from trencadis.core.errors import StartupError
 from trencadis.core.request import RequestStats, SamplingParams
-from trencadis.server.metrics.traces import TraceCollector
-from trencadis.server.prompts.generation import Timing
+from trencadis.server.metrics.trace_metrics import TraceCollector
+from trencadis.server.prompts.generation import RequestTiming
 from trencadis.server.records import tracing
-from trencadis.server.records.record import RequestRecord
-from trencadis.server.records.stages import Trace, facts_of
-from trencadis.server.records.stages import trace_of as made_of
-from trencadis.server.records.tracing import Traces
+from trencadis.server.records.request_record import RequestRecord
+from trencadis.server.records.trace_stages import Trace, summarise_request
+from trencadis.server.records.trace_stages import make_trace as made_of
+from trencadis.server.records.tracing import TraceQueue
 
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry.exporter") is None or importlib.util.find_spec("opentelemetry.sdk") is None,
@@ -40,10 +40,10 @@ def collector() -> Iterator[Collector]:
     made.close()
 
 
-def traced(rig: ScriptedApp, url: str, **flags: Any) -> Traces:
-    app = rig.app(otlp_traces_endpoint=url, **flags)
+def traced(harness: ScriptedApp, url: str, **flags: Any) -> TraceQueue:
+    app = harness.app(otlp_traces_endpoint=url, **flags)
     state = app.state.trencadis
-    traces: Traces = state.traces
+    traces: TraceQueue = state.traces
     traces._every = 0.05
     return traces
 
@@ -54,18 +54,20 @@ def values(span: Any) -> dict[str, Any]:
 
 @needs_otel
 def test_a_collector_receives_each_request_with_its_parent_and_its_stages(
-    rig: ScriptedApp, collector: Collector
+    harness: ScriptedApp, collector: Collector
 ) -> None:
-    traces = traced(rig, collector.url, api_key=[KEY])
+    traces = traced(harness, collector.url, api_key=[KEY])
     headers = {"authorization": f"Bearer {KEY}"}
     body = {"messages": [{"role": "user", "content": "a secret text"}], "max_tokens": 3, "temperature": 0.5}
-    first = rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("01")})
-    assert rig.call("/v1/completions", {"prompt": ["Hi", "Ho"], "max_tokens": 2}, headers=headers).status_code == 200
-    rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("00")})  # not sampled
-    rig.call("/v1/chat/completions", body, headers=headers | {"traceparent": "rubbish"})
-    rig.call("/health")
-    rig.engine.fail_at = 1
-    rig.call("/v1/chat/completions", body, headers=headers)
+    first = harness.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("01")})
+    assert (
+        harness.call("/v1/completions", {"prompt": ["Hi", "Ho"], "max_tokens": 2}, headers=headers).status_code == 200
+    )
+    harness.call("/v1/chat/completions", body, headers=headers | {"traceparent": PARENT.format("00")})  # not sampled
+    harness.call("/v1/chat/completions", body, headers=headers | {"traceparent": "rubbish"})
+    harness.call("/health")
+    harness.engine.fail_at = 1
+    harness.call("/v1/chat/completions", body, headers=headers)
     traces.close(20)
     spans = collector.spans()
     requests = [s for s in spans if s.name == "llm_request"]
@@ -104,20 +106,20 @@ def record_of(ended: float = 13.54, **given: Any) -> RequestRecord:
     class Stream:
         stats = RequestStats(queue=2.0, prefill=4.0, decode=4.0, encode=1.5, ended=1e9 + ended)
 
-    timing = Timing("r", 103.5, 10, 5, 5, 1, streams=[Stream()], first=109.6, end=113.6, media=1)  # type: ignore[list-item]
+    timing = RequestTiming("r", 103.5, 10, 5, 5, 1, streams=[Stream()], first=109.6, end=113.6, media=1)  # type: ignore[list-item]
     timing.media_begun, timing.media_ended = 101.0, 103.0
-    made = RequestRecord("id", begun=100.0, at=1e9, end=114.0, timings=[timing])
+    made = RequestRecord("id", begun=100.0, started_at=1e9, end=114.0, timings=[timing])
     for name, value in given.items():
         setattr(made, name, value)
     return made
 
 
 def trace_of(record: RequestRecord) -> Trace:
-    return made_of(facts_of(record))
+    return made_of(summarise_request(record))
 
 
 def test_a_wait_for_a_turn_comes_before_the_preparation() -> None:
-    trace = trace_of(record_of(turn=0.4))
+    trace = trace_of(record_of(fair_queue_seconds=0.4))
     spans = {c.name: (c.begin - 1e9, c.end - 1e9) for c in trace.children[:2]}
     assert spans == {"turn": (0.0, pytest.approx(0.4)), "prepare": (pytest.approx(0.4), 1.0)}
     assert trace.attributes["gen_ai.latency.time_in_queue"] == pytest.approx(2.4)
@@ -163,7 +165,7 @@ class Recording:
         self.made, self.sent, self.tries, self.looks = 0, [], 0, 0
         self.away = self.refuses = False
 
-    def spans(self, traces: Sequence[Any]) -> Sequence[Any]:
+    def make_spans(self, traces: Sequence[Any]) -> Sequence[Any]:
         self.made += len(traces)
         return traces
 
@@ -192,7 +194,7 @@ def test_while_the_collector_is_away_the_latest_wait_and_nothing_is_made_of_them
     monkeypatch.setattr(tracing, "LONGEST_PAUSE", 0.1)
     library = Recording()
     library.away = True
-    traces = Traces("http://collector", lambda: (library, library), every=0.01)
+    traces = TraceQueue("http://collector", lambda: (library, library), every=0.01)
     caplog.set_level("INFO")
     for _ in range(tracing.MOST + 500):
         traces.add(record_of())
@@ -213,8 +215,8 @@ def test_while_the_collector_is_away_the_latest_wait_and_nothing_is_made_of_them
 def test_attempts_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     library, pauses = Recording(), list[float]()
     library.away = True
-    traces = Traces("http://collector", lambda: (library, library))
-    traces._waiting.append(facts_of(record_of()))
+    traces = TraceQueue("http://collector", lambda: (library, library))
+    traces._waiting.append(summarise_request(record_of()))
 
     def wait(pause: float) -> bool:
         pauses.append(pause)
@@ -232,8 +234,8 @@ def test_a_batch_is_made_once_and_one_that_is_never_taken_makes_room_for_the_nex
 ) -> None:
     library = Recording()
     library.refuses = True
-    traces = Traces("http://collector", lambda: (library, library))
-    traces._waiting.extend(facts_of(record_of()) for _ in range(2 * tracing.AT_A_TIME))
+    traces = TraceQueue("http://collector", lambda: (library, library))
+    traces._waiting.extend(summarise_request(record_of()) for _ in range(2 * tracing.AT_A_TIME))
     for attempt in range(tracing.TRIES):
         assert library.made == (tracing.AT_A_TIME if attempt else 0)
         assert not traces._attempt(library, library)
@@ -241,15 +243,15 @@ def test_a_batch_is_made_once_and_one_that_is_never_taken_makes_room_for_the_nex
     library.refuses = False
     assert traces._attempt(library, library) and traces.sent == library.made - traces.dropped == tracing.AT_A_TIME
     # What the library cannot make spans of is not tried again.
-    traces._waiting.append(facts_of(record_of()))
-    monkeypatch.setattr(library, "spans", lambda traces: 1 / 0)
+    traces._waiting.append(summarise_request(record_of()))
+    monkeypatch.setattr(library, "make_spans", lambda traces: 1 / 0)
     assert not traces._attempt(library, library) and traces._attempt(library, library)
     assert traces.dropped == tracing.AT_A_TIME + 1
 
 
-def test_what_traces_cost_a_request_beside_what_it_costs_anyway(rig: ScriptedApp) -> None:
+def test_what_traces_cost_a_request_beside_what_it_costs_anyway(harness: ScriptedApp) -> None:
     """Counted: a hundredth of the work that the API process has with a small request, with a collector that is away."""
-    app, body = rig.app(), json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}).encode()
+    app, body = harness.app(), json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}).encode()
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
         "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 5), "scheme": "http",
@@ -257,11 +259,11 @@ def test_what_traces_cost_a_request_beside_what_it_costs_anyway(rig: ScriptedApp
     }  # fmt: skip
 
     async def once() -> int:
-        told: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+        reported: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 
         async def receive() -> Any:
-            return told.pop() if told else await asyncio.Event().wait()
+            return reported.pop() if reported else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -273,7 +275,7 @@ def test_what_traces_cost_a_request_beside_what_it_costs_anyway(rig: ScriptedApp
     whole = instructions(lambda: asyncio.run(once()))
     library = Recording()
     library.away = True
-    traces = Traces("http://collector", lambda: (library, library), every=600)
+    traces = TraceQueue("http://collector", lambda: (library, library), every=600)
     record = record_of(params=SamplingParams())
     traces.add(record)
     own = instructions(lambda: traces.add(record))
@@ -282,11 +284,11 @@ def test_what_traces_cost_a_request_beside_what_it_costs_anyway(rig: ScriptedApp
     traces.close(20)
 
 
-def test_metrics_tell_what_was_sent_what_was_dropped_and_what_it_took(rig: ScriptedApp) -> None:
+def test_metrics_tell_what_was_sent_what_was_dropped_and_what_it_took(harness: ScriptedApp) -> None:
     library = Recording()
-    rig.app()
-    metrics = rig.app().state.trencadis.metrics
-    traces = Traces("http://collector", lambda: (library, library), every=0.01)
+    harness.app()
+    metrics = harness.app().state.trencadis.metrics
+    traces = TraceQueue("http://collector", lambda: (library, library), every=0.01)
     metrics.registry.register(TraceCollector(traces))
     traces.add(record_of())
     traces.dropped = 3
@@ -299,7 +301,7 @@ def test_metrics_tell_what_was_sent_what_was_dropped_and_what_it_took(rig: Scrip
 
 def test_what_waits_is_sent_when_the_server_leaves() -> None:
     library = Recording()
-    traces = Traces("http://collector", lambda: (library, library), every=600)
+    traces = TraceQueue("http://collector", lambda: (library, library), every=600)
     for _ in range(300):
         traces.add(record_of())
     traces.close(30)
@@ -309,7 +311,7 @@ def test_what_waits_is_sent_when_the_server_leaves() -> None:
 def test_a_collector_that_never_answers_does_not_hold_the_end_up() -> None:
     library, held = Recording(), threading.Event()
     library.send = lambda spans: held.wait(600)  # type: ignore[method-assign]
-    traces = Traces("http://collector", lambda: (library, library), every=0.01)
+    traces = TraceQueue("http://collector", lambda: (library, library), every=0.01)
     traces.add(record_of())
     begun = time.monotonic()
     traces.close(0.2)
@@ -321,7 +323,7 @@ def test_a_collector_that_never_answers_does_not_hold_the_end_up() -> None:
 @pytest.mark.parametrize("lie", ["endless", "html", "redirect", "error", "hang up"])
 def test_a_collector_that_lies_is_left_alone(collector: Collector, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    told: list[int] = []
+    reported: list[int] = []
 
     def answer(handler: Any) -> None:
         if lie == "hang up":
@@ -334,15 +336,15 @@ def test_a_collector_that_lies_is_left_alone(collector: Collector, monkeypatch: 
         if lie == "html":
             handler.wfile.write(b"<html>not protobuf")
         while lie == "endless":
-            told.append(handler.wfile.write(b"x" * 65536))
+            reported.append(handler.wfile.write(b"x" * 65536))
 
     collector.answer = answer
-    traces = Traces.to(collector.url)
+    traces = TraceQueue.for_endpoint(collector.url)
     traces._every = 0.01
     traces.add(record_of())
     until(lambda: collector.bodies)
     traces.close(10)
-    assert sum(told) < 64 << 20, "the answer was not read to its end"
+    assert sum(reported) < 64 << 20, "the answer was not read to its end"
     assert len(collector.bodies) < 50, "a redirect was not followed"
 
 
@@ -350,7 +352,7 @@ def test_a_collector_that_lies_is_left_alone(collector: Collector, monkeypatch: 
 def test_a_collector_is_there_if_it_takes_a_connection_and_a_proxy_is_not_asked(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trencadis.server.records.spans import SpanSender
+    from trencadis.server.records.otel_spans import SpanSender
 
     monkeypatch.delenv("HTTP_PROXY", raising=False)
     monkeypatch.delenv("http_proxy", raising=False)
@@ -363,12 +365,12 @@ def test_a_collector_is_there_if_it_takes_a_connection_and_a_proxy_is_not_asked(
 
 
 def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = tracing.collector_url
+    url = tracing.make_collector_url
     assert url("http://c:4318") == url("http://c:4318/") == "http://c:4318/v1/traces"
     assert url("https://c/own/path?x=1") == "https://c/own/path?x=1"
     for wrong, why in (("grpc://c:4317", "not gRPC"), ("c:4318", "not a URL"), ("http://", "not a URL")):
         with pytest.raises(StartupError, match=why):
             url(wrong)
-    monkeypatch.setitem(__import__("sys").modules, "trencadis.server.records.spans", None)
+    monkeypatch.setitem(__import__("sys").modules, "trencadis.server.records.otel_spans", None)
     with pytest.raises(StartupError, match=r"pip install 'trencadis\[otel\]'"):
-        Traces.to("http://c")
+        TraceQueue.for_endpoint("http://c")

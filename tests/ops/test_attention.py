@@ -10,12 +10,12 @@ import torch
 
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import BackendConfig, LayerKV, TextTensors
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.launches.inputs import own_places
+from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.step import StepInputs
 
 BLOCK, BLOCKS, GROUPS, HEAD = 4, 60, 2, 16
@@ -72,7 +72,7 @@ def test_attend(rows: str, policy: str, make: type[ReferenceOps]) -> None:
     assert torch.equal(kv.k[2:], poisoned_kv.k[2:]) and torch.equal(kv.v[2:], poisoned_kv.v[2:])
 
 
-def seen_by_hand(inputs: StepInputs, window: int) -> torch.Tensor:
+def recompute_visible(inputs: StepInputs, window: int) -> torch.Tensor:
     """float32 [n, h, d]: each token over the keys that it sees, one token at a time, from the reference's cache."""
     n = len(inputs.tokens)
     x = filled(inputs, "serving")
@@ -98,7 +98,7 @@ def seen_by_hand(inputs: StepInputs, window: int) -> torch.Tensor:
 
 def with_spans(inputs: StepInputs, rng: np.random.Generator) -> StepInputs:
     """``inputs`` in which the tokens of each row see each other, or those of a part of it."""
-    inputs.upto = own_places(inputs.row_start, inputs.context)
+    inputs.upto = own_positions(inputs.row_start, inputs.context)
     for row, before in enumerate(inputs.context):
         start, stop = inputs.row_start[row], inputs.row_start[row + 1]
         first = int(rng.integers(start, stop)) if row % 2 else start
@@ -118,7 +118,7 @@ def test_windows_and_spans_hide_and_show_the_keys_that_they_name(
         inputs = with_spans(inputs, rng)
     n = len(inputs.tokens)
     for window in (0, 1, 3, 8, 17, 149, 151):
-        want = seen_by_hand(inputs, window)
+        want = recompute_visible(inputs, window)
         for policy in ("serving", "padded"):
             x = filled(inputs, policy)
             got, _ = attended(make(), x, n, 0.0, window)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests import kernel_kinds
 from trencadis.backends.cpu import ops
-from trencadis.backends.cpu.invariant import FIXED_ROWS, PROBES, InvariantOps
-from trencadis.backends.cpu.native import kernel_table, library, packing
+from trencadis.backends.cpu.batch_invariant import FIXED_ROWS, PROBES, InvariantOps
+from trencadis.backends.cpu.native import kernel_table, library, weight_packing
 from trencadis.backends.cpu.native.kernel_table import (
     ANY,
     BFLOAT16,
@@ -69,7 +69,7 @@ def test_torch_serves_all_or_nothing_of_a_type() -> None:
 def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (*kernel_kinds.OWN, TORCH):
         monkeypatch.setenv(VARIABLE, kind)
-        assert CpuOps().table.kind == kind and devices.kernels() in devices.listing()[-1]
+        assert CpuOps().table.kind == kind and devices.kernels() in devices.describe_devices()[-1]
         assert f"{VARIABLE} is {kind}" in devices.kernels()
     missing = next((kind for kind in KINDS if kind not in kernel_kinds.OWN), None)
     if missing is not None:
@@ -79,8 +79,8 @@ def test_the_variable_chooses_for_all_types(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_are_those_of_the_header() -> None:
-    if library.found().library is None:
-        pytest.skip(library.found().why)
+    if library.load_library().library is None:
+        pytest.skip(library.load_library().why)
     for kind in kernel_kinds.OWN:
         logits, table = torch.randn(2, 50), kernel_kinds.table(kind)
         made = CpuOps()
@@ -95,7 +95,7 @@ def other_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not kernel_kinds.DENSE:
         pytest.skip("this CPU multiplies no weight of 16 or 32 bits by own kernels")
     monkeypatch.setenv(VARIABLE, kernel_kinds.DENSE)
-    monkeypatch.setattr(packing, "name_of", lambda *_: None)
+    monkeypatch.setattr(weight_packing, "name_of", lambda *_: None)
     yield
 
 

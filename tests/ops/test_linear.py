@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.backends.cpu import ops
-from trencadis.backends.cpu.native.onednn import PASS, SIZES, pieces
-from trencadis.backends.cpu.ops import CpuOps, PackedWeight, packable
+from trencadis.backends.cpu.native.onednn_sizes import PASS, SIZES, pieces
+from trencadis.backends.cpu.ops import CpuOps, PackedWeight, is_packable
 from trencadis.backends.cpu.policy import INVARIANT_ROWS
-from trencadis.core.launches.between import SingleRank
+from trencadis.core.launches.communicators import SingleRank
 from trencadis.core.layers.mlp import GatedMLP, PlainMLP
 
 
@@ -41,7 +41,7 @@ def test_sizes_of_batch_invariance_stay_its_multiples() -> None:
 def test_packed_linear_sees_only_sizes_and_answers_like_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packable(dtype):
+    if not is_packable(dtype):
         pytest.skip(f"oneDNN does not multiply {dtype} natively on this CPU")
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(24, 32, generator=generator).to(dtype)
@@ -73,7 +73,7 @@ def test_an_mlp_takes_each_piece_through_all_products_and_answers_as_a_whole(
     dtype: torch.dtype, kind: type[GatedMLP | PlainMLP], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are cut as products would cut them, so that bits stay; and nothing between two products is longer."""
-    if not packable(dtype):
+    if not is_packable(dtype):
         pytest.skip(f"oneDNN does not multiply {dtype} natively on this CPU")
     generator = torch.Generator().manual_seed(2)
     fast = CpuOps()

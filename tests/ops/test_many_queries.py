@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tests import kernel_kinds
+from trencadis.backends.cpu.attention_plan import CpuAttn
 from trencadis.backends.cpu.native import flash
 from trencadis.backends.cpu.native.kernel_table import TORCH, Op
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.plan import CpuAttn
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import LayerKV, Segments
-from trencadis.core.layout import WINDOW_SLOTS
-from trencadis.core.quant import kv_codes
+from trencadis.core.quant import kv_cache_codes
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -141,7 +141,7 @@ def test_tokens_see_as_far_as_their_spans_say(ops: CpuOps) -> None:
     for window in (0, 50):
         made = prompts(([(20, 150), (0, 70)], 4, 2, 64, window), torch.float32)
         upto = torch.cat([torch.arange(20, 170), torch.arange(70)]).int()
-        upto[40:120], upto[150:] = 139, 69  # a picture inside the first row; all of the second sees all of it
+        upto[40:120], upto[150:] = 139, 69  # an image inside the first row; all of the second sees all of it
         made.attn = CpuAttn(*made.attn[:4], upto=upto)
         assert off(made.run(ops), made.exact(made.kv)) <= step(torch.float32)
 
@@ -182,32 +182,34 @@ def test_codes_of_eight_bits_are_opened(ops: CpuOps) -> None:
     codes, scales = ([torch.zeros(shape, dtype=dtype) for _ in "kv"] for shape, dtype in
                      ((k.shape, torch.int8), (k.shape[:3], torch.float16)))  # fmt: skip
     made.kv = LayerKV(codes[0], codes[1], scales[0], scales[1])
-    kv_codes.store(k.flatten(0, 1), v.flatten(0, 1), made.kv, torch.arange(k.shape[0] * BLOCK))
-    opened = kv_codes.opened(made.kv, slice(0, k.shape[0] * BLOCK), torch.bfloat16)
+    kv_cache_codes.store(k.flatten(0, 1), v.flatten(0, 1), made.kv, torch.arange(k.shape[0] * BLOCK))
+    opened = kv_cache_codes.read_slots(made.kv, slice(0, k.shape[0] * BLOCK), torch.bfloat16)
     exact = made.exact(LayerKV(*(t.view(k.shape) for t in opened)))
     assert off(made.run(ops), exact) <= bound(ops, torch.bfloat16)
 
 
-def pictures(dtype: torch.dtype, size: int, ghosts: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Segments, Tensor]:
-    """(q, k and v of a fused projection, pictures of 17, 1 and 3 windows and an empty one, which slots are real)."""
+def make_images(
+    dtype: torch.dtype, size: int, padding_windows: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Segments, Tensor]:
+    """(q, k and v of a fused projection, images of 17, 1 and 3 windows and an empty one, which slots are real)."""
     count, heads = 22, 3
     real = torch.full((count,), WINDOW_SLOTS, dtype=torch.int32)
     real[[5, 16, 17, 19]], real[21] = torch.tensor([48, 1, 63, 40], dtype=torch.int32), 0
     segment = torch.tensor([0] * 17 + [1] + [2] * 3 + [3], dtype=torch.int32)
-    ghost = torch.zeros(count, dtype=torch.int32)
-    ghost[19] = 1
+    padding_window = torch.zeros(count, dtype=torch.int32)
+    padding_window[19] = 1
     fused = torch.randn((count * WINDOW_SLOTS, 3 * heads, size), generator=torch.Generator().manual_seed(1)).to(dtype)
     inside = (torch.arange(WINDOW_SLOTS) < real[:, None]).flatten()
     fused[~inside, heads:] = float("nan")
     q, k, v = fused.split(heads, dim=1)
-    return (q, k, v), Segments(segment, real, ghost if ghosts else None), inside
+    return (q, k, v), Segments(segment, real, padding_window if padding_windows else None), inside
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 72, 80, 128])
-@pytest.mark.parametrize("ghosts", [False, True])
-def test_pictures_attend_as_the_reference_does(ops: CpuOps, dtype: torch.dtype, size: int, ghosts: bool) -> None:
-    (q, k, v), seg, inside = pictures(dtype, size, ghosts)
+@pytest.mark.parametrize("padding_windows", [False, True])
+def test_images_attend_as_the_reference_does(ops: CpuOps, dtype: torch.dtype, size: int, padding_windows: bool) -> None:
+    (q, k, v), seg, inside = make_images(dtype, size, padding_windows)
     clean, reference = [t.nan_to_num(0.0).double() for t in (q, k, v)], ReferenceOps()
     for name in ("attend_windows", "attend_images"):
         exact = getattr(reference, name)(*clean, seg, size**-0.5)[inside].double()
@@ -217,10 +219,10 @@ def test_pictures_attend_as_the_reference_does(ops: CpuOps, dtype: torch.dtype, 
         assert not found[~inside].any(), f"{name}: padding"
 
 
-def test_a_picture_has_the_bits_that_it_has_alone(ops: CpuOps) -> None:
+def test_an_image_has_the_bits_that_it_has_alone(ops: CpuOps) -> None:
     if not own(ops, torch.bfloat16):
         pytest.skip("torch's attention does not promise it")
-    (q, k, v), seg, inside = pictures(torch.bfloat16, 80, False)
+    (q, k, v), seg, inside = make_images(torch.bfloat16, 80, False)
     for name in ("attend_windows", "attend_images"):
         whole = getattr(ops, name)(q, k, v, seg, 0.1)
         some = slice(18 * WINDOW_SLOTS, 21 * WINDOW_SLOTS)
@@ -230,17 +232,19 @@ def test_a_picture_has_the_bits_that_it_has_alone(ops: CpuOps) -> None:
 
 def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     avx2, q = kernel_kinds.table("avx2"), torch.zeros(2, 2, 64)
-    assert flash.serves(q, avx2) and not flash.serves(q, kernel_kinds.table(TORCH))
-    assert not flash.serves(q.double(), avx2) and not flash.serves(torch.zeros(2, 2, 2 * flash.WIDEST), avx2)
+    assert flash.is_supported(q, avx2) and not flash.is_supported(q, kernel_kinds.table(TORCH))
+    assert not flash.is_supported(q.double(), avx2) and not flash.is_supported(
+        torch.zeros(2, 2, 2 * flash.WIDEST), avx2
+    )
     amx = kernel_kinds.table("amx")
-    assert flash.serves(q, amx) and not flash.serves(q.bfloat16(), amx)
-    asked = list[int]()
-    monkeypatch.setattr(flash, "attend", lambda *a, **k: asked.append(1))
+    assert flash.is_supported(q, amx) and not flash.is_supported(q.bfloat16(), amx)
+    requested = list[int]()
+    monkeypatch.setattr(flash, "attend", lambda *a, **k: requested.append(1))
     made, torches = prompts(CASES[3], torch.float32), CpuOps()
     torches.table = kernel_kinds.table(TORCH)
     assert off(made.run(torches), made.exact(made.kv)) <= step(torch.float32)
-    (q, k, v), seg, inside = pictures(torch.float32, 80, True)
+    (q, k, v), seg, inside = make_images(torch.float32, 80, True)
     k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
     wanted = ReferenceOps().attend_images(q, k, v, seg, 0.1)
     torch.testing.assert_close(torches.attend_images(q, k, v, seg, 0.1)[inside], wanted[inside], rtol=1e-5, atol=1e-5)
-    assert not asked
+    assert not requested

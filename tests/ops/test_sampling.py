@@ -10,7 +10,7 @@ import torch
 
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import BackendConfig, HeadTensors, SamplerState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, ResetInputs
@@ -36,14 +36,14 @@ def state(rng: np.random.Generator) -> SamplerState:
         bias_value[slot, :4] = rng.normal(0, 2, 4)
     inputs = ResetInputs(
         slot=np.arange(1, SLOTS + 1, dtype=np.int32), counts=rng.poisson(0.4, (SLOTS, VOCAB)).astype(np.int32),
-        seen=np.packbits(rng.random((SLOTS, VOCAB)) < 0.3, axis=1, bitorder="little"), bias_id=bias_id,
+        prompt_mask=np.packbits(rng.random((SLOTS, VOCAB)) < 0.3, axis=1, bitorder="little"), bias_id=bias_id,
         bias_value=bias_value,
     )  # fmt: skip
     device = backend("padded")
     program = device.program(Bucket(Stage.RESET, (16,)), lambda x: CpuOps().reset(x, made))
     device.fill(program, inputs)
     program.run()
-    assert not made.counts[0].any() and not made.seen[0].any() and not made.bias_value[0].any()
+    assert not made.counts[0].any() and not made.prompt_mask[0].any() and not made.bias_value[0].any()
     return made
 
 
@@ -82,7 +82,7 @@ def exact(logits: np.ndarray, x: HeadInputs, row: int, s: SamplerState) -> np.nd
     for i, b in zip(s.bias_id[slot].tolist(), s.bias_value[slot].tolist(), strict=True):
         z[i] += b
     counts = s.counts[slot].numpy()
-    prompt = np.unpackbits(s.seen[slot].numpy(), bitorder="little")[:VOCAB]
+    prompt = np.unpackbits(s.prompt_mask[slot].numpy(), bitorder="little")[:VOCAB]
     for i in range(VOCAB):
         if prompt[i] or counts[i]:
             z[i] = z[i] / x.repetition[row] if z[i] > 0 else z[i] * x.repetition[row]

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.kernels import attend_text, attend_vision, rope
-from trencadis.backends.cuda.kernels.attn import CudaSegments
-from trencadis.backends.cuda.launches.buffers import Buffers
-from trencadis.backends.cuda.launches.inputs import Sizes, segments
-from trencadis.backends.cuda.launches.items import STEP
+from trencadis.backends.cuda.kernels import paged_attention, rotary_kernels, vision_attention
+from trencadis.backends.cuda.kernels.attention_tensors import CudaSegments
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes, segments
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
+from trencadis.backends.cuda.launches.work_items import STEP
 from trencadis.core.backend import BackendConfig, LayerKV, Segments
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.launches.inputs import own_places
+from trencadis.core.launches.host_inputs import own_positions
 from trencadis.core.step import StepInputs
 
 GUARD = 256
@@ -109,7 +109,7 @@ def step_inputs(case: Case) -> StepInputs:
     rng = np.random.default_rng(case.seed)
     inputs = ragged_inputs(case.rows, case.block, rng, shared=case.shared, positions=9999)
     if case.spans:
-        inputs.upto = own_places(inputs.row_start, inputs.context)
+        inputs.upto = own_positions(inputs.row_start, inputs.context)
         for row, (context, tokens) in enumerate(case.rows):
             first = inputs.row_start[row] + row % 2 * tokens // 3
             inputs.upto[first : inputs.row_start[row + 1]] = context + tokens - 1
@@ -130,7 +130,7 @@ class Prepared:
     cache: LayerKV
     clean: LayerKV  # on the host, float32, without poison
     out: Tensor
-    partial: attend_text.Partial
+    partial: paged_attention.Partial
     guards: Guarded
     inputs: StepInputs
     poisoned: LayerKV = field(init=False)
@@ -148,13 +148,15 @@ class Prepared:
         """(attention, K cache, V cache) after rotary, store and attention."""
         self.reset()
         turned = torch.empty_like(self.q).contiguous()
-        rope.rope_store(self.q, self.k, self.v, self.cos, self.sin, *self.cache[:2], self.tensors.attn.slot_map, turned)
+        rotary_kernels.rope_store(
+            self.q, self.k, self.v, self.cos, self.sin, *self.cache[:2], self.tensors.attn.slot_map, turned
+        )
         self.attend(turned)
         return self.out.clone(), self.cache.k.clone(), self.cache.v.clone()
 
     def attend(self, turned: Tensor) -> None:
         attn, scale, case = self.tensors.attn, self.case.d**-0.5, self.case
-        attend_text.attend_text(
+        paged_attention.attend_text(
             turned, self.cache, attn, scale, self.out, self.partial, case.invariant, case.window
         )  # fmt: skip
 
@@ -183,7 +185,7 @@ def prepared(case: Case, device: torch.device) -> Prepared:
     """Fills the bucket's buffers and makes q, k, v side by side, padding included, of seeded values."""
     inputs = step_inputs(case)
     runtime = runtime_of(device)
-    buffers = Buffers(case.bucket, case.sizes, runtime)
+    buffers = InputBuffers(case.bucket, case.sizes, runtime)
     buffers.fill(inputs)
     runtime.synchronize()
     guards, generator = Guarded(device), torch.Generator().manual_seed(case.seed + 1)
@@ -195,12 +197,12 @@ def prepared(case: Case, device: torch.device) -> Prepared:
     clean, poisoned = caches(case, inputs, generator)
     cos, sin = (guards.like(torch.zeros(n, d)) for _ in range(2))
     base, axes = (t.to(device) for t in frequencies(d))
-    rope.rotary(buffers.tensors.positions, base, axes, cos, sin)
+    rotary_kernels.rotary(buffers.tensors.positions, base, axes, cos, sin)
     attn = buffers.tensors.attn
     out = guards.like(torch.full((n, heads, d), float("nan"), dtype=case.dtype))
     cache = LayerKV(*map(guards.like, poisoned[:2]))
-    room = attend_text.partial(attn, q, cache, case.invariant)
-    partial = attend_text.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
+    room = paged_attention.partial(attn, q, cache, case.invariant)
+    partial = paged_attention.Partial(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     return Prepared(case, buffers.tensors, q, k, v, cos, sin, cache, clean, out, partial, guards, inputs)
 
 
@@ -314,4 +316,4 @@ def packed(
     return Packed(q, k, v, seg, out, guards, inside), want[0], want[1]
 
 
-WINDOWS, IMAGES = attend_vision.attend_windows, attend_vision.attend_images
+WINDOWS, IMAGES = vision_attention.attend_windows, vision_attention.attend_images

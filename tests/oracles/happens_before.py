@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trencadis.backends.cuda.launches.buffers import Rooms
-from trencadis.backends.cuda.launches.inputs import Sizes
-from trencadis.backends.cuda.programs import CudaPending, CudaProgram
-from trencadis.backends.cuda.twin.device import HOST, Region, TwinCall, TwinRuntime
+from trencadis.backends.cuda.cuda_program import CudaPending, CudaProgram
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.input_buffers import StageBuffers
+from trencadis.backends.cuda.twin.twin_runtime import HOST, Region, TwinCall, TwinRuntime
 from trencadis.core.backend import HeadTensorsOut, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.step import HeadInputs, StepInputs
@@ -110,7 +110,7 @@ class Schedule:
         self.rng = random.Random(self.seed)
         self.calls: list[TwinCall] = []
         self.runtime = TwinRuntime(record=self.calls)
-        self.rooms, self.fetched = Rooms(self.runtime), self.runtime.event()
+        self.rooms, self.fetched = StageBuffers(self.runtime), self.runtime.event()
         self.sink, self.table = torch.zeros(64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
         self.programs = {b: self._program(b) for b in (*TEXT, *HEADS)}
         self.waiting: list[tuple[CudaPending, list[int]]] = []

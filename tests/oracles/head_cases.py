@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cpu.sampling import penalised, thresholds
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cpu.sampler import apply_penalties, thresholds
 from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import GREEDY_BELOW
 
@@ -73,21 +73,21 @@ def pick(x: HeadTensors, rows: Any) -> HeadTensors:
 
 def exact(raw: Tensor, x: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """float64 (scores, ids the mask allows, probabilities, least probability that is kept) of each row."""
-    scores, allowed = penalised(raw.double(), x, state._replace(bias_value=state.bias_value.double()))
+    scores, allowed = apply_penalties(raw.double(), x, state._replace(bias_value=state.bias_value.double()))
     warm = torch.where(allowed, scores / x.temperature.double().clamp_min(GREEDY_BELOW)[:, None], -1e300)
     probs = warm.softmax(-1)
     return scores, allowed, probs, thresholds(probs, x.top_k, x.top_p.double(), x.min_p.double())
 
 
 def disagreements(
-    raw: Tensor, x: HeadTensors, before: SamplerState, ours: HeadTensorsOut, theirs: HeadTensorsOut
+    raw: Tensor, x: HeadTensors, before: SamplerState, ours: HeadTensorsOut, reference: HeadTensorsOut
 ) -> tuple[list[int], list[int]]:
     """(rows that differ and may, rows that differ and may not).
 
     A row may differ where the uniform number lies within NEAR of a boundary of either token in the CDF, where a
     probability lies within NEAR (relative) of the threshold, or where two best scores of a greedy row are so close.
     """
-    rows = (ours.token != theirs.token).nonzero()[:, 0].tolist()
+    rows = (ours.token != reference.token).nonzero()[:, 0].tolist()
     if not rows:
         return [], []
     part = pick(x, rows)
@@ -97,7 +97,7 @@ def disagreements(
     cdf = kept.cumsum(-1) / kept.sum(-1, keepdim=True)
     close, far = [], []
     for i, row in enumerate(rows):
-        tokens = [int(ours.token[row]), int(theirs.token[row])]
+        tokens = [int(ours.token[row]), int(reference.token[row])]
         ends = [float(cdf[i, t]) for t in tokens] + [float(cdf[i, t - 1]) if t else 0.0 for t in tokens]
         near = min(abs(e - float(part.uniform[i])) for e in ends) < NEAR
         best = torch.where(allowed[i], scores[i], -1e300).topk(2).values
@@ -112,13 +112,13 @@ def compare(ops: Any, raw: Tensor, x: HeadTensors, before: SamplerState, device:
     ours_state, their_state = to(before, device), to(before, torch.device("cpu"))
     ours = ops.sample(raw.to(device), to(x, device), ours_state, True)
     ours = HeadTensorsOut(*(t.cpu() for t in ours))
-    theirs = ReferenceOps().sample(raw, x, their_state, True)
-    close, far = disagreements(raw, x, before, ours, theirs)
+    reference = ReferenceOps().sample(raw, x, their_state, True)
+    close, far = disagreements(raw, x, before, ours, reference)
     assert not far, f"rows {far[:5]} differ"
     same = torch.ones(len(raw), dtype=torch.bool)
     same[close] = False
     for name in ("logprob", "top_logprob"):
-        got, want = getattr(ours, name)[same], getattr(theirs, name)[same]
+        got, want = getattr(ours, name)[same], getattr(reference, name)[same]
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     plain = raw.float()
     own = plain.gather(1, ours.token[:, None].long())

@@ -77,7 +77,7 @@ def utils() -> Any:
         return importlib.import_module("qwen_vl_utils.vision_process")
 
 
-def of_file(frames: np.ndarray, rate: float, **asked: Any) -> tuple[np.ndarray, float]:
+def of_file(frames: np.ndarray, rate: float, **requested: Any) -> tuple[np.ndarray, float]:
     """What it makes of a file that holds ``frames`` uint8 [n, h, w, 3]: float [taken, 3, h, w], and their rate."""
 
     class VideoReader:
@@ -101,7 +101,7 @@ def of_file(frames: np.ndarray, rate: float, **asked: Any) -> tuple[np.ndarray, 
     readers, module.VIDEO_READER_BACKENDS = module.VIDEO_READER_BACKENDS, {"decord": module._read_video_decord}
     module.VIDEO_READER_BACKENDS["torchvision"] = module._read_video_decord  # its second try after an error
     try:
-        video, taken = module.fetch_video({"video": "clip", **asked}, return_video_sample_fps=True)
+        video, taken = module.fetch_video({"video": "clip", **requested}, return_video_sample_fps=True)
     finally:
         module.get_video_reader_backend, module.VIDEO_READER_BACKENDS = before[1], readers
         del sys.modules["decord"]
@@ -110,7 +110,7 @@ def of_file(frames: np.ndarray, rate: float, **asked: Any) -> tuple[np.ndarray, 
     return video.numpy(), float(taken)
 
 
-def size_of(frames: int, height: int, width: int, **asked: Any) -> list[int]:
+def size_of(frames: int, height: int, width: int, **requested: Any) -> list[int]:
     """[height, width] that it resizes a file's frames to; AssertionError or ValueError where it refuses."""
     module, seen = utils(), []
     functional = module.transforms.functional
@@ -120,22 +120,22 @@ def size_of(frames: int, height: int, width: int, **asked: Any) -> list[int]:
         module.get_video_reader_backend = lambda: "none"
         read = lambda ele: (SimpleNamespace(shape=(frames, 3, height, width)), {}, 2.0)  # noqa: E731
         module.VIDEO_READER_BACKENDS = {"none": read, "torchvision": read}
-        module.fetch_video({"video": "clip", **asked})
+        module.fetch_video({"video": "clip", **requested})
     finally:
         functional.resize, module.get_video_reader_backend, module.VIDEO_READER_BACKENDS = kept
     return seen[0]
 
 
-def of_list(frames: list[Any], **asked: Any) -> tuple[np.ndarray, float]:
+def of_list(frames: list[Any], **requested: Any) -> tuple[np.ndarray, float]:
     """What it makes of a list of PIL images."""
-    video, rate = utils().fetch_video({"video": list(frames), **asked}, return_video_sample_fps=True)
+    video, rate = utils().fetch_video({"video": list(frames), **requested}, return_video_sample_fps=True)
     return video.numpy(), float(rate)
 
 
 def pixel_values(video: np.ndarray) -> tuple[torch.Tensor, list[int]]:
     """float [n, 3, h, w] of whole bytes to transformers' pixel values [patches, 1176] and grid (t, h, w).
 
-    Its image processor repeats a picture over a temporal patch: the halves of two of them are one of a video.
+    Its image processor repeats an image over a temporal patch: the halves of two of them are one of a video.
     """
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

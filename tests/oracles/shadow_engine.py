@@ -9,15 +9,15 @@ import numpy as np
 
 from tests.oracles.shadow_model import SHADOW_RESERVED, ShadowRank, beam_oracle, oracle
 from trencadis.core.engine import Engine
-from trencadis.core.executor.uniproc import Uniproc
-from trencadis.core.kv.arena import Arena
-from trencadis.core.kv.host import HostBlocks
-from trencadis.core.kv.pool import BlockPool
-from trencadis.core.masks.desk import Desk
-from trencadis.core.process.wire import EngineInfo
+from trencadis.core.executor.uniproc_executor import UniprocExecutor
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.host_block_pool import HostBlockPool
+from trencadis.core.masks.manager import MatcherManager
+from trencadis.core.process.engine_messages import EngineInfo
 from trencadis.core.request import Delta, Request
-from trencadis.core.scheduling.limits import SchedulerLimits
 from trencadis.core.scheduling.scheduler import Scheduler
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
 from trencadis.core.step import Step
 
 VOCAB = 60
@@ -57,12 +57,12 @@ def shadow_engine(
     )  # fmt: skip
     slots = seqs + 8
     rank = ShadowRank(
-        blocks, size, rows + 1, slots, VOCAB, desk=Desk(VOCAB, EOS), host_blocks=host, stages=limits.stages
+        blocks, size, rows + 1, slots, VOCAB, desk=MatcherManager(VOCAB, EOS), host_blocks=host, stages=limits.stages
     )  # fmt: skip
-    pool = BlockPool(blocks, HostBlocks(host) if host else None)
-    scheduler = Scheduler(limits, pool, Arena(rows + 1, SHADOW_RESERVED), slots, Clock())
+    pool = BlockPool(blocks, HostBlockPool(host) if host else None)
+    scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock())
     _compare_batches(scheduler, rank)
-    executor = Uniproc(cast(Any, rank), depth, overlaps)  # it never warms
+    executor = UniprocExecutor(cast(Any, rank), depth, overlaps)  # it never warms
     return Engine(scheduler, executor, INFO), rank
 
 
@@ -73,7 +73,7 @@ def _compare_batches(scheduler: Scheduler, rank: ShadowRank) -> None:
     def noted() -> Step | None:
         step = schedule()
         if step is not None:
-            rank.checksums[step.number] = scheduler.lanes.batch.checksum()
+            rank.checksums[step.number] = scheduler.micro_batches.batch.checksum()
         return step
 
     scheduler.schedule = noted  # type: ignore[method-assign]
@@ -99,14 +99,14 @@ class ScheduleDriver:
             self.got[request.id, i] = []
         self.engine.add(request)
 
-    def turn(self) -> None:
+    def run_step(self) -> None:
         self.clock.tick()
         self.take(self.engine.step())
         self.wanted += self.engine.needs()
         for item in list(self.wanted):
             if self.rng.random() >= self.delay:
                 self.wanted.remove(item)
-                self.engine.media(*item, np.zeros((4, 1176), np.uint8))
+                self.engine.add_media(*item, np.zeros((4, 1176), np.uint8))
 
     def take(self, deltas: list[Delta]) -> None:
         for d in deltas:
@@ -119,7 +119,7 @@ class ScheduleDriver:
 
     def finish(self, turns: int = 200_000) -> None:
         while not self.engine.idle():
-            self.turn()
+            self.run_step()
             turns -= 1
             assert turns, "a request starved"
         self.take(self.engine.step())

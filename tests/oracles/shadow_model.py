@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.traffic.rule_oracle import SIXTY
-from trencadis.core.launches.batch import RankBatch
-from trencadis.core.launches.inputs import SampleRow, head_inputs
-from trencadis.core.launches.late_masks import LaunchedHead, launch_followed
-from trencadis.core.layout import RESERVED_BLOCKS, RESERVED_ROWS
-from trencadis.core.masks.desk import Desk
-from trencadis.core.masks.rule import Rule
+from trencadis.core.launches.deferred_masks import LaunchedHead, launch_masked
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs
+from trencadis.core.launches.rank_input_batch import RankInputBatch
+from trencadis.core.masks.constraints import Rule
+from trencadis.core.masks.manager import MatcherManager
 from trencadis.core.request import Request
-from trencadis.core.scheduling.uniform import uniform
+from trencadis.core.scheduling.random_numbers import uniform
+from trencadis.core.shared_constants import RESERVED_BLOCKS, RESERVED_ROWS
 from trencadis.core.step import (
     PENDING,
     BlockMove,
@@ -102,7 +102,7 @@ class ShadowRank:
     last: dict[int, int] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     bias: dict[int, Bias] = field(default_factory=dict)
-    desk: Desk = field(default_factory=lambda: Desk(0))
+    desk: MatcherManager = field(default_factory=lambda: MatcherManager(0))
     openings: dict[int, Opening] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """What was drawn for each handle, behind its end too."""
@@ -113,22 +113,22 @@ class ShadowRank:
     computed: int = 0
     stages: int = 1
     """Pipeline stages that it stands for: no token may be PENDING then."""
-    lanes: dict[int, RankBatch] = field(default_factory=lambda: defaultdict(RankBatch))
+    lanes: dict[int, RankInputBatch] = field(default_factory=lambda: defaultdict(RankInputBatch))
     checksums: dict[int, int] = field(default_factory=dict)
     """What the scheduler knows of the batch behind each Step, if somebody asked it."""
 
     def execute(self, step: Step) -> ShadowPending:
         """Runs a Step at once."""
-        assert step.rows or step.images or step.seated, "a Step that does nothing was issued"
-        assert 0 <= step.lane < self.stages
-        batch = self.lanes[step.lane]
-        batch.turn(step.batch)
+        assert step.rows or step.images or step.persistent_count, "a Step that does nothing was issued"
+        assert 0 <= step.micro_batch < self.stages
+        batch = self.lanes[step.micro_batch]
+        batch.apply(step.batch)
         listed = (*batch.rows(), *step.rows)
         assert self.stages == 1 or all(PENDING not in row.tokens for row in listed), "the first stage lacks a token"
         self.steps += 1
         for move in step.moves:
             self._move(move)
-        self.desk.turn(step.closings, step.openings)
+        self.desk.apply(step.closings, step.openings)
         self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
             tally: dict[int, int] = {}
@@ -162,7 +162,7 @@ class ShadowRank:
             return self._head(draws, inputs)
 
         if any(sample.handle for _, _, sample in draws):
-            launched = launch_followed(rows, self.vocab, self.desk, launch)
+            launched = launch_masked(rows, self.vocab, self.desk, launch)
         else:
             launched = LaunchedHead(launch(head_inputs(rows, self.vocab)))
         if step.batch is not None:
@@ -170,8 +170,8 @@ class ShadowRank:
         assert self.checksums.pop(step.number, None) in (None, batch.checksum()), "the rank's batch went astray"
         return ShadowPending(out, launched)
 
-    def vocabulary(self, data: bytes | bytearray) -> None:
-        self.desk.grammars.vocabulary(data)
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
+        self.desk.grammars.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Future[str]:
         return self.desk.grammars.prepare(grammar)
@@ -265,7 +265,7 @@ class ShadowPending:
         return True
 
     def result(self) -> StepOutput:
-        out, followed = self.output, self.launched.followed
+        out, followed = self.output, self.launched.pending_sample
         out.head = self.launched.head.result()
         if followed is not None:
             out.failures, out.text = followed.failures, followed.text
@@ -285,7 +285,7 @@ class Reader:
             self.positions = np.frombuffer(request.positions, np.int32).reshape(3, len(request.tokens))
         self.prompt = list(request.tokens)
         for span in request.spans:
-            for run in span.each():
+            for run in span.list_runs():
                 for i in range(run.length):
                     own = image_value(span.digest, run.first + i)
                     self.prompt[run.offset + i] = own if run.constant < 0 else CONSTANT

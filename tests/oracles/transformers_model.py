@@ -91,8 +91,8 @@ class Oracle:
         return Answer(tokens, (best[:, 0] - best[:, 1]).tolist(), logits)
 
 
-def picture(rng: np.random.Generator, low: int = 28, high: int = 1500, aspect: float = 20.0) -> Image.Image:
-    """A picture of coloured rectangles over smooth noise; sides log-uniform in [low, high], aspect up to ``aspect``."""
+def make_image(rng: np.random.Generator, low: int = 28, high: int = 1500, aspect: float = 20.0) -> Image.Image:
+    """An image of coloured rectangles over smooth noise; sides log-uniform in [low, high], aspect up to ``aspect``."""
     while True:
         w, h = (round(float(np.exp(rng.uniform(np.log(low), np.log(high))))) for _ in range(2))
         if max(w, h) <= aspect * min(w, h):
@@ -120,7 +120,7 @@ QUESTIONS = (
 def conversation(
     rng: np.random.Generator, most: int = 3, **size: Any
 ) -> tuple[list[dict[str, Any]], list[Image.Image]]:
-    """A chat of one or three turns with up to ``most`` pictures before, between or after the words."""
+    """A chat of one or three turns with up to ``most`` images before, between or after the words."""
     images: list[Image.Image] = []
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.2:
@@ -132,7 +132,7 @@ def conversation(
         left -= here
         parts: list[dict[str, Any]] = []
         for _ in range(here):
-            images.append(picture(rng, **size))
+            images.append(make_image(rng, **size))
             parts.append({"type": "image", "image": images[-1]})
         question = {"type": "text", "text": QUESTIONS[int(rng.integers(len(QUESTIONS)))]}
         parts.insert(int(rng.integers(0, len(parts) + 1)), question)

@@ -11,7 +11,7 @@ from tests.oracles import qwen_vl_utils
 from tests.oracles.transformers_model import Oracle
 
 LIMITS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 50_176}
-"""Of the demo's pictures, which its frames keep as well."""
+"""Of the demo's images, which its frames keep as well."""
 
 
 def video_inputs(oracle: Oracle, messages: list[dict[str, Any]], video: np.ndarray, rate: float) -> dict[str, Any]:

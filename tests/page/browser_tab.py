@@ -28,14 +28,14 @@ class Tab:
         self.url = url
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", self._asked)
+        self.page.on("request", self._requests)
 
     def _heard(self, message: Any) -> None:
         # The browser itself reports each status of 400 and more; what the page says of them is tested.
         if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
             self.complaints.append(message.text)
 
-    def _asked(self, request: Any) -> None:
+    def _requests(self, request: Any) -> None:
         if not request.url.startswith((self.url, "data:", "blob:")):
             self.foreign.append(request.url)
 

@@ -50,6 +50,6 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(small_checkpoint: Path) -> ScriptedApp:
+def harness(small_checkpoint: Path) -> ScriptedApp:
     """An application over a scripted engine, for one test."""
     return scripted_app(small_checkpoint)

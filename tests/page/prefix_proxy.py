@@ -21,9 +21,9 @@ def prefix_proxy(inner: str, prefix: str) -> Iterator[str]:
             size = int(self.headers.get("content-length") or 0)
             kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "connection")}
             body = self.rfile.read(size) if size else None
-            asked = urllib.request.Request(inner + self.path[len(prefix) :], body, kept, method=self.command)
+            requested = urllib.request.Request(inner + self.path[len(prefix) :], body, kept, method=self.command)
             try:
-                got = urllib.request.urlopen(asked)
+                got = urllib.request.urlopen(requested)
             except urllib.error.HTTPError as error:
                 got = error
             self.send_response(got.status)

@@ -54,7 +54,7 @@ def test_200_attacks_of_a_model_and_typed_markup_stay_text(tab: Tab) -> None:
     assert set(kinds) <= {"LI", "P", "PRE", "DIV", "SPAN", "BUTTON"}
 
 
-def test_a_chosen_picture_shows_its_windows_and_is_described(tab: Tab) -> None:
+def test_a_chosen_image_shows_its_windows_and_is_described(tab: Tab) -> None:
     tab.page.set_input_files("#file", str(DEMO))
     caption = tab.page.locator(".attached figcaption", has_text="tokens").text_content()
     assert caption == "336 × 224 resized to 252 × 168 · 6 windows of 112 px (4 cut by the edge) · 54 tokens · 384 slots"

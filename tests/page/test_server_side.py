@@ -60,10 +60,10 @@ def test_a_killed_engine_is_shown_and_the_page_goes_on(browser: Any, tmp_path: P
         assert tab.say("What can you do?")
         for pid in fragile.engine_pids():
             os.kill(pid, signal.SIGKILL)
-        told = tab.say("And now?")
+        reported = tab.say("And now?")
         fragile.wait(seconds=60)
         if page.locator(".message.failed").count():
-            assert told and page.locator(".message.failed .fault").text_content() == told
+            assert reported and page.locator(".message.failed .fault").text_content() == reported
             page.locator(".message.failed").get_by_role("button", name="Try again").click()
         page.locator(".message.assistant:not(.failed) .foot").nth(1).wait_for()
         fragile.process.send_signal(signal.SIGTERM)

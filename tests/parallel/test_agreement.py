@@ -8,9 +8,9 @@ import pytest
 
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.mp import Multiproc
-from trencadis.core.progress import Silent
-from trencadis.core.startup.build import open_rank
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.progress import SilentProgress
+from trencadis.core.startup.engine_builder import open_rank
 
 GAUDI2, GAUDI3 = int(94.62 * (1 << 30)), int(126.5 * (1 << 30))
 
@@ -27,13 +27,13 @@ def test_the_smallest_card_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         model=str(demo_path()), device="hpu", tensor_parallel_size=2, max_model_len=512, max_num_seqs=4,
         max_num_batched_tokens=256, warmup="skip", mm_processor_kwargs={"max_pixels": 50_176},
     )  # fmt: skip
-    group = Multiproc(config, "tests.fakes.small_card:make")
+    group = MultiprocExecutor(config, "tests.fakes.small_card:make")
     try:
-        opened = group.start(lambda place: open_rank(config, place, Silent()))
+        opened = group.start(lambda place: open_rank(config, place, SilentProgress()))
         assert opened.watch is not None and opened.watch.captures is not None
-        ledger, division = opened.watch.captures.ledger, opened.watch.captures.division
+        ledger, division = opened.watch.captures.ledger, opened.watch.captures.memory_split
         assert report.read_text() == f"{division} {opened.plan.num_blocks}"
-        assert ledger.before.total == GAUDI3 and division.kv + division.graphs < GAUDI2
+        assert ledger.memory_in_use.total == GAUDI3 and division.kv + division.graphs < GAUDI2
         assert sum(count for _, count in ledger.rows()) == GAUDI3
     finally:
         group.close()

@@ -18,15 +18,15 @@ import torch
 from tests.fakes import ranks as fake_ranks
 from tests.fakes.ranks import full_step
 from trencadis.assets import demo_path
-from trencadis.backends.cpu.comm import GlooComm
+from trencadis.backends.cpu.gloo_comm import GlooComm
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.launcher import LocalLauncher
-from trencadis.core.executor.mp import Multiproc
-from trencadis.core.executor.ranks import check_size, shares, threads_of
-from trencadis.core.executor.trouble import RankDied, RankFailed
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
+from trencadis.core.executor.rank_errors import RankDied, RankFailed
+from trencadis.core.executor.rank_info import can_share, check_size, threads_of
+from trencadis.core.executor.rank_launcher import LocalLauncher
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -34,12 +34,12 @@ SOON = 5.0
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Multiproc]]:
-    made: list[Multiproc] = []
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
+    made: list[MultiprocExecutor] = []
 
-    def make(mode: str = "", overlaps: bool = False) -> Multiproc:
+    def make(mode: str = "", overlaps: bool = False) -> MultiprocExecutor:
         config = EngineConfig(policy=mode, tensor_parallel_size=3, async_depth=int(overlaps))
-        made.append(Multiproc(config, FACTORY))
+        made.append(MultiprocExecutor(config, FACTORY))
         made[-1].start(lambda place: fake_ranks.make(config, place))
         return made[-1]
 
@@ -133,8 +133,8 @@ PARENT = """
 import time
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
-from trencadis.core.executor.launcher import LocalLauncher
-from trencadis.core.executor.mp import Multiproc
+from trencadis.core.executor.rank_launcher import LocalLauncher
+from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = Multiproc(config, "tests.fakes.ranks:make")
 ranks.start(lambda place: fake_ranks.make(config, place))
@@ -190,9 +190,9 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_row(tmp_path: Path) 
 def test_sizes_that_share_whole_heads() -> None:
     demo = load_config(demo_path())
     assert (demo.text.heads, demo.text.kv_heads) == (4, 2) and demo.vision is not None and demo.vision.heads == 4
-    assert [w for w in range(10) if shares(demo, w)] == [1, 2, 4]
+    assert [w for w in range(10) if can_share(demo, w)] == [1, 2, 4]
     text = replace(demo, vision=None, text=replace(demo.text, heads=12))
-    assert [w for w in range(20) if shares(text, w)] == [1, 2, 4, 6, 12], "3 would give a rank heads of two KV heads"
+    assert [w for w in range(20) if can_share(text, w)] == [1, 2, 4, 6, 12], "3 would give a rank heads of two KV heads"
     with pytest.raises(StartupError, match=r"size 3 does not divide .*12 query heads.*1, 2, 4, 6, 12"):
         check_size(text, 3)
 

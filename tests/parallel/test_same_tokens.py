@@ -1,4 +1,4 @@
-"""One model on several ranks gives the tokens of one rank: pictures, prefix hits, seeded sampling, both depths.
+"""One model on several ranks gives the tokens of one rank: images, prefix hits, seeded sampling, both depths.
 
 The ranks of ``make test`` also take what ``trencadis plan`` says.
 """
@@ -15,7 +15,7 @@ from torch import empty
 
 from tests.oracles.transformers_model import Answer, assert_same
 from tests.plan.planned_rows import assert_as_planned_on_a_card, assert_as_planned_on_the_cpu
-from tests.traffic.image_chats import Chat, answers, talks
+from tests.traffic.image_chats import Chat, answers, make_conversations
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.errors import StartupError
@@ -35,14 +35,14 @@ TIES = 0.01
 
 
 def chats(seeds: range) -> list[Chat]:
-    return talks(seeds, high=250)
+    return make_conversations(seeds, high=250)
 
 
 def answered(llm: LLM, seeds: range) -> tuple[list[Answer], list[list[int]]]:
     """Greedy answers with the gaps of the two best, and drawn ones."""
-    asked = chats(seeds)
-    found = answers(llm, asked, GREEDY)
-    drawn = [c.token_ids for o in llm.chat(asked, DRAWN, use_tqdm=False) for c in o.outputs]
+    requested = chats(seeds)
+    found = answers(llm, requested, GREEDY)
+    drawn = [c.token_ids for o in llm.chat(requested, DRAWN, use_tqdm=False) for c in o.outputs]
     return found, drawn
 
 
@@ -129,7 +129,7 @@ def test_sizes_that_do_not_fit_are_refused(started: Any) -> None:
 
 
 def test_more_ranks_than_cards() -> None:
-    from trencadis.backends.hpu.start.opening import check_cards
+    from trencadis.backends.hpu.start.bridge_loader import check_cards
 
     with pytest.raises(StartupError, match=r"--tensor-parallel-size 16 needs 16 cards and there are 8\."):
         check_cards(8, 0, 16)

@@ -6,22 +6,22 @@ from typing import Any
 
 from trencadis import LLM
 from trencadis.assets import demo_path
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.launches.runner import Runner
-from trencadis.core.startup.dry_run import Planned
-from trencadis.server.plan.command import plan_for
+from trencadis.core.launches.model_runner import ModelRunner
+from trencadis.core.startup.dry_run import StartupPlan
+from trencadis.server.plan.plan_command import make_plan
 
 BEFORE = ("weights", "image arena", "sampler state", "hidden rows", "static inputs", "KV cache")
 
 
-def on_paper(total: int, others: int = 0, **flags: Any) -> Planned:
+def on_paper(total: int, others: int = 0, **flags: Any) -> StartupPlan:
     config = EngineConfig(model=str(demo_path()), **flags)
-    return plan_for(config, load_config(demo_path()), total, others)
+    return make_plan(config, load_config(demo_path()), total, others)
 
 
-def first_rank(llm: LLM) -> Runner:
-    rank: Runner = llm.engine.executor._rank  # type: ignore[attr-defined]
+def first_rank(llm: LLM) -> ModelRunner:
+    rank: ModelRunner = llm.engine.executor._rank  # type: ignore[attr-defined]
     return rank
 
 
@@ -37,7 +37,7 @@ def held(llm: LLM) -> dict[str, int]:
     model: Any = first_rank(llm).model
     own, tower = model.persistent, model.tower
     text = model.enter.rotary
-    tables = (text.inv_freq, text.axis, *tower.enter.angles, *tower.enter.colours)
+    tables = (text.inv_freq, text.axis, *tower.patch_embed.frequencies, *tower.patch_embed.scale_shift)
     return {
         "weights": model.nbytes() + sum(t.nbytes for t in tables),
         "image arena": own.arena.nbytes,
@@ -53,7 +53,7 @@ def assert_as_planned_on_the_cpu(llm: LLM, **flags: Any) -> None:
     planned = on_paper(64 << 30, 1 << 30, **flags)
     rows = dict(planned.ledger.rows())
     assert {n: rows[n] for n in BEFORE} == held(llm)
-    assert planned.ledger.division.blocks == llm.engine.info().num_blocks
+    assert planned.ledger.memory_split.blocks == llm.engine.info().num_blocks
     assert sum(rows.values()) == 64 << 30
     each = sum(rows[n] for n in BEFORE) + rows["activations and workspace"]
     ranks = flags.get("tensor_parallel_size", 1)
@@ -69,4 +69,4 @@ def assert_as_planned_on_a_card(llm: LLM, **flags: Any) -> None:
     names = [n for n in BEFORE if flags["device"] == "hpu" or n != "weights"]
     assert {n: paper[n] for n in names} == {n: rows[n] for n in names}
     assert set(planned.plan.buckets) == set(first_rank(llm).graphs.planned)
-    assert planned.ledger.division.blocks == llm.engine.info().num_blocks
+    assert planned.ledger.memory_split.blocks == llm.engine.info().num_blocks

@@ -16,39 +16,39 @@ from trencadis.backends.hpu.policy import SERVING as HPU
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
 
 UTILISATIONS = (0.01, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 RESERVES = (0.0, 0.1, 0.2, 0.4, 0.6)
-PICTURES = (ImageNeeds(), ImageNeeds(12544, 64, 3136), ImageNeeds(65536, 64, 16384))
+IMAGE_COUNTS = (ImageNeeds(), ImageNeeds(12544, 64, 3136), ImageNeeds(65536, 64, 16384))
 DEVICES = (("hpu", HPU, 96), ("hpu", HPU, 128), ("cuda", CUDA, 80), ("cuda", CUDA, 24))
 LENGTHS = (None, 4096, 32768)
-GRID = list(itertools.product(UTILISATIONS, RESERVES, MODELS[1:], PICTURES, DEVICES, LENGTHS))
+GRID = list(itertools.product(UTILISATIONS, RESERVES, MODELS[1:], IMAGE_COUNTS, DEVICES, LENGTHS))
 
 
-def planned(start: DryRun) -> Planned:
+def planned(start: DryRun) -> StartupPlan:
     """What every plan must satisfy."""
-    found = start.planned()
-    assert sum(count for _, count in found.ledger.rows()) == found.ledger.before.total
+    found = start.plan_startup()
+    assert sum(count for _, count in found.ledger.rows()) == found.ledger.memory_in_use.total
     assert all(count >= 0 for _, count in found.ledger.rows())
-    assert found.ledger.division.blocks >= found.limits.row_blocks
-    assert sum(found.selection.spent.values()) <= found.ledger.division.graphs
+    assert found.ledger.memory_split.blocks >= found.limits.row_blocks
+    assert sum(found.selection.spent.values()) <= found.ledger.memory_split.graphs
     return found
 
 
 def check(case: Any) -> str:
-    utilisation, reserve, sizes, pictures, (name, policy, size), length = case
+    utilisation, reserve, sizes, images, (name, policy, size), length = case
     config = EngineConfig(
         gpu_memory_utilization=utilisation, graph_reserved_mem=reserve, max_model_len=length, max_num_seqs=64,
         max_num_batched_tokens=16384,
     )  # fmt: skip
     start = DryRun(
         config,
-        model_of(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], bool(pictures.slots)),
+        model_of(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], bool(images.slots)),
         policy,
         BucketOptions(),
-        pictures,
+        images,
         PlannedDevice(name, size << 30),
     )
     try:

@@ -1,4 +1,4 @@
-"""``trencadis plan``: ledger, shapes, pictures and advice without weights or device."""
+"""``trencadis plan``: ledger, shapes, images and advice without weights or device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.memory import measured
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.memory import measurement_cache
 from trencadis.server.cli.main import main
 
 GUIDE = ("--max-num-seqs", "128", "--max-num-batched-tokens", "32768", "--max-model-len", "32768")
@@ -228,8 +228,8 @@ def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.
         for b in found
     ]
     held = dict.fromkeys(every, 5 << 30)
-    key = measured.Key(measured.fingerprint(load_config(model)), "hpu", "16 bit", 8, 128)
-    measured.store(key, measured.Measured(graphs, {b: 1.5 for b in graphs}, held), cache)
+    key = measurement_cache.MeasurementKey(measurement_cache.fingerprint(load_config(model)), "hpu", "16 bit", 8, 128)
+    measurement_cache.store(key, measurement_cache.Measurements(graphs, {b: 1.5 for b in graphs}, held), cache)
     second = report(capsys, *words)
     assert second["by_formula"] == []
     assert second["graphs"]["captured"] == second["graphs"]["planned"]
@@ -241,14 +241,14 @@ def test_measurements_replace_formulas(model: Path, cache: Path, capsys: pytest.
 
 def test_bucket_names_are_read_back() -> None:
     for bucket in (Bucket(Stage.FRESH, (2, 128)), Bucket(Stage.SAMPLE, (8,), "full"), Bucket(Stage.VISION, (64,))):
-        assert measured.bucket_of(str(bucket)) == bucket
+        assert measurement_cache.bucket_of(str(bucket)) == bucket
     for text in ("fresh", "nothing[1]", "fresh[a]"):
         with pytest.raises(ValueError):
-            measured.bucket_of(text)
+            measurement_cache.bucket_of(text)
 
 
 @pytest.mark.parametrize("option", [(), ("--rows-by-blocks",)])
-def test_a_picture_of_the_plan(
+def test_an_image_of_the_plan(
     model: Path, tmp_path: Path, option: tuple[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.png"
@@ -298,26 +298,28 @@ def test_a_length_that_nobody_asked_for_is_lowered_to_the_longest_that_fits(
 
 
 def test_measurements_of_something_else_are_not_taken(cache: Path) -> None:
-    key = measured.Key("a", "hpu", "16 bit", 1, 128)
-    path = measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
-    assert measured.load(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5})
+    key = measurement_cache.MeasurementKey("a", "hpu", "16 bit", 1, 128)
+    path = measurement_cache.store(key, measurement_cache.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
+    assert measurement_cache.load(key, cache) == measurement_cache.Measurements({Bucket(Stage.DECODE, (1, 1)): 5})
     for old, new in (('"ranks": 1', '"ranks": 2'), ('"version": 2', '"version": 1'), ("decode", "nothing")):
         path.write_text(path.read_text().replace(old, new))
-        assert measured.load(key, cache) is None
-        measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
-    assert measured.load(measured.Key("b", "hpu", "16 bit", 1, 128), cache) is None
+        assert measurement_cache.load(key, cache) is None
+        measurement_cache.store(key, measurement_cache.Measurements({Bucket(Stage.DECODE, (1, 1)): 5}), cache)
+    assert measurement_cache.load(measurement_cache.MeasurementKey("b", "hpu", "16 bit", 1, 128), cache) is None
 
 
 def test_a_plan_finds_what_a_card_of_its_kind_measured(cache: Path) -> None:
     """A start stores under its card's name, which a plan does not know; a start itself reads its own card's only."""
-    key = measured.Key("a", "cuda", "16 bit", 1, 16)
-    assert measured.nearest(key, cache) is None
+    key = measurement_cache.MeasurementKey("a", "cuda", "16 bit", 1, 16)
+    assert measurement_cache.load_nearest(key, cache) is None
     for age, name in enumerate(("cuda (old)", "cuda (new)", "hpu")):
-        path = measured.store(replace(key, device=name), measured.Measured({Bucket(Stage.DECODE, (1,)): age}), cache)
+        path = measurement_cache.store(
+            replace(key, device=name), measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): age}), cache
+        )
         os.utime(path, (age + 1, age + 1))
-    assert measured.nearest(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1,)): 1})
-    assert measured.load(key, cache) is None
+    assert measurement_cache.load_nearest(key, cache) == measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): 1})
+    assert measurement_cache.load(key, cache) is None
     for other in (replace(key, model="b"), replace(key, ranks=2), replace(key, dtype="32 bit")):
-        assert measured.nearest(other, cache) is None
-    measured.store(key, measured.Measured({Bucket(Stage.DECODE, (1,)): 9}), cache)
-    assert measured.nearest(key, cache) == measured.Measured({Bucket(Stage.DECODE, (1,)): 9})
+        assert measurement_cache.load_nearest(other, cache) is None
+    measurement_cache.store(key, measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): 9}), cache)
+    assert measurement_cache.load_nearest(key, cache) == measurement_cache.Measurements({Bucket(Stage.DECODE, (1,)): 9})

@@ -17,7 +17,7 @@ from tests.plan.planned_rows import (
 )
 from trencadis import LLM
 from trencadis.assets import demo_path
-from trencadis.backends.cuda.launches.buffers import Rooms
+from trencadis.backends.cuda.launches.input_buffers import StageBuffers
 
 SMALL: dict[str, Any] = dict(
     dtype="float32", max_model_len=256, max_num_seqs=3, max_num_batched_tokens=64, kv_cache_memory_bytes=8 << 20,
@@ -78,9 +78,9 @@ def test_inputs_of_a_card(start: Start, monkeypatch: pytest.MonkeyPatch, name: s
     flags: dict[str, Any] = {**ON_CARDS, "device": "cuda", **PLANS[name]}
     llm = start(**flags)
     backend: Any = first_rank(llm).backend
-    shared: Rooms = backend._rooms
+    shared: StageBuffers = backend._rooms
     taken = sum(room.flat.nbytes for room in shared._shared.values())
     programs: Any = first_rank(llm).graphs._programs.values()
-    assert all(program.buffers.room in shared._shared.values() for program in programs)
+    assert all(program.buffers.buffer in shared._shared.values() for program in programs)
     paper = dict(on_paper(backend.memory.total(), **{**SMALL, **flags}).ledger.rows())
     assert booked(llm)["static inputs"] == paper["static inputs"] == taken

@@ -11,19 +11,19 @@ import pytest
 
 from tests.fakes.meta_start import GIB, backend, card, config_of, on_paper, run
 from tests.traffic.launch_lines import model_of
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.launches.inputs import LaunchForm, arrays
-from trencadis.backends.hpu.launches.packing import packing
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
+from trencadis.backends.hpu.launches.input_packing import make_packing
 from trencadis.backends.hpu.launches.trees import leaves
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.buckets import Bucket, GraphMemory, InputSizes, Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds
 from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.launches.persistent import persistent
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models import registry
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 IMAGES = ImageNeeds(4096, 64, 1024)
@@ -59,12 +59,12 @@ def compare(
     before = (*BEFORE, *(["copies of host memory"] if config.kv_offloading_size else []))
     assert {n: paper[n] for n in before} == {n: started.rows[n] for n in before}
     assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.001
-    captured = set(started.runner.graphs.captured())
+    captured = set(started.runner.graphs.list_captured())
     assert {p.bucket for taken in first.selection.taken.values() for p in taken} == captured
     assert (captured == set(first.plan.buckets)) is whole
     second = on_paper(model, config, images, 96 * GIB, ranks)
     assert dict(second.ledger.rows()) == started.rows and not second.formula
-    assert second.ledger.division == started.captures.division
+    assert second.ledger.memory_split == started.captures.memory_split
     assert {p.bucket for taken in second.selection.taken.values() for p in taken} == captured
 
 
@@ -99,11 +99,11 @@ def test_the_guides_line_with_a_small_reserve(name: str) -> None:
 def test_equal_layers_are_run_once() -> None:
     """Four layers, each run, against the figures of one of each kind repeated: bytes, code, compile seconds."""
     model = model_of(512, 4, 8, 2, 1024)
-    assert isinstance(model.vision, Qwen25Tower)
+    assert isinstance(model.vision, Qwen25VisionConfig)
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=4, full_layers=(1, 3)))
     config = config_of(graph_reserved_mem=0.2, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=128)
     plain = card(96 * GIB)
-    there = of(plain)
+    there = make_bridge(plain)
     every = dataclasses.replace(there.hooks, layer=lambda layer, *args: layer(*args))
     whole = dataclasses.replace(there, hooks=every)
     one = ImageNeeds(12544, 12544, 3136)
@@ -120,13 +120,13 @@ def test_equal_layers_are_run_once() -> None:
 def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
     """By formula as on a card: a graph of few ranks or many is priced to the byte, with and without its cache."""
     model = model_of(1024, 5, 8, 2, 2048)
-    assert isinstance(model.vision, Qwen25Tower)
+    assert isinstance(model.vision, Qwen25VisionConfig)
     model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, depth=5, full_layers=(1,)))
     on = card(96 * GIB)
-    made = backend(model, on, ranks, 256, 4, of(on, cached=kept.cached))
+    made = backend(model, on, ranks, 256, 4, make_bridge(on, cached=kept.cached))
     made.hpu_ops.settings = HpuSettings(cut_layers=kept.cut_layers or 1, cuts=kept.cut_layers > 0)
     body = registry.build(model, made, config_of(**SMALL))
-    body.bind(persistent(model, made, blocks=8, block_size=128, arena_rows=130, seqs=4, tokens=256))
+    body.bind(allocate_persistent(model, made, blocks=8, block_size=128, arena_rows=130, seqs=4, tokens=256))
     for bucket in (
         Bucket(Stage.FRESH, (2, 64)), Bucket(Stage.CONTEXT, (128, 2)), Bucket(Stage.DECODE, (3, 4)),
         Bucket(Stage.VISION, (512,)), Bucket(Stage.SAMPLE, (4,), "full"), Bucket(Stage.SAMPLE, (4,), "greedy"),
@@ -138,7 +138,7 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
         program.compile()
         program.capture()
         took = program.bytes - program.static.bytes
-        assert took == Sized(model, 2, ranks, graphs=kept).price(bucket).alone, bucket
+        assert took == MemoryEstimator(model, 2, ranks, graphs=kept).price(bucket).alone, bucket
 
 
 @pytest.mark.parametrize("bucket", [
@@ -148,6 +148,6 @@ def test_what_a_graph_keeps(kept: GraphMemory, ranks: int) -> None:
 ])  # fmt: skip
 def test_bytes_of_inputs(bucket: Bucket) -> None:
     for lazy in (True, False):
-        made = packing(leaves(arrays(bucket, None, LaunchForm(16, 1003, SLOT, shared=not lazy))))
+        made = make_packing(leaves(arrays(bucket, None, LaunchForm(16, 1003, SLOT, shared=not lazy))))
         counted = policy("", {}, lazy).inputs
         assert counted is not None and counted(bucket, InputSizes(1003, slot=SLOT)) == made.bytes

@@ -13,26 +13,26 @@ from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
-from trencadis.core.scheduling.packer import Packer
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.server.plan.comparison import vision_launches
-from trencadis.server.plan.replay import StepNeeds, Traffic, steps
-from trencadis.server.plan.trace import compare, needs_of, read, request
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.server.plan.plan_comparison import list_vision_launches
+from trencadis.server.plan.traffic_replay import StepNeeds, Traffic, replay_steps
+from trencadis.server.plan.traffic_trace import compare_plans, read_request, read_trace, replay_needs
 
 MODEL = model_of(3584, 28, 28, 4, 18944)
 
 
-def planned(model: ModelConfig = MODEL) -> Planned:
+def planned(model: ModelConfig = MODEL) -> StartupPlan:
     config = EngineConfig(max_num_seqs=128, max_num_batched_tokens=32768, max_model_len=32768)
     return DryRun(
         config, model, SERVING, BucketOptions(), ImageNeeds(65536, 64, 16384), PlannedDevice("hpu", 96 << 30)
-    ).planned()
+    ).plan_startup()
 
 
 def check(name: str, seed: int, count: int, model: ModelConfig = MODEL) -> None:
     start = planned(model)
-    found = compare(needs_of([request(r) for r in TRACES[name](seed, count)], start), start, model)
+    found = compare_plans(replay_needs([read_request(r) for r in TRACES[name](seed, count)], start), start, model)
     ours, *others = found["plans"].values()
     assert ours["unplanned"] == 0
     for other in others:
@@ -63,10 +63,10 @@ def test_small_models_too(name: str, sizes: tuple[int, int, int, int, int]) -> N
 
 def test_the_reference_plan_is_the_one_that_costs_519_graphs() -> None:
     """128 requests, 32768 tokens, blocks of 128, 8294 KV blocks."""
-    from trencadis.server.plan.baselines import reference_exponential
+    from trencadis.server.plan.baseline_plans import make_exponential_plan
 
     p = planned()
-    plan, graphs = reference_exponential(p.plan, p.limits, 8294)
+    plan, graphs = make_exponential_plan(p.plan, p.limits, 8294)
     assert graphs == 519 and len(plan.buckets) <= graphs
 
 
@@ -78,8 +78,8 @@ def test_traces_are_the_same_for_the_same_seed(name: str) -> None:
 
 def test_steps_compute_every_token_once() -> None:
     limits = planned().limits
-    traffic = [request(r) for r in TRACES["image-chat"](7, 60)]
-    needs = list(steps(traffic, limits))
+    traffic = [read_request(r) for r in TRACES["image-chat"](7, 60)]
+    needs = list(replay_steps(traffic, limits))
     done = sum(n.tokens for s in needs for n in s.rows)
     assert done == sum(t.prompt + t.output - 1 for t in traffic)
     assert sum(sum(s.images) for s in needs) == sum(sum(t.images) for t in traffic)
@@ -92,14 +92,14 @@ def test_images_share_launches_as_the_scheduler_shares_them() -> None:
     plan = planned().plan
     rng = random.Random(3)
     needs = [StepNeeds((), tuple(64 * rng.randint(1, 150) for _ in range(rng.randint(0, 6)))) for _ in range(30)]
-    packer, waiting, wanted = Packer(plan, plan.policy.encoder_slots), [], []
+    packer, waiting, wanted = ImagePacker(plan, plan.policy.encoder_slots), [], []
     for images in [*(s.images for s in needs), *[()] * 200]:
         waiting += images
         chosen = [waiting[i] for i in packer.choose(waiting)]
         for slots in chosen:
             waiting.remove(slots)
         wanted += [plan.fit(Stage.VISION, (sum(chosen),))] if chosen else []
-    found = list(vision_launches(needs, plan))
+    found = list(list_vision_launches(needs, plan))
     assert found == wanted and not waiting
     alone = [plan.fit(Stage.VISION, (n,)) for s in needs for n in s.images]
     assert len(found) < len(alone)
@@ -107,7 +107,7 @@ def test_images_share_launches_as_the_scheduler_shares_them() -> None:
 
 def test_a_long_prompt_is_chunked_and_a_cached_one_starts_later() -> None:
     limits = planned().limits
-    needs = list(steps([Traffic(0.0, 40_000, 2, 0), Traffic(0.0, 1000, 1, 900)], limits))
+    needs = list(replay_steps([Traffic(0.0, 40_000, 2, 0), Traffic(0.0, 1000, 1, 900)], limits))
     assert [(n.context, n.tokens) for n in needs[0].rows] == [(0, 32767), (896, 1)]
 
 
@@ -122,9 +122,9 @@ def test_trace_files_are_refused_by_line(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(StartupError, match="line"):
-            read(str(path))
+            read_trace(str(path))
     path.write_text("\n")
     with pytest.raises(StartupError, match=r"not a request|holds no request"):
-        read(str(path))
+        read_trace(str(path))
     with pytest.raises(StartupError, match="No such file"):
-        read(str(tmp_path / "none"))
+        read_trace(str(tmp_path / "none"))

@@ -112,11 +112,11 @@ class CpuBudget:
     @property
     def judged(self) -> bool:
         """A whole run that came to its end."""
-        asked = self.config
-        whole = asked.args_source is pytest.Config.ArgsSource.TESTPATHS
-        chosen = asked.option.keyword or getattr(asked.option, "lf", False) or asked.option.collectonly
-        marks = asked.option.markexpr == asked.getini("cpu_budget_markers")
-        return self.ended and whole and marks and not chosen and not asked.option.deselect
+        requested = self.config
+        whole = requested.args_source is pytest.Config.ArgsSource.TESTPATHS
+        chosen = requested.option.keyword or getattr(requested.option, "lf", False) or requested.option.collectonly
+        marks = requested.option.markexpr == requested.getini("cpu_budget_markers")
+        return self.ended and whole and marks and not chosen and not requested.option.deselect
 
     def totals(self) -> dict[str, float]:
         """Seconds of each part that has run."""

@@ -40,8 +40,8 @@ class PooledOracle(Oracle):
         return found
 
 
-def asked(oracle: Oracle, seed: int, high: int, most: int = 2) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A prompt with up to ``most`` pictures as ``LLM.embed`` takes it, and transformers' inputs of it."""
+def ask(oracle: Oracle, seed: int, high: int, most: int = 2) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A prompt with up to ``most`` images as ``LLM.embed`` takes it, and transformers' inputs of it."""
     rng = np.random.default_rng(seed)
     messages, images = conversation(rng, most=most, low=28, high=high)
     if rng.random() < 0.3:
@@ -50,7 +50,7 @@ def asked(oracle: Oracle, seed: int, high: int, most: int = 2) -> tuple[dict[str
 
 
 def prompt_of(oracle: Oracle, messages: list[dict[str, Any]], images: list[Image.Image]) -> dict[str, Any]:
-    """The rendered chat with its pictures beside it."""
+    """The rendered chat with its images beside it."""
     text = oracle.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return {"prompt": text, "multi_modal_data": {"image": images}} if images else {"prompt": text}
 

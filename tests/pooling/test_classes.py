@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.oracles.transformers_model import picture
+from tests.oracles.transformers_model import make_image
 from tests.pooling.oracle import LEAST_COSINE, PooledOracle, class_logits, cosine
 from trencadis import LLM, PoolingParams
 from trencadis.assets import demo_path
@@ -85,7 +85,7 @@ def test_a_decoder_without_a_head_embeds_as_the_same_model_with_one_does(checkpo
 def test_a_chat_model_scores_by_its_yes_and_no(
     device: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The demo, whose words are No and Yes, with pictures on either side: the logits that transformers has there."""
+    """The demo, whose words are No and Yes, with images on either side: the logits that transformers has there."""
     for name, value in {"TRENCADIS_HPU_EMULATOR": "1", "TRENCADIS_CUDA_TWIN": "1", "TRENCADIS_CACHE": tmp_path}.items():
         monkeypatch.setenv(name, str(value))
     oracle, rng, least = PooledOracle(demo_path(), max_pixels=50_176), np.random.default_rng(3), 0.0
@@ -95,7 +95,7 @@ def test_a_chat_model_scores_by_its_yes_and_no(
         assert pooling is not None and pooling.labels == ("No", "Yes")
         no, yes = pooling.label_tokens
         for i in range(count):
-            image = picture(rng, low=28, high=200)
+            image = make_image(rng, low=28, high=200)
             query: Any = {"content": [{"type": "image", "image": image}]} if i % 2 else "Is there a red circle?"
             document: Any = "a red circle" if i % 2 else {"content": [{"type": "image", "image": image}]}
             (made,) = llm.score(query, document, use_tqdm=False)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pooling.oracle import LEAST_COSINE, PooledOracle, asked, cosine
+from tests.pooling.oracle import LEAST_COSINE, PooledOracle, ask, cosine
 from trencadis import LLM
 from trencadis.assets import demo_path
 from trencadis.core.buckets import Stage
@@ -61,7 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
 def check(llm: LLM, path: Path, kind: str, seeds: range, high: int = 200) -> float:
     """Alone, together and (for the last token) from the prefix cache; returns the least cosine to transformers."""
-    prompts, inputs = zip(*(asked(oracle(path), seed, high) for seed in seeds), strict=True)
+    prompts, inputs = zip(*(ask(oracle(path), seed, high) for seed in seeds), strict=True)
     wanted = [oracle(path).pooled(one, kind) for one in inputs]
     rounds = [llm.embed([p], use_tqdm=False)[0] for p in prompts], llm.embed(list(prompts), use_tqdm=False)
     for made in rounds:
@@ -103,7 +103,7 @@ def test_300_embeddings_of_the_demo_are_those_of_transformers(
 def test_mixed_requests_compile_nothing_and_miss_no_bucket_after_warm_up(
     count: int, vl_checkpoint: Path, start: Callable[..., LLM]
 ) -> None:
-    """Must hold on an emulated card: texts and pictures of all lengths, alone and together."""
+    """Must hold on an emulated card: texts and images of all lengths, alone and together."""
     llm = start(vl_checkpoint, "hpu")
     assert check(llm, vl_checkpoint, "last", range(4)) > LEAST_COSINE
     llm.engine.stats()
@@ -123,9 +123,9 @@ def test_mixed_requests_compile_nothing_and_miss_no_bucket_after_warm_up(
 
 
 def prompt(rng: np.random.Generator, path: Path) -> dict[str, Any]:
-    """Ids of any length, or a chat with pictures."""
+    """Ids of any length, or a chat with images."""
     if rng.random() < 0.3:
-        return asked(oracle(path), int(rng.integers(1 << 30)), 200, most=1)[0]
+        return ask(oracle(path), int(rng.integers(1 << 30)), 200, most=1)[0]
     length = int(np.exp(rng.uniform(0, np.log(500))))
     return {"prompt_token_ids": [int(t) for t in rng.integers(0, 250, length)]}
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.fakes.scripted_app import scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from trencadis.core.checkpoint.pooling import CLASSIFY, Pooling
+from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.request import Delta
-from trencadis.server.protocol.pooling.requests import (
+from trencadis.server.protocol.pooling.pooling_requests import (
     ClassifyRequest,
     EmbeddingRequest,
     PoolRequest,
@@ -58,15 +58,15 @@ def test_odd_bodies_are_never_our_fault(count: int, tmp_path_factory: pytest.Tem
     path = write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     rng, seen = random.Random(7), Counter[int]()
     for pooling in SERVERS:
-        rig = scripted_app(path)
-        rig.service.config, rig.service.room = replace(rig.service.config, pooling=pooling), 0
+        harness = scripted_app(path)
+        harness.service.config, harness.service.min_output_tokens = replace(harness.service.config, pooling=pooling), 0
         values = np.ones(pooling.classes or 64, "<f4").tobytes()
 
         async def deltas(request: Any, values: bytes = values) -> Any:
             yield Delta(request.id, finish="stop", pooled=values)
 
-        rig.engine._deltas = deltas  # type: ignore[method-assign]
-        app = rig.app(trust_request_chat_template=True)
+        harness.engine._deltas = deltas  # type: ignore[method-assign]
+        app = harness.app(trust_request_chat_template=True)
 
         async def ask(app: Any = app) -> None:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from tests.pooling.test_embeddings import BASE, check
-from tests.traffic.image_chats import talks, wire
+from tests.traffic.image_chats import make_conversations, wire
 from tests.traffic.server_process import server
 from trencadis import LLM, AsyncLLM, PoolingParams
 from trencadis.assets import demo_path
@@ -53,7 +53,7 @@ def test_async_llm_encodes(checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "hpu"])
 def test_a_real_server_embeds_as_llm_does(device: str, tmp_path: Path) -> None:
-    """2,000 texts and chats with pictures, by OpenAI's client and plainly; on a card nothing compiles or misses."""
+    """2,000 texts and chats with images, by OpenAI's client and plainly; on a card nothing compiles or misses."""
     flags = ["--runner", "pooling", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "4"]
     flags += ["--max-num-batched-tokens", "256", "--mm-processor-kwargs", '{"max_pixels": 50176}', "--device", device]
     environ: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_a_real_server_embeds_as_llm_does(device: str, tmp_path: Path) -> None:
         "VLLM_MULTIMODAL_BUCKETS": "256",
         "TRENCADIS_CACHE": str(tmp_path),
     }
-    rng, chats = np.random.default_rng(0), [wire(c) for c in talks(range(60), high=200)]
+    rng, chats = np.random.default_rng(0), [wire(c) for c in make_conversations(range(60), high=200)]
     texts = ["".join(chr(97 + int(i)) for i in rng.integers(0, 26, rng.integers(1, 300))) for _ in range(200)]
     with server(tmp_path, *flags, "--served-model-name", "demo", **environ) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0)

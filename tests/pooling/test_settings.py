@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.pooling import Pooling
+from trencadis.core.checkpoint.pooling_config import Pooling
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.config import argv
-from trencadis.server.config.settings import resolve
-from trencadis.server.pooling.params import PoolingParams
-from trencadis.server.pooling.vectors import cosine, finished, pair_score, raw_values
+from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.pooling.pooler_output import compute_pair_score, cosine_similarity, finish_pooled, read_raw_values
+from trencadis.server.pooling.pooling_params import PoolingParams
 
 MATRYOSHKA = {"matryoshka_dimensions": [8, 16]}
 FILES = ("modules.json", "config.json", "1_Pooling/config.json")
@@ -72,8 +72,8 @@ def test_files_of_sentence_transformers_say_how(
     path = model("qwen2", modules, pooling)
     found = pooling_of(path)
     assert found is not None and (found.kind, found.normalize) == wanted
-    asked = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True})
-    assert asked is not None and (asked.kind, asked.normalize) == ("last", True), "flags win"
+    requested = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True})
+    assert requested is not None and (requested.kind, requested.normalize) == ("last", True), "flags win"
     assert pooling_of(path, runner="generate") is None
 
 
@@ -153,8 +153,8 @@ def test_the_line_says_what_was_chosen(model: Callable[..., Path]) -> None:
     path = model("qwen2", ["Pooling"], {"pooling_mode": "mean"})
     found = pooling_of(path)
     assert found is not None and found.line == "embed: the mean of all tokens, not normalised"
-    asked = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True}, hf_overrides=MATRYOSHKA)
-    assert asked is not None and asked.line == "embed: the last token, length 1, sizes 8, 16"
+    requested = pooling_of(path, pooler_config={"pooling_type": "last", "normalize": True}, hf_overrides=MATRYOSHKA)
+    assert requested is not None and requested.line == "embed: the last token, length 1, sizes 8, 16"
     words = pooling_of(path, convert="classify", hf_overrides={"classifier_from_token": ["a", "b"]})
     assert words is not None
     assert words.line == "classify: the last token, the head's rows of 'a', 'b', 2 classes, softmax"
@@ -162,30 +162,30 @@ def test_the_line_says_what_was_chosen(model: Callable[..., Path]) -> None:
 
 def test_the_flags_have_vllms_names() -> None:
     words = ["--model", "m", "--runner", "pooling", "--convert", "embed", "--override-pooler-config"]
-    made = resolve(argv.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}).engine
+    made = resolve_settings(argv.parse([*words, '{"pooling_type": "MEAN", "normalize": false}']), {}).engine
     assert (made.runner, made.convert) == ("pooling", "embed")
     assert made.pooler_config == {"pooling_type": "MEAN", "normalize": False}
-    assert resolve(argv.parse(["--model", "m", "--task", "score"]), {}).engine.task == "classify"
+    assert resolve_settings(argv.parse(["--model", "m", "--task", "score"]), {}).engine.task == "classify"
 
 
 def test_values_are_cut_then_normalised_and_scores_activated() -> None:
     raw = np.array([3.0, 4.0, 12.0])
-    assert finished(raw, Pooling(dimensions=()), PoolingParams(dimensions=2)).tolist() == pytest.approx([0.6, 0.8])
-    assert finished(raw, Pooling(), PoolingParams(normalize=False)).tolist() == [3, 4, 12]
-    assert finished(0 * raw, Pooling(), PoolingParams()).tolist() == [0, 0, 0]
+    assert finish_pooled(raw, Pooling(dimensions=()), PoolingParams(dimensions=2)).tolist() == pytest.approx([0.6, 0.8])
+    assert finish_pooled(raw, Pooling(), PoolingParams(normalize=False)).tolist() == [3, 4, 12]
+    assert finish_pooled(0 * raw, Pooling(), PoolingParams()).tolist() == [0, 0, 0]
     classes = Pooling("classify", classes=3, activation="sigmoid", bias=3)
-    assert finished(raw, classes, PoolingParams()).tolist() == pytest.approx([0.5, 0.7310586, 0.9998766])
+    assert finish_pooled(raw, classes, PoolingParams()).tolist() == pytest.approx([0.5, 0.7310586, 0.9998766])
     huge = Pooling("classify", classes=2)
-    assert finished(np.array([1e4, -1e4]), huge, PoolingParams()).tolist() == [1, 0], "no overflow"
+    assert finish_pooled(np.array([1e4, -1e4]), huge, PoolingParams()).tolist() == [1, 0], "no overflow"
     rows = np.array([[3.0, 4.0], [0.0, 2.0]])
-    assert finished(rows, Pooling(kind="all"), PoolingParams()).ravel().tolist() == pytest.approx([0.6, 0.8, 0, 1])
+    assert finish_pooled(rows, Pooling(kind="all"), PoolingParams()).ravel().tolist() == pytest.approx([0.6, 0.8, 0, 1])
     steps = Pooling("classify", "all", classes=2, step_tag=9)
     sent = np.arange(6, dtype="<f4").tobytes()
-    assert raw_values(sent, steps, PoolingParams(), [9, 8, 9]).tolist() == [[0, 1], [4, 5]]
+    assert read_raw_values(sent, steps, PoolingParams(), [9, 8, 9]).tolist() == [[0, 1], [4, 5]]
     words = Pooling("classify", classes=3, label_tokens=(1, 2, 3))
-    assert pair_score(np.log([1.0, 1.0, 2.0]), words, PoolingParams()) == pytest.approx(0.5)
-    assert pair_score(raw[:1], Pooling("classify", classes=1), PoolingParams(use_activation=False)) == 3
-    assert cosine(raw, 0 * raw) == 0 and cosine(raw, -raw) == pytest.approx(-1)
+    assert compute_pair_score(np.log([1.0, 1.0, 2.0]), words, PoolingParams()) == pytest.approx(0.5)
+    assert compute_pair_score(raw[:1], Pooling("classify", classes=1), PoolingParams(use_activation=False)) == 3
+    assert cosine_similarity(raw, 0 * raw) == 0 and cosine_similarity(raw, -raw) == pytest.approx(-1)
 
 
 def test_parameters_that_are_not_built_are_refused() -> None:

@@ -15,48 +15,48 @@ import pytest
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.process import heap
-from trencadis.core.process.heap import LATEST, OFTEN, QUIET, Tidier
+from trencadis.core.process import heap_trimmer
+from trencadis.core.process.heap_trimmer import LATEST, OFTEN, QUIET, HeapTrimmer
 
 
-def tidier() -> tuple[Tidier, list[float], list[float]]:
+def trimmer() -> tuple[HeapTrimmer, list[float], list[float]]:
     now, trims = [0.0], []
-    return Tidier(lambda: trims.append(now[0]), lambda: now[0]), now, trims
+    return HeapTrimmer(lambda: trims.append(now[0]), lambda: now[0]), now, trims
 
 
 def test_nothing_ran_nothing_to_do() -> None:
-    it, now, _ = tidier()
+    it, now, _ = trimmer()
     now[0] = 10 * LATEST
     assert it.wait() is None
 
 
 def test_a_quiet_moment_after_a_while() -> None:
-    it, now, trims = tidier()
-    it.stepped()
+    it, now, trims = trimmer()
+    it.after_step()
     assert it.wait() == OFTEN
     now[0] = 2 * OFTEN
     assert it.wait() == QUIET
-    it.tidy()
+    it.collect_and_trim()
     assert trims == [2 * OFTEN] and it.wait() is None
 
 
 def test_a_process_that_is_never_quiet() -> None:
-    it, now, trims = tidier()
+    it, now, trims = trimmer()
     for second in range(1000):
         now[0] = float(second)
-        it.stepped()
+        it.after_step()
     assert trims[:3] == [LATEST + 1, 2 * LATEST + 2, 3 * LATEST + 3]
 
 
 def test_garbage_is_collected_between_steps_and_when_it_is_quiet() -> None:
     now, done = [0.0], list[tuple[float, int]]()
-    it = Tidier(lambda: None, lambda: now[0], lambda generation: done.append((now[0], generation)))
+    it = HeapTrimmer(lambda: None, lambda: now[0], lambda generation: done.append((now[0], generation)))
     for second in range(int(LATEST) + 2):
         now[0] = float(second)
-        it.stepped()
+        it.after_step()
     assert done == [*((6.0 * i, 1) for i in range(1, 11)), (LATEST + 1, 2)], "what is young, and at last all"
     now[0] += OFTEN
-    it.tidy()
+    it.collect_and_trim()
     assert done[-1] == (now[0], 2)
 
 
@@ -71,14 +71,14 @@ class Knot:
 
 
 def test_a_loaded_process_collects_only_when_it_is_told_to() -> None:
-    gone, it = list[int](), Tidier(lambda: None)
+    gone, it = list[int](), HeapTrimmer(lambda: None)
     try:
         it.begin()
         assert not gc.isenabled() and gc.get_freeze_count() > 1000
         Knot(gone)
         made = [[i] for i in range(200_000)]  # enough for many automatic collections
         assert not gone and len(made)
-        it.tidy()
+        it.collect_and_trim()
         assert gone == [1]
     finally:
         gc.enable()
@@ -92,7 +92,9 @@ def test_an_event_loop_trims_beside_its_work_and_only_after_some() -> None:
 
     async def life() -> None:
         loop = threading.get_ident()
-        task = asyncio.create_task(heap.keep_tidy(lambda: done[0], lambda: trims.append(threading.get_ident()), 0.001))
+        task = asyncio.create_task(
+            heap_trimmer.run_trimmer(lambda: done[0], lambda: trims.append(threading.get_ident()), 0.001)
+        )
         await asyncio.sleep(0.02)
         assert not trims, "nothing ran, nothing to do"
         done[0] += 1
@@ -106,22 +108,22 @@ def test_an_event_loop_trims_beside_its_work_and_only_after_some() -> None:
 
 def test_an_event_loop_collects_while_few_requests_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a flood a collection walks all that waits, so it comes late; the interpreter has its own only far later."""
-    monkeypatch.setattr(heap, "YOUNG", 0.001)
-    opened, collections, now = [heap.FEW + 1], [0], [0.0]
+    monkeypatch.setattr(heap_trimmer, "YOUNG", 0.001)
+    opened, collections, now = [heap_trimmer.FEW + 1], [0], [0.0]
 
     def collect() -> None:
         collections[0] += 1
 
     async def life() -> None:
         before = gc.get_threshold()
-        task = asyncio.create_task(heap.keep_collected(lambda: opened[0], lambda: now[0], collect))
+        task = asyncio.create_task(heap_trimmer.run_collector(lambda: opened[0], lambda: now[0], collect))
         try:
             await asyncio.sleep(0.02)
-            assert collections == [0] and gc.get_threshold() == (*before[:2], heap.SELDOM)
-            now[0] += heap.LATEST
+            assert collections == [0] and gc.get_threshold() == (*before[:2], heap_trimmer.SELDOM)
+            now[0] += heap_trimmer.LATEST
             await asyncio.sleep(0.02)
             assert collections == [1], "a busy server collects too, seldom"
-            opened[0] = heap.FEW
+            opened[0] = heap_trimmer.FEW
             while collections[0] < 3:
                 await asyncio.sleep(0.001)
         finally:
@@ -139,29 +141,29 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
 def test_trim_returns_what_lies_between_living_things() -> None:
     """Every second one of many small arrays goes: their pages stay until they are asked for."""
-    if not hasattr(heap.ctypes.CDLL(None), "malloc_trim"):  # type: ignore[attr-defined]
+    if not hasattr(heap_trimmer.ctypes.CDLL(None), "malloc_trim"):  # type: ignore[attr-defined]
         pytest.skip("this C library has no malloc_trim")
     kept: list[Any] = [np.ones(12_000, np.uint8) for _ in range(8000)]
     full = resident()
     del kept[::2]
-    heap.trim()
+    heap_trimmer.trim()
     assert full - resident() > 25 << 20
     assert len(kept) == 4000
 
 
 def test_an_engine_without_work_wakes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop sleeps as long as it may, trims once, then sleeps for good."""
-    from trencadis.core.process import main as proc
+    from trencadis.core.process import engine_process as proc
 
-    monkeypatch.setattr(heap, "QUIET", 0.01)
-    monkeypatch.setattr(heap, "OFTEN", 0.02)
+    monkeypatch.setattr(heap_trimmer, "QUIET", 0.01)
+    monkeypatch.setattr(heap_trimmer, "OFTEN", 0.02)
     process = object.__new__(proc.EngineProcess)
-    asked: SimpleQueue[float | None] = SimpleQueue()
+    requested: SimpleQueue[float | None] = SimpleQueue()
     trims: list[float] = []
 
     class Inbox:
         def take(self, wait: bool, seconds: float | None = None) -> list[Any]:
-            asked.put(seconds)
+            requested.put(seconds)
             if seconds is None:
                 raise StopIteration
             time.sleep(seconds)
@@ -173,17 +175,17 @@ def test_an_engine_without_work_wakes_for_it(monkeypatch: pytest.MonkeyPatch) ->
 
     process.draining, process.open = False, {}
     process.inbox = Inbox()  # type: ignore[assignment]
-    process.tidier = Tidier(lambda: trims.append(time.monotonic()))
-    process.tidier.stepped()
+    process.heap_trimmer = HeapTrimmer(lambda: trims.append(time.monotonic()))
+    process.heap_trimmer.after_step()
     with pytest.raises(StopIteration):
         process.serve(Engine())  # type: ignore[arg-type]
-    first = asked.get()
-    assert first is not None and 0 < first <= 0.02 and asked.get() is None and len(trims) == 1
+    first = requested.get()
+    assert first is not None and 0 < first <= 0.02 and requested.get() is None and len(trims) == 1
 
 
 def test_nothing_is_collected_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the engine's process: while torch and the factory come, not while the engine loads."""
-    from trencadis.core.process.main import EngineProcess
+    from trencadis.core.process.engine_process import EngineProcess
 
     seen: list[bool] = []
 
@@ -196,12 +198,12 @@ def test_nothing_is_collected_while_modules_are_imported(monkeypatch: pytest.Mon
 
         return factory
 
-    monkeypatch.setattr("trencadis.core.process.main.find_factory", find)
+    monkeypatch.setattr("trencadis.core.process.engine_process.find_factory", find)
     process: Any = object.__new__(EngineProcess)
     process.send = lambda message: None
     with pytest.raises(StartupError):
         process.load(EngineConfig(engine="some:other"))
     assert seen == [False, True]
-    with pytest.raises(StartupError), heap.uncollected():
+    with pytest.raises(StartupError), heap_trimmer.pause_gc():
         raise StartupError("an import that fails")
     assert gc.isenabled()

@@ -23,15 +23,15 @@ import trencadis
 from tests.fakes.counting_engine import CRASH, DIGEST, HANG, REFUSE, SLOW, WORDS
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import Unavailable
-from trencadis.core.executor import mp
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.masks.rule import Rule
-from trencadis.core.process import children, wire
+from trencadis.core.executor import multiproc_executor
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.masks.constraints import Rule
+from trencadis.core.process import child_process, engine_messages
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
-from trencadis.multimodal.workers.process import WorkerProcess
-from trencadis.server.engine import client, supervisor
-from trencadis.server.engine.client import EngineLink, spawn
+from trencadis.multimodal.decode_workers.worker_process import WorkerProcess
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
+from trencadis.server.engine import engine_link, supervisor
+from trencadis.server.engine.engine_link import EngineLink, spawn_engine
 from trencadis.server.engine.supervisor import Supervisor
 
 CONFIG = EngineConfig(engine="tests.fakes.counting_engine:CountingEngine.create", threads=1)
@@ -61,7 +61,7 @@ def with_supervisor(body, model="m", **options):
     """Runs ``body(supervisor)`` and leaves no process behind."""
 
     async def main():
-        handle = spawn(config(model))
+        handle = spawn_engine(config(model))
         supervisor = Supervisor(config(model), handle, **options)
         supervisor.start()
         try:
@@ -116,7 +116,7 @@ def worded(id):
 
 
 def test_the_vocabulary_is_made_once_and_each_engine_gets_it_before_its_first_grammar():
-    words = np.random.default_rng(0).bytes(2 * wire.CHUNK + 5)
+    words = np.random.default_rng(0).bytes(2 * engine_messages.CHUNK + 5)
     made = []
 
     async def vocabulary():
@@ -261,22 +261,22 @@ def test_time_spent_loading_is_not_steady(monkeypatch):
 
 
 def test_no_secret_reaches_another_process(monkeypatch):
-    told = []
+    reported = []
 
     def start(command, *, pass_fds, env, **_):
-        told.append((socket.socket(fileno=os.dup(pass_fds[0])), str(command), env))
+        reported.append((socket.socket(fileno=os.dup(pass_fds[0])), str(command), env))
         return types.SimpleNamespace(poll=lambda: 0, kill=lambda: None, wait=lambda *_, **__: 0, returncode=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     for name in ("HF_TOKEN", "VLLM_API_KEY", "TRENCADIS_SOME_KEY"):
         monkeypatch.setenv(name, f"hidden {name}")
     secret = dataclasses.replace(config(), hf_token="hidden token", tensor_parallel_size=2)
-    spawn(secret).sock.close()
-    ranks = mp.Multiproc(secret)
+    spawn_engine(secret).sock.close()
+    ranks = multiproc_executor.MultiprocExecutor(secret)
     ranks.close()
     WorkerProcess({}).kill()
-    assert len(told) == 3
-    for sock, command, env in told:
+    assert len(reported) == 3
+    for sock, command, env in reported:
         sock.settimeout(0.5)
         with sock, contextlib.suppress(TimeoutError):
             assert b"hidden" not in sock.recv(1 << 20)
@@ -285,7 +285,7 @@ def test_no_secret_reaches_another_process(monkeypatch):
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "HABANA_VISIBLE_DEVICES", "KEYBOARD", "MAX_TOKENS"])
 def test_other_variables_stay(name):
-    assert children.environment({name: "1"}, 1, False)[name] == "1"
+    assert child_process.environment({name: "1"}, 1, False)[name] == "1"
 
 
 def test_ten_kills_leave_nothing_behind():
@@ -311,8 +311,8 @@ def test_ten_kills_leave_nothing_behind():
 
 
 def test_a_step_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(client, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(client, "PING_EVERY", 0.1)
+    monkeypatch.setattr(engine_link, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(engine_link, "PING_INTERVAL", 0.1)
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -323,7 +323,7 @@ def test_a_step_that_hangs_is_killed(monkeypatch):
 
 
 def test_a_stopped_process_is_dead(monkeypatch):
-    monkeypatch.setattr(client, "PING_EVERY", 0.05)
+    monkeypatch.setattr(engine_link, "PING_INTERVAL", 0.05)
 
     async def body(s):
         await until(lambda: s.accepting)
@@ -346,7 +346,7 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
     """Also: the engine starts from an uninstalled checkout with another working directory."""
     code = (
         "import sys, time; from trencadis.core.config import EngineConfig\n"
-        "from trencadis.server.engine.client import spawn\n"
+        "from trencadis.server.engine.engine_link import spawn\n"
         f"h = spawn(EngineConfig(engine={CONFIG.engine!r}, threads=1)); print(h.process.pid, flush=True)\n"
         "print(len(h.sock.recv(4096)) > 8, flush=True); time.sleep(60)"
     )
@@ -365,7 +365,8 @@ def test_parent_death_ends_the_engine_from_another_folder(tmp_path):
 
 def test_proc_imports_no_torch():
     code = (
-        "import sys; import trencadis.core.process.main, trencadis.server.cli.main, trencadis.server.cli.run\n"
+        "import sys; import trencadis.core.process.engine_process, trencadis.server.cli.main, "
+        "trencadis.server.cli.serve\n"
         "print('torch' in sys.modules, 'fastapi' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(trencadis.__file__).resolve().parent.parent)}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trencadis.core.quant.formats.words import packed
+from trencadis.core.quant.formats.bit_packing import pack_words
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -59,13 +59,14 @@ def tensors(kind: str, name: str, m: Made) -> dict[str, Tensor]:
     """The tensors of weight ``name`` in format ``kind``."""
     if kind == "awq":
         return {
-            f"{name}.qweight": packed(m.codes.t(), 4, 1, AWQ_PLACES),
-            f"{name}.qzeros": packed(m.zeros.t(), 4, 1, AWQ_PLACES), f"{name}.scales": m.scales.t().half().contiguous(),
+            f"{name}.qweight": pack_words(m.codes.t(), 4, 1, AWQ_PLACES),
+            f"{name}.qzeros": pack_words(m.zeros.t(), 4, 1, AWQ_PLACES),
+            f"{name}.scales": m.scales.t().half().contiguous(),
         }  # fmt: skip
     if kind in ("gptq", "gptq_v2"):
         zeros = (m.zeros - int(kind == "gptq")) % (1 << m.bits)
         return {
-            f"{name}.qweight": packed(m.codes.t(), m.bits, 0), f"{name}.qzeros": packed(zeros.t(), m.bits, 1),
+            f"{name}.qweight": pack_words(m.codes.t(), m.bits, 0), f"{name}.qzeros": pack_words(zeros.t(), m.bits, 1),
             f"{name}.scales": m.scales.t().half().contiguous(), f"{name}.g_idx": m.order.int(),
         }  # fmt: skip
     middle = 1 << (m.bits - 1)
@@ -75,10 +76,10 @@ def tensors(kind: str, name: str, m: Made) -> dict[str, Tensor]:
     asymmetric = bool((m.zeros != middle).any())
     if kind == "pack-quantized":
         found |= {
-            f"{name}.weight_packed": packed(m.codes, m.bits, 1),
+            f"{name}.weight_packed": pack_words(m.codes, m.bits, 1),
             f"{name}.weight_shape": torch.tensor(m.codes.shape),
         }
-        return found | ({f"{name}.weight_zero_point": packed(m.zeros, m.bits, 0)} if asymmetric else {})
+        return found | ({f"{name}.weight_zero_point": pack_words(m.zeros, m.bits, 0)} if asymmetric else {})
     found[f"{name}.weight"] = (m.codes - middle).to(torch.int8)
     return found | ({f"{name}.weight_zero_point": (m.zeros - middle).to(torch.int8)} if asymmetric else {})
 

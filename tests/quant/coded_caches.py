@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trencadis.core.backend import LayerKV
-from trencadis.core.quant.kv_codes import kept_type, opened, pairs_of, store
+from trencadis.core.quant.kv_cache_codes import kept_type, pairs_of, read_slots, store
 
 HEAD = 128
 TABLE = {
@@ -60,5 +60,5 @@ def score_error(cache: str, bias: float, count: int = 384) -> float:
     made = empty(name, (1, count), 1, HEAD, kept, torch.float32)
     made = made._replace(pairs=pairs_of(own[None], kept)) if kept else made
     store(k[:, None], k[:, None], made, torch.arange(count))
-    held = opened(made, slice(0, count), torch.float32)[0][:, 0]
+    held = read_slots(made, slice(0, count), torch.float32)[0][:, 0]
     return float((q @ (held - k).T / HEAD**0.5).square().mean().sqrt())

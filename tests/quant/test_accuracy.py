@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import questions
-from benchmarks.harness.common import environment
-from benchmarks.harness.questions import WAYS, Answered, Cost, answered, cost
+from benchmarks.harness import held_out_accuracy
+from benchmarks.harness.held_out_accuracy import WAYS, Answered, Cost, answered, cost
+from benchmarks.harness.reporting import environment
 from trencadis.core.errors import StartupError
 from trencadis.server.cli.main import main
 
@@ -67,24 +67,24 @@ def test_few_answers_are_lost_in_files_that_quantize_writes_long(to: str, tmp_pa
 
 def test_a_run_that_was_stopped_goes_on_from_what_it_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Forms that answered are not asked again, unless the code or the number of questions is another."""
-    asked = list[str]()
+    requested = list[str]()
 
     def ask(count: int, **options: Any) -> Answered:
-        asked.append(options.get("quantization", "16 bits"))
-        if len(asked) == 3:
+        requested.append(options.get("quantization", "16 bits"))
+        if len(requested) == 3:
             raise KeyboardInterrupt
         return Answered([True] * count, [[1, 2]] * count)
 
-    monkeypatch.setattr(questions, "answered", ask)
+    monkeypatch.setattr(held_out_accuracy, "answered", ask)
     kept = tmp_path / "kept.json"
     with pytest.raises(KeyboardInterrupt):
-        questions.report(4, ["int8", "fp8"], kept)
-    assert "100.00" in questions.report(4, ["int8", "fp8"], kept)
-    assert asked == ["16 bits", "int8", "fp8", "fp8"]
-    questions.report(5, ["int8"], kept)
-    monkeypatch.setattr(questions, "sources", lambda: "other")
-    questions.report(5, ["int8"], kept)
-    assert asked[4:] == ["16 bits", "int8"] * 2
+        held_out_accuracy.report(4, ["int8", "fp8"], kept)
+    assert "100.00" in held_out_accuracy.report(4, ["int8", "fp8"], kept)
+    assert requested == ["16 bits", "int8", "fp8", "fp8"]
+    held_out_accuracy.report(5, ["int8"], kept)
+    monkeypatch.setattr(held_out_accuracy, "sources", lambda: "other")
+    held_out_accuracy.report(5, ["int8"], kept)
+    assert requested[4:] == ["16 bits", "int8"] * 2
 
 
 @pytest.mark.long

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
-from trencadis.backends.cpu import quantised as cpu
-from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu import int8_linear as cpu
+from trencadis.backends.cpu.batch_invariant import InvariantOps
+from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native.kernel_table import KINDS, TORCH, VARIABLE, available_kinds
-from trencadis.backends.cpu.native.library import found
+from trencadis.backends.cpu.native.library import load_library
 from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.ops import CpuOps, PackedWeight
-from trencadis.backends.cpu.quantised import IntegerWeight
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.tensor import QTensor
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no fbgemm")
+pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="this torch has no fbgemm")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -77,17 +77,17 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What multiplies: torch's for CPUs with VNNI, its stand-in, that for older CPUs, and own kernels by name."""
     if request.param in KINDS:
         if request.param not in OWN:
-            pytest.skip(f"own kernels: {found().why or 'not of this CPU'}")
+            pytest.skip(f"own kernels: {load_library().why or 'not of this CPU'}")
         monkeypatch.setenv(VARIABLE, request.param)
         return str(request.param)
     monkeypatch.setenv(VARIABLE, TORCH)
     if request.param == "7 bits":
-        monkeypatch.setattr(cpu, "narrow", lambda: True)
-    elif cpu.narrow():
+        monkeypatch.setattr(cpu, "has_narrow_sums", lambda: True)
+    elif cpu.has_narrow_sums():
         pytest.skip("this CPU adds products in 16 bits")
     elif request.param == "fbgemm":
-        monkeypatch.setattr(cpu, "onednn", lambda: False)
-    elif not cpu.onednn():
+        monkeypatch.setattr(cpu, "is_onednn_exact", lambda: False)
+    elif not cpu.is_onednn_exact():
         pytest.skip("this torch has no oneDNN that multiplies integers")
     return str(request.param)
 
@@ -100,7 +100,7 @@ def narrow(library: str, scheme: Scheme) -> bool:
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, group=32)])
 def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, library: str) -> None:
     """Beside rows 50 times larger, of zeros, and that are not finite; in numbers of rows that are cut and filled up."""
-    packed: Any = CpuOps().pack_quantised(quantised(normal(96, 64), scheme, torch.float32), normal(96, seed=3))
+    packed: Any = CpuOps().pack_quantised(quantise(normal(96, 64), scheme, torch.float32), normal(96, seed=3))
     if library not in KINDS:
         assert (packed.scale is not None) == (library == "onednn")
     x = normal(150, 64, seed=4)
@@ -115,14 +115,14 @@ def test_a_row_has_the_same_bits_in_any_company(scheme: Scheme, library: str) ->
     assert y.isfinite().all(dim=1).logical_not().nonzero()[:, 0].tolist() == [7, 8]
     assert torch.equal(y[5], packed.bias)
     few = [i for i in range(150) if i not in (5, 7, 8)]
-    want = x[few] @ quantised(normal(96, 64), scheme, torch.float32).dequantised().t()
+    want = x[few] @ quantise(normal(96, 64), scheme, torch.float32).dequantised().t()
     assert away(y[few] - packed.bias, want) <= (4e-2 if narrow(library, scheme) else 2e-2)
     assert CpuOps().linear(x[:0], packed).shape == (0, 96)
 
 
 def test_sums_of_the_largest_integers(library: str) -> None:
     """Every code and every activation at its end: sums of 16 bits would saturate."""
-    packed: Any = CpuOps().pack_quantised(quantised(torch.full((16, 512), 1.27), Scheme(8), torch.float32))
+    packed: Any = CpuOps().pack_quantised(quantise(torch.full((16, 512), 1.27), Scheme(8), torch.float32))
     assert library in KINDS or packed.narrow == (library == "7 bits")
     y = CpuOps().linear(torch.full((3, 512), 2.0), packed)
     assert (y - 512 * 1.27 * 2).abs().max() <= 0.01 * 512 * 1.27 * 2
@@ -139,12 +139,12 @@ def test_a_library_that_multiplies_integers_wrongly_is_left_alone(fault: str, mo
 
     monkeypatch.setenv(VARIABLE, TORCH)
     monkeypatch.setattr(cpu, "_by_onednn", wrong)
-    monkeypatch.setattr(cpu, "onednn", cpu.onednn.__wrapped__)
-    assert not cpu.onednn()
-    packed: Any = CpuOps().pack_quantised(quantised(normal(32, 64), Scheme(8), torch.float32))
+    monkeypatch.setattr(cpu, "is_onednn_exact", cpu.is_onednn_exact.__wrapped__)
+    assert not cpu.is_onednn_exact()
+    packed: Any = CpuOps().pack_quantised(quantise(normal(32, 64), Scheme(8), torch.float32))
     assert packed.scale is None
     x = normal(3, 64, seed=5)
-    want = x @ quantised(normal(32, 64), Scheme(8), torch.float32).dequantised().t()
+    want = x @ quantise(normal(32, 64), Scheme(8), torch.float32).dequantised().t()
     assert away(CpuOps().linear(x, packed), want) <= 4e-2
 
 
@@ -154,7 +154,7 @@ def test_rows_whose_groups_lie_far_apart_keep_their_type(
     monkeypatch.setenv(VARIABLE, TORCH)  # own kernels keep groups
     weight = normal(64, 512)
     weight[:, :32] *= 300
-    q = quantised(weight, Scheme(4, group=32), torch.float32)
+    q = quantise(weight, Scheme(4, group=32), torch.float32)
     with caplog.at_level(logging.INFO, "trencadis.engine"):
         packed = CpuOps().pack_quantised(q)
     assert isinstance(packed, PackedWeight) and "a matrix of 64 x 512 keeps float32" in caplog.text
@@ -163,17 +163,17 @@ def test_rows_whose_groups_lie_far_apart_keep_their_type(
 
 
 def test_slabs_of_a_large_matrix_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    q = quantise(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
     want = q.dequantised().bfloat16()
     for module in ("tensor", "online"):
         monkeypatch.setattr(f"trencadis.core.quant.{module}.SLAB", 64 * 7)
     assert torch.equal(q.values(), want)
-    again = quantised(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
+    again = quantise(normal(50, 64), Scheme(4, group=32), torch.bfloat16)
     assert torch.equal(again.data, q.data) and torch.equal(again.scale, q.scale)
 
 
 def test_floats_of_8_bits_become_the_engines_type() -> None:
-    q = quantised(normal(24, 32), Scheme(8, "float"), torch.float32)
+    q = quantise(normal(24, 32), Scheme(8, "float"), torch.float32)
     packed = CpuOps().pack_quantised(q)
     assert isinstance(packed, PackedWeight)
     x = normal(4, 32, seed=5)
@@ -195,7 +195,7 @@ def test_no_memory_is_kept_for_numbers_of_rows(kernels: str, monkeypatch: pytest
     """oneDNN's kernels of one weight would take 70 MB here; what the heap keeps in gaps is given back first."""
     monkeypatch.setenv(VARIABLE, kernels)
     trim: Any = ctypes.CDLL(None).malloc_trim
-    packed = CpuOps().pack_quantised(quantised(normal(608, 512), Scheme(8), torch.float32))
+    packed = CpuOps().pack_quantised(quantise(normal(608, 512), Scheme(8), torch.float32))
     process = psutil.Process()
     CpuOps().linear(normal(128, 512), packed)
     trim(0)
@@ -212,7 +212,7 @@ def test_batch_invariance_refuses_products_that_look_at_their_neighbours() -> No
             y = super().linear(x, w)
             return y * (1 + 1e-6 * (len(x) % 64 != 0)) if isinstance(w, IntegerWeight | PanelWeight) else y
 
-    q = quantised(normal(64, 48), Scheme(8), torch.float32)
+    q = quantise(normal(64, 48), Scheme(8), torch.float32)
     InvariantOps().pack_quantised(q)
     with pytest.raises(StartupError, match="--batch-invariant: on this device"):
         Neighbourly().pack_quantised(q)
@@ -223,6 +223,6 @@ def test_rounding_as_weights_load_is_near_the_best(bits: int, least: float) -> N
     """Error of normal values as a share of their norm: 8 bits a row, 4 bits a group of 32; zeros stay zeros."""
     weight = normal(64, 896)
     weight[3] = 0
-    q = quantised(weight, Scheme(bits, group=32 if bits == 4 else 0), torch.float32)
+    q = quantise(weight, Scheme(bits, group=32 if bits == 4 else 0), torch.float32)
     assert float((q.dequantised() - weight).norm() / weight.norm()) <= least
     assert not q.dequantised()[3].any() and bool(torch.isfinite(q.scale).all())

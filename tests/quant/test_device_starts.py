@@ -17,10 +17,10 @@ from tests.graphs.test_grid import SHORT, Grid, images_of, of_sizes
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.checkpoint.quant_config import online
 from trencadis.core.config import EngineConfig
-from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import Sized
-from trencadis.core.quant.kv import kv_form
-from trencadis.core.startup.build import create_engine
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.quant.kv_cache_format import parse_kv_format
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.startup.engine_builder import create_engine
 
 PIXELS = 50_176
 
@@ -38,7 +38,7 @@ def first_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def in_fp8(index: int) -> tuple[ModelConfig, int]:
     """A model whose weights and cache become 8-bit floats, and its ranks."""
     model, ranks = of_sizes(index)
-    text = dataclasses.replace(model.text, kv=kv_form("fp8", model.text.head_dim, model.text.qkv_bias))
+    text = dataclasses.replace(model.text, kv=parse_kv_format("fp8", model.text.head_dim, model.text.qkv_bias))
     return dataclasses.replace(model, text=text, quant=online("fp8")), ranks
 
 
@@ -50,8 +50,10 @@ def grid_of(index: int, total: int) -> Grid:
     paper = dict(on_paper(model, config_of(**SHORT), images_of(PIXELS), 4096 * GIB, ranks).ledger.rows())
     assert paper["weights"] == started.rows["weights"]
     blocks = started.cache.num_blocks + RESERVED_BLOCKS
-    block = started.start.paper.sized.block_bytes(128)
-    assert started.rows["KV cache"] == blocks * block and 1.85 * block < Sized(plain, 2, ranks).block_bytes(128)
+    block = started.start.paper.estimator.block_bytes(128)
+    assert started.rows["KV cache"] == blocks * block and 1.85 * block < MemoryEstimator(plain, 2, ranks).block_bytes(
+        128
+    )
     wide = dict(on_paper(plain, config_of(**SHORT), images_of(PIXELS), 4096 * GIB, ranks).ledger.rows())
     assert paper["weights"] < wide["weights"]
     records = Records()
@@ -71,7 +73,7 @@ def test_a_start_with_floats_of_8_bits() -> None:
 def test_every_utilisation_with_floats_of_8_bits(index: int) -> None:
     """Of weights and cache: 0.50 to 0.99 on a card that holds little more than the weights, and on a large one."""
     quantised, ranks = in_fp8(index)
-    taken = on_paper(quantised, config_of(**SHORT), images_of(PIXELS), 4096 * GIB, ranks).ledger.before.taken
+    taken = on_paper(quantised, config_of(**SHORT), images_of(PIXELS), 4096 * GIB, ranks).ledger.memory_in_use.taken
     found = Counter(
         grid.play(percent / 100, reserve, percent)
         for grid in (grid_of(index, taken + (1 << 30)), grid_of(index, 96 * GIB))

@@ -19,26 +19,26 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend as make_cpu
 from trencadis.backends.cuda import make_backend as make_cuda
-from trencadis.backends.cuda.weights.coded import CodedWeight
-from trencadis.backends.hpu import quantised as floats8
+from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
+from trencadis.backends.hpu import fp8_linear as floats8
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.quantised import Floats8Weight
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.pooler_config import load_model
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.tensor import QTensor
-from trencadis.core.startup.build import create_engine
-from trencadis.server.plan.command import plan_for
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.plan.plan_command import make_plan
 
 E4M3 = torch.float8_e4m3fn
 
@@ -53,13 +53,13 @@ def away(y: Tensor, want: Tensor) -> float:
 
 
 def gaudi(name: str = "gaudi2", lazy: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return HpuBackend(BackendConfig(dtype=dtype), policy(""), of(EmulatedDevice(profile(name)), lazy))
+    return HpuBackend(BackendConfig(dtype=dtype), policy(""), make_bridge(EmulatedDevice(profile(name)), lazy))
 
 
 def values_of(config: Any, policy: Any) -> int:
     """Bytes of weights on paper, without tables: columns in groups keep their width, and so do the tower's tables."""
-    paper = Sized(config, 2, quantised=policy.quantised, unit=policy.aligned).weights()
-    return paper - int(config.vision.tables(config.aligned(policy.aligned)))
+    paper = MemoryEstimator(config, 2, quantised=policy.quantised, unit=policy.aligned).weights()
+    return paper - int(config.vision.tables(config.alignment_unit(policy.aligned)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -76,7 +76,7 @@ def test_the_ledger_prices_weights_of_devices_to_the_byte(
         table = model.text.vocab * model.text.hidden * 2 if tied else 0  # of 16 bits: held once, counted twice
         assert held[1] - held[0] + table == paper[1] - paper[0], backend.name
         kept = built[1].layers[0].mlp.down.weights[0]
-        codes = CodedWeight if backend.name == "cuda" else Floats8Weight
+        codes = QuantisedWeight if backend.name == "cuda" else Floats8Weight
         assert isinstance(kept, codes) == (backend.name == "cuda" or method == "fp8")
 
 
@@ -111,7 +111,7 @@ def test_shares_of_ranks_are_priced(device: str, ordered: bool, vl_checkpoint: P
         built: list[Any] = [build(one, backend) for one in (plain, model)]
         form, unit = backend.policy.quantised, backend.policy.aligned
         for one, config in zip(built, (plain, model), strict=True):
-            sized = Sized(config, 2, 2, quantised=form, unit=unit)
+            sized = MemoryEstimator(config, 2, 2, quantised=form, unit=unit)
             held = sum(layer.nbytes() for layer in one.layers)
             assert held == sum(sized.layer(place) for place in range(config.text.layers)), f"rank {rank}"
 
@@ -135,7 +135,7 @@ def test_codes_of_a_file_lie_within_the_range_of_the_card(name: str, limit: floa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_floats_on_a_gaudi(name: str, dtype: torch.dtype) -> None:
     backend = gaudi(name, dtype=dtype)
-    q = quantised(normal(40, 96), Scheme(8, "float", activations="token"), dtype)
+    q = quantise(normal(40, 96), Scheme(8, "float", activations="token"), dtype)
     bias, x = normal(40, seed=1).to(dtype), normal(7, 96, seed=2).to(dtype)
     x[3] *= 1000
     w = backend.ops.pack_quantised(q, bias.to(backend.device))
@@ -168,9 +168,9 @@ def test_the_emulated_card_keeps_the_published_rules() -> None:
 
 
 def test_a_plugin_without_the_product_dequantises() -> None:
-    bridge = dataclasses.replace(of(EmulatedDevice(profile(""))), fp8_gemm_v2=None)
+    bridge = dataclasses.replace(make_bridge(EmulatedDevice(profile(""))), fp8_gemm_v2=None)
     backend = HpuBackend(BackendConfig(dtype=torch.bfloat16), policy(""), bridge)
-    q = quantised(normal(8, 32), Scheme(8, "float"), torch.bfloat16)
+    q = quantise(normal(8, 32), Scheme(8, "float"), torch.bfloat16)
     assert not isinstance(backend.ops.pack_quantised(q), Floats8Weight)
 
 
@@ -212,11 +212,11 @@ def books(engine: Any, config: EngineConfig) -> dict[str, int]:
     captures.observe()
     rows, model = dict(captures.ledger.rows()), load_model(config)
     assert sum(rows.values()) == memory.total() and memory.free() == rows["margin"] + rows["graph reserve unused"]
-    planned = plan_for(config, model, memory.total())
+    planned = make_plan(config, model, memory.total())
     if config.device == "hpu":  # the twin keeps books of what its ops pack, not of tables and norms
         assert rows["weights"] == dict(planned.ledger.rows())["weights"]
     blocks = engine.info().num_blocks + RESERVED_BLOCKS
-    assert rows["KV cache"] == blocks * planned.sized.block_bytes(planned.limits.block_size)
+    assert rows["KV cache"] == blocks * planned.estimator.block_bytes(planned.limits.block_size)
     return rows
 
 

@@ -15,20 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness.common import environment
+from benchmarks.harness.reporting import environment
 from tests.oracles.transformers_model import conversation
 from tests.quant import checkpoints as quantised
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
+from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native.panels import PanelWeight
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.quantised import IntegerWeight
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import PANELS, ROWS8
 from trencadis.server.cli.main import main
@@ -132,8 +132,8 @@ def test_batch_invariance_is_kept(method: str) -> None:
     found = []
     for company, tokens in ((1, 2048), (3, 50)):
         llm = LLM(str(demo_path()), **BASE, **flags(method), batch_invariant=True, max_num_batched_tokens=tokens)
-        asked = chats(3)
-        outs = [o for i in range(0, 3, company) for o in llm.chat(asked[i : i + company], GREEDY)]
+        requested = chats(3)
+        outs = [o for i in range(0, 3, company) for o in llm.chat(requested[i : i + company], GREEDY)]
         found.append([[(x.logprob, *x.top_logprobs) for x in o.outputs[0].logprobs or []] for o in outs])
         llm.close()
     assert found[0] == found[1]
@@ -162,8 +162,8 @@ def test_the_ledger_prices_weights_to_the_byte(method: str, tied: bool, checkpoi
     for dtype in (torch.float32, torch.bfloat16):
         backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1"}))
         built: Any = build(model, backend)
-        frequencies = Sized(model, 0).weights()
-        paper = Sized(model, dtype.itemsize, quantised=backend.policy.quantised, unit=backend.policy.aligned)
+        frequencies = MemoryEstimator(model, 0).weights()
+        paper = MemoryEstimator(model, dtype.itemsize, quantised=backend.policy.quantised, unit=backend.policy.aligned)
         # Frequencies are counted on paper and no layer's: 12 bytes each, and the tower's colours.
         t, v = model.text, model.vision
         assert v is not None and frequencies >= 0
@@ -182,7 +182,7 @@ def test_the_ledger_prices_checkpoints(kind: str, vl_checkpoint: Path, tmp_path:
     backend = make_backend(BackendConfig(dtype=torch.bfloat16, options={"threads": "1"}))
     held = [build(one, backend).nbytes() for one in (plain, model)]
     paper = [
-        Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+        MemoryEstimator(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
         for one in (plain, model)
     ]
     assert held[1] - held[0] == paper[1] - paper[0] < 0
@@ -335,7 +335,7 @@ def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("held", "asked", "part"),
+    ("held", "requested", "part"),
     [
         ("", "awq", "holds 16- or 32-bit weights, no awq ones; --quantization fp8, int8 or int4"),
         ("gptq", "awq", "holds gptq weights; leave the flag out"),
@@ -344,11 +344,11 @@ def test_online_weights_that_are_not_finite_are_refused(checkpoint: Callable[...
     ],
 )
 def test_the_flag_must_fit_the_checkpoint(
-    held: str, asked: str, part: str, vl_checkpoint: Path, whole: Callable[..., Path]
+    held: str, requested: str, part: str, vl_checkpoint: Path, whole: Callable[..., Path]
 ) -> None:
     path = whole(held, **(GPTQ if held == "gptq" else PACKED)) if held else vl_checkpoint
     with pytest.raises(StartupError, match=part):
-        LLM(str(path), quantization=asked)
+        LLM(str(path), quantization=requested)
 
 
 def test_the_flag_may_name_what_the_checkpoint_holds(whole: Callable[..., Path]) -> None:
@@ -382,7 +382,7 @@ def test_plan_prices_the_scheme(vl_checkpoint: Path, capsys: pytest.CaptureFixtu
         rows = {row["name"]: row["bytes"] for row in report["ledger"]}
         found[method] = rows["weights"]
         model = load_config(vl_checkpoint, "" if method == "none" else method)
-        assert rows["weights"] == Sized(model, 4, quantised=policy("").quantised).weights()
+        assert rows["weights"] == MemoryEstimator(model, 4, quantised=policy("").quantised).weights()
         assert any(note.startswith("weights: ") for note in report["notes"]) == (method != "none")
     own = policy("").quantised == PANELS
     assert found["int4"] < found["int8"] if own else found["int4"] == found["int8"]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.quant.checkpoints import made, tensors
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.formats.table import READERS
+from trencadis.core.quant.formats.format_table import READERS
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor, fits, join_weights
 from trencadis.core.quant.scheme import Scheme
-from trencadis.core.quant.tensor import QTensor, fits, joined
 
 
 def read(kind: str, stored: dict[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QTensor:
@@ -153,7 +153,7 @@ def test_every_scheme_decodes_cuts_and_joins(kind: str, bits: int, group: int, s
         assert torch.equal(odd[: len(m.codes), :141], m.values()[:, 90:231])
         assert not odd[len(m.codes) :].any() and not odd[:, 141:].any()
     assert fits(*found)
-    assert torch.equal(joined(found).dequantised(), torch.cat([m.values() for m in parts]))
+    assert torch.equal(join_weights(found).dequantised(), torch.cat([m.values() for m in parts]))
 
 
 def test_parts_of_other_orders_do_not_fit() -> None:
@@ -165,8 +165,8 @@ def test_parts_of_other_orders_do_not_fit() -> None:
     assert not fits(*found)
 
 
-def config(**values: Any) -> Fields:
-    return Fields({"quantization_config": values}, "config.json")
+def config(**values: Any) -> JsonFields:
+    return JsonFields({"quantization_config": values}, "config.json")
 
 
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}

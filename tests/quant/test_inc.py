@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.fp8_linear import Floats8Weight
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.quantised import Floats8Weight
 from trencadis.core.backend import BackendConfig
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.inc_config import given_scales
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.memory.estimate import Sized
-from trencadis.core.memory.weights import weight_notes
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.memory.weight_bytes import weight_notes
 from trencadis.core.models.registry import build
 from trencadis.core.quant.scheme import CODES, FLOATS8
 
@@ -117,11 +117,13 @@ def test_products_and_ledger_follow_the_file(
     model = load_config(path, "inc")
     monkeypatch.delenv("QUANT_CONFIG")
     plain = load_config(path)
-    backend = HpuBackend(BackendConfig(dtype=torch.bfloat16), policy(""), of(EmulatedDevice(profile("gaudi2"))))
+    backend = HpuBackend(
+        BackendConfig(dtype=torch.bfloat16), policy(""), make_bridge(EmulatedDevice(profile("gaudi2")))
+    )
     built: list[Any] = [build(one, backend) for one in (plain, model)]
     held = [one.nbytes() for one in built]
     paper = [
-        Sized(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+        MemoryEstimator(one, 2, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
         for one in (plain, model)
     ]
     table = model.text.vocab * model.text.hidden * 2 if tied else 0

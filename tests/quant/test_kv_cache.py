@@ -19,21 +19,21 @@ from tests.quant.coded_caches import BIASES, TABLE, filled, score_error
 from tests.traffic.ragged_rows import ragged_inputs
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.invariant import InvariantOps
+from trencadis.backends.cpu.batch_invariant import InvariantOps
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.persistent import kv_cache
-from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.memory import host_plan
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.launches.persistent_tensors import kv_cache
+from trencadis.core.memory import cpu_cache_plan
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build
-from trencadis.core.quant import kv as forms
-from trencadis.core.quant import kv_codes
-from trencadis.core.quant.kv import kv_form
+from trencadis.core.quant import kv_cache_codes
+from trencadis.core.quant import kv_cache_format as forms
+from trencadis.core.quant.kv_cache_format import parse_kv_format
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.server.cli.main import main
 
 BLOCK, GROUPS, HEADS, D = 16, 2, 6, 32
@@ -90,8 +90,8 @@ def test_what_is_stored_is_the_nearest_code(kind: str, kept: int, static: tuple[
         cache = cache._replace(static=torch.tensor(static))
     k, v = (torch.randn(16, 3, D, generator=generator).bfloat16() for _ in range(2))
     k[3], v[4] = 0, 0
-    kv_codes.store(k, v, cache, torch.arange(16))
-    found = kv_codes.opened(cache, slice(0, 16), torch.float32)
+    kv_cache_codes.store(k, v, cache, torch.arange(16))
+    found = kv_cache_codes.read_slots(cache, slice(0, 16), torch.float32)
     for x, got, scale, codes in zip((k, v), found, (cache.k_scale, cache.v_scale), (cache.k, cache.v), strict=True):
         assert scale is not None and bool((scale > 0).all()) and got.isfinite().all()
         step = scale.float().reshape(16, 3, 1)
@@ -102,18 +102,18 @@ def test_what_is_stored_is_the_nearest_code(kind: str, kept: int, static: tuple[
             held.scatter_(2, cache.pairs.long().expand(16, -1, -1), True)  # type: ignore[union-attr]
         assert bool(held.all())
         if static is None:  # the largest value of a head has the largest code
-            assert bool((kv_codes.values(codes).abs().amax(-1).flatten()[:6] > forms.TOPS[kind] * 0.96).all())
+            assert bool((kv_cache_codes.values(codes).abs().amax(-1).flatten()[:6] > forms.TOPS[kind] * 0.96).all())
     if kept:
         place = cache.pairs.long().expand(16, -1, -1)  # type: ignore[union-attr]
         assert torch.equal(found[0].gather(2, place), k.float().gather(2, place))
-        assert not kv_codes.values(cache.k).view(16, 3, D).gather(2, place).any()
+        assert not kv_cache_codes.values(cache.k).view(16, 3, D).gather(2, place).any()
 
 
 def test_every_code_of_fp8_has_its_value() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    found = kv_codes.values(codes)
+    found = kv_cache_codes.values(codes)
     finite = found.isfinite() & (found.abs() <= forms.TOPS["fp8"])
-    again = kv_codes.encoded(found[finite], codes)
+    again = kv_cache_codes.encode(found[finite], codes)
     assert torch.equal(again, codes[finite]) and int(finite.sum()) == 2 * 0x78
 
 
@@ -121,7 +121,7 @@ def test_pairs_are_those_of_the_largest_bias() -> None:
     bias = torch.full((2, 16), 0.1)
     bias[0, 3], bias[0, 8 + 5], bias[1, 0] = -300.0, 7.0, 2.0
     bias[1, 8 + 7] = -1.0
-    assert kv_codes.pairs_of(bias, 4).tolist() == [[3, 5, 11, 13], [0, 7, 8, 15]]
+    assert kv_cache_codes.pairs_of(bias, 4).tolist() == [[3, 5, 11, 13], [0, 7, 8, 15]]
 
 
 @pytest.mark.parametrize("cache", TABLE)
@@ -182,18 +182,20 @@ def test_large_key_biases_spoil_no_answer(
 def test_a_block_has_the_bytes_of_its_tensors(kind: str, checkpoint: Callable[..., Path]) -> None:
     """The ledger's price, the CPU's plan and the tensors; the weights' row has what stands beside the cache."""
     config = load_config(checkpoint(kind))
-    for asked in ("auto", "int8", "fp8"):
-        text = dataclasses.replace(config.text, kv=kv_form(asked, config.text.head_dim, config.text.qkv_bias))
+    for requested in ("auto", "int8", "fp8"):
+        text = dataclasses.replace(
+            config.text, kv=parse_kv_format(requested, config.text.head_dim, config.text.qkv_bias)
+        )
         model = dataclasses.replace(config, text=text)
         for dtype in (torch.float32, torch.bfloat16):
             backend = make_backend(BackendConfig(dtype=dtype, options={"threads": "1"}))
             made = kv_cache(model, backend, 5, 16)
             held = sum(t.nbytes for layer in made for t in layer if t is not None)
             size = dtype.itemsize
-            assert held == (5 + RESERVED_BLOCKS) * Sized(model, size).block_bytes(16)
-            assert held == (5 + RESERVED_BLOCKS) * host_plan.block_bytes(text, 16, size)
+            assert held == (5 + RESERVED_BLOCKS) * MemoryEstimator(model, size).block_bytes(16)
+            assert held == (5 + RESERVED_BLOCKS) * cpu_cache_plan.block_bytes(text, 16, size)
             plain, coded = (build(m, backend).nbytes() for m in (config, model))
-            assert coded - plain == Sized(model, size).weights() - Sized(config, size).weights()
+            assert coded - plain == MemoryEstimator(model, size).weights() - MemoryEstimator(config, size).weights()
 
 
 SIZES_7B = {
@@ -242,11 +244,11 @@ def blocks_planned(path: Path, cache: str, capsys: pytest.CaptureFixture[str], d
 
 
 def test_aliases_say_what_they_mean() -> None:
-    for asked, name, said in (
+    for requested, name, said in (
         ("fp8_e4m3", "fp8", ""), ("fp8_e5m2", "fp8", "e4m3"), ("fp8_inc", "fp8", "no file of measurements"),
         ("int8_per_token_head", "int8", ""),
     ):  # fmt: skip
-        form = kv_form(asked, 128, True)
+        form = parse_kv_format(requested, 128, True)
         assert form is not None and form.name == name and form.kept == 8
         lines = forms.kv_notes(form)
         assert len(lines) == (2 if said else 1) and said in lines[-1]
@@ -306,11 +308,11 @@ def test_bad_scales_are_refused_in_one_line(
 
 def test_a_device_without_such_a_cache_says_who_has_it(checkpoint: Callable[..., Path]) -> None:
     from trencadis.backends.cpu.policy import SERVING
-    from trencadis.core.startup.forms import check_kv
+    from trencadis.core.startup.format_checks import check_kv_format
 
     config = load_config(checkpoint("qwen2"))
-    text = dataclasses.replace(config.text, kv=kv_form("int8", 16, True))
+    text = dataclasses.replace(config.text, kv=parse_kv_format("int8", 16, True))
     bare, some = (dataclasses.replace(SERVING, kv_codes=codes) for codes in ({}, {"fp8": "uint8"}))
     for policy, said in ((bare, "no such KV cache; --device cpu has it"), (some, "it has fp8; --device cpu has it")):
         with pytest.raises(StartupError, match=said):
-            check_kv("other", dataclasses.replace(config, text=text), policy)
+            check_kv_format("other", dataclasses.replace(config, text=text), policy)

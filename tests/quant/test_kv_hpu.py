@@ -15,19 +15,19 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.backends.hpu.optional_symbols import find_symbols
 from trencadis.backends.hpu.policy import policy, without_fp8
-from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.backends.hpu.symbols import offered
 from trencadis.core.backend import BackendConfig, LayerKV
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
-from trencadis.core.quant.kv_codes import opened
-from trencadis.core.startup.build import create_engine
-from trencadis.server.plan.command import plan_for
+from trencadis.core.quant.kv_cache_codes import read_slots
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.server.plan.plan_command import make_plan
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -69,7 +69,7 @@ def compare(kind: str, kept: int, name: str, how: str, lazy: bool) -> None:
     stage, dims, lengths = LAUNCHES[name]
     inputs = step_inputs(lengths, np.random.default_rng(1))
     want, cache = wanted(kind, kept, inputs)
-    bridge = of(EmulatedDevice(profile("")), lazy)
+    bridge = make_bridge(EmulatedDevice(profile("")), lazy)
     cfg = BackendConfig(block_size=BLOCK, dtype=torch.float32)
     backend = HpuBackend(cfg, policy("", lazy=lazy), bridge, SWITCHES[how])
     layer = AttentionLayer(backend, 0.0)
@@ -84,7 +84,9 @@ def compare(kind: str, kept: int, name: str, how: str, lazy: bool) -> None:
     held = LayerKV(*(t.cpu() if t is not None else None for t in layer.kv))  # type: ignore[arg-type]
     slots = torch.arange(2 * BLOCK, BLOCKS * BLOCK)
     blocked = [t.view(BLOCKS, BLOCK, *t.shape[1:]) if i < 5 and t is not None else t for i, t in enumerate(held)]
-    for a, b in zip(opened(LayerKV(*blocked), slots, torch.float32), opened(cache, slots, torch.float32), strict=True):  # type: ignore[arg-type]
+    for a, b in zip(
+        read_slots(LayerKV(*blocked), slots, torch.float32), read_slots(cache, slots, torch.float32), strict=True
+    ):  # type: ignore[arg-type]
         assert float((a - b).abs().mean()) < 1e-4
 
 
@@ -112,7 +114,7 @@ def test_every_stage_is_the_reference_long(kind: str, kept: int, name: str, how:
 
 @pytest.mark.parametrize(("card", "top"), [("gaudi2", 240.0), ("gaudi3", 448.0)])
 def test_a_card_has_no_code_beyond_its_range(card: str, top: float) -> None:
-    bridge = of(EmulatedDevice(profile(card)))
+    bridge = make_bridge(EmulatedDevice(profile(card)))
     assert bridge.cast_to_fp8_v2 is not None and bridge.cast_from_fp8 is not None
     given = torch.tensor([0.0, 1.0, 240.0, -240.0, 256.0, 448.0, -480.0])
     found = bridge.cast_from_fp8(bridge.cast_to_fp8_v2(given.to(bridge.device)), torch.float32).cpu()
@@ -124,7 +126,7 @@ def test_a_card_has_no_code_beyond_its_range(card: str, top: float) -> None:
 
 def test_a_plug_in_without_the_casts_has_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "hpu", type("Ops", (), {"cast_to_fp8_v2": 1}), raising=False)
-    found = offered("1.24.1.35", "GAUDI3")
+    found = find_symbols("1.24.1.35", "GAUDI3")
     assert found.cast_to_fp8_v2 is None and found.cast_from_fp8 is None
     assert list(without_fp8(policy("")).kv_codes) == ["int8"]
 
@@ -181,13 +183,13 @@ def test_a_start_books_what_the_plan_says(
         model=str(demo_path()), device="hpu", max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512,
         kv_cache_dtype=kind, gpu_memory_utilization=share,
     )  # fmt: skip
-    planned = plan_for(config, load_model(config), int(126.5 * (1 << 30)))
+    planned = make_plan(config, load_model(config), int(126.5 * (1 << 30)))
     engine = create_engine(config)
     plan = engine.info().graphs
     assert plan is not None and {b.name for b in plan.buckets} == {str(b) for b in planned.plan.buckets}
     rows, paper = dict(plan.ledger), dict(planned.ledger.rows())
     assert sum(rows.values()) == plan.total and rows["weights"] == paper["weights"]
-    block = planned.sized.block_bytes(planned.limits.block_size)
+    block = planned.estimator.block_bytes(planned.limits.block_size)
     assert rows["KV cache"] == engine.info().kv_bytes and rows["KV cache"] % block == 0
     assert abs(rows["KV cache"] - paper["KV cache"]) < 0.02 * paper["KV cache"]
     engine.close()

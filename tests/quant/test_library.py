@@ -15,23 +15,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.forms import family_checkpoint
 from tests.families.test_quantised_experts import WIDER
+from tests.families.text_checkpoints import family_checkpoint
 from tests.quant.test_writing import TYPES, written
 from tests.quant.written.test_experts import values
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.fields import Fields
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.json_fields import JsonFields
 from trencadis.core.checkpoint.quant_config import read_quantisation
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.models.loader import weights_of
 from trencadis.core.models.registry import build
+from trencadis.core.models.weight_loader import open_weights
 from trencadis.core.quant.formats import compressed_tensors as ours
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
 from trencadis.core.quant.writing.recipe import Recipe
-from trencadis.core.quant.writing.stored import opened
+from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 
 pytestmark = pytest.mark.long
@@ -88,7 +88,7 @@ def reader(stored: dict[str, torch.Tensor], form: str, settings: dict[str, Any])
     """What our reader makes of stored tensors: float32."""
     groups = {"group_0": {"targets": ["Linear"], "weights": settings, "input_activations": None}}
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-    quant = read_quantisation(Fields({"quantization_config": config}, Path("config.json")))
+    quant = read_quantisation(JsonFields({"quantization_config": config}, Path("config.json")))
     scheme = quant.scheme("layers.0.mlp.up_proj")
     assert scheme is not None
     return ours.read(RawWeight("test", "up_proj", SHAPE, scheme, stored.get, torch.float32)).dequantised()
@@ -127,7 +127,7 @@ def test_files_of_the_library_decode_as_it_decodes_them(name: str, dtype: torch.
 def test_the_library_decodes_what_we_write_as_we_do(to: str, library: Any) -> None:
     recipe = Recipe(to.split()[0], 128 if "128" in to else 0, torch.float32)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)) * 0.05
-    q = quantised(weight, recipe.scheme, torch.float32, search=recipe.search)
+    q = quantise(weight, recipe.scheme, torch.float32, search=recipe.search)
     stored = {name.removeprefix("up."): tensor for name, tensor in recipe.tensors("up", q).items()}
     config = recipe.config([])
     scheme = part_of("quantization").QuantizationScheme(**config["config_groups"]["group_0"])
@@ -143,18 +143,18 @@ def test_transformers_computes_the_same_logits_of_what_we_write(
     import transformers
 
     path = written(checkpoint("qwen2_5_vl"), tmp_path / "out", to)
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.randint(5, 300, (1, 40), generator=torch.Generator().manual_seed(0))
     model: Any = build(load_config(path), make_backend(BackendConfig(options={"ops": "reference"})))
     found = []
     with torch.inference_mode():
-        found.append(theirs(input_ids=ids).logits[0])
-        for module in theirs.modules():
+        found.append(reference(input_ids=ids).logits[0])
+        for module in reference.modules():
             scheme = getattr(module, "quantization_scheme", None)
             if scheme is not None:
                 scheme.input_activations = None
-        found.append(theirs(input_ids=ids).logits[0])
-    layers = theirs.model.language_model.layers
+        found.append(reference(input_ids=ids).logits[0])
+    layers = reference.model.language_model.layers
     for layer, own in zip(layers, model.layers, strict=True):
         want = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         assert torch.equal(want, own.mlp.gate_up.weights[0].weight)
@@ -177,25 +177,25 @@ def test_the_library_and_transformers_read_experts_as_we_do(family: str, to: str
     stored, want = load_file(path / "model.safetensors"), values(path)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     scheme = part_of("quantization").QuantizationScheme(**config["config_groups"]["group_0"])
-    places = [place for some in opened(source).layers.values() for place in some]
+    places = [place for some in open_checkpoint(source).layers.values() for place in some]
     for place in places:
         parts = {n.removeprefix(f"{place.base}."): t for n, t in stored.items() if n.startswith(f"{place.base}.")}
         found = compressor(config["format"]).decompress(parts, scheme)["weight"]
         assert torch.equal(found, want[place.module]), place.module
     if to == "int8":
         return
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    for module in theirs.modules():
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for module in reference.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             module.quantization_scheme.input_activations = None
-    for number, layer in enumerate(theirs.model.layers):
+    for number, layer in enumerate(reference.model.layers):
         at, held = f"layers.{number}.mlp.experts", layer.mlp.experts
         for i, (gate_up, down) in enumerate(zip(held.gate_up_proj, held.down_proj, strict=True)):
             assert torch.equal(gate_up, torch.cat([want[f"{at}.{i}.{part}_proj"] for part in ("gate", "up")]))
             assert torch.equal(down, want[f"{at}.{i}.down_proj"])
     ids = torch.randint(5, 300, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        found = theirs(input_ids=ids).logits[0]
+        found = reference(input_ids=ids).logits[0]
     got = logits_of(path, ids)
     away = float((found - got).abs().max() / got.abs().max())
     print(f"{family}, {to}: logits differ by {away:.1e} of the largest")
@@ -207,7 +207,7 @@ def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
     config = load_config(path)
     model: Any = build(config, make_backend(BackendConfig(options={"ops": "reference"})))
     request = Request("0", ids[0].tolist(), SamplingParams())
-    calibration = Calibration(config, weights_of(path), [Calibrant(request, [])])
+    calibration = Calibration(config, open_weights(path), [Calibrant(request, [])])
     for number in range(config.text.layers):
         calibration.advance(number, {})
     with torch.inference_mode():

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.quant.test_cpu import away, normal
+from trencadis.backends.cpu.int8_linear import IntegerWeight
 from trencadis.backends.cpu.native import kernel_table, library, panels, threads
 from trencadis.backends.cpu.native.kernel_table import KINDS, VARIABLE, available_kinds
-from trencadis.backends.cpu.native.library import found
-from trencadis.backends.cpu.native.panels import PanelWeight, decoded
+from trencadis.backends.cpu.native.library import load_library
+from trencadis.backends.cpu.native.panels import PanelWeight, dequantise
 from trencadis.backends.cpu.ops import CpuOps
 from trencadis.backends.cpu.policy import policy
-from trencadis.backends.cpu.quantised import IntegerWeight
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor, join_weights
 from trencadis.core.quant.scheme import PANELS, Scheme, held_bytes
-from trencadis.core.quant.tensor import QTensor, joined
 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -34,7 +34,7 @@ FLAGS = {
 }
 """What Linux calls the instructions of each kind."""
 
-own = pytest.mark.skipif(not available_kinds(), reason=f"own kernels: {found().why}")
+own = pytest.mark.skipif(not available_kinds(), reason=f"own kernels: {load_library().why}")
 
 
 @own
@@ -56,20 +56,20 @@ def test_without_a_library_torch_serves_and_a_line_says_why(
     if fault == "broken":
         (tmp_path / "_panels.so").write_bytes(b"no library")
     elif fault != "missing":
-        if found().library is None:
-            pytest.skip(found().why)
-        shutil.copy(found().library._name, tmp_path / "_panels.so")
+        if load_library().library is None:
+            pytest.skip(load_library().why)
+        shutil.copy(load_library().library._name, tmp_path / "_panels.so")
         monkeypatch.setattr(library, "VERSION", 99) if fault == "older" else None
-    have = library.load(tmp_path)
+    have = library.open_library(tmp_path)
     if fault == "another CPU":
         have = have._replace(features=frozenset(), why="the CPU has no AVX2")
     assert not have.features and said[fault] in have.why
-    monkeypatch.setattr(library, "found", lambda: have)
+    monkeypatch.setattr(library, "load_library", lambda: have)
     monkeypatch.delenv(VARIABLE, raising=False)
     for cached in (library.log_quantised_kernels, kernel_table._chosen):
         cached.cache_clear()
     with caplog.at_level(logging.INFO, "trencadis.engine"):
-        packed = CpuOps().pack_quantised(quantised(normal(32, 64), Scheme(8), torch.float32))
+        packed = CpuOps().pack_quantised(quantise(normal(32, 64), Scheme(8), torch.float32))
     assert isinstance(packed, IntegerWeight) and policy("").quantised != PANELS
     assert "integers are multiplied by" in caplog.text and said[fault] in caplog.text
     with pytest.raises(StartupError, match=said[fault]):
@@ -103,7 +103,7 @@ SCHEMES = (
 
 def weight(shape: tuple[int, int], scheme: Scheme, dtype: torch.dtype) -> QTensor:
     """Rounded normal values; zero points and orders as files have them."""
-    q = quantised(normal(*shape), scheme, dtype)
+    q = quantise(normal(*shape), scheme, dtype)
     zero, order = None, None
     if not scheme.symmetric:
         span = 7 if scheme.bits == 4 else 100
@@ -123,7 +123,7 @@ def test_shapes_that_fill_no_panel(scheme: Scheme, kernels: str) -> None:
         packed: Any = CpuOps().pack_quantised(q, bias)
         assert isinstance(packed, PanelWeight)
         assert packed.nbytes == held_bytes(scheme, *shape, dtype.itemsize, PANELS, shape[1])
-        torch.testing.assert_close(decoded(packed), q.dequantised(), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(dequantise(packed), q.dequantised(), rtol=1e-3, atol=1e-6)
         x = normal(21, shape[1], seed=3).to(dtype)
         y = CpuOps().linear(x, packed)
         want = x.float() @ q.dequantised().t() + bias.float()
@@ -146,7 +146,7 @@ def test_sums_that_16_bits_could_not_hold(kernels: str) -> None:
 
 def test_many_threads_and_many_rows_change_no_bit(kernels: str) -> None:
     """A weight large enough for several threads, and more rows than a call rounds at a time, of a view with gaps."""
-    q = quantised(normal(272, 640), Scheme(4, group=128), torch.float32)
+    q = quantise(normal(272, 640), Scheme(4, group=128), torch.float32)
     packed: Any = CpuOps().pack_quantised(q)
     x = normal(panels.ROWS + 5, 700, seed=1)[:, 30:670]
     before, found = torch.get_num_threads(), []
@@ -165,7 +165,7 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
     """Ranks that cut ordered columns anywhere leave groups of all sizes; fused parts share one order."""
     scheme = Scheme(4, group=64, ordered=True)
     q = weight((40, 256), scheme, torch.float32)
-    whole = joined([q, q])
+    whole = join_weights([q, q])
     x = normal(5, 256, seed=4)
     want = x @ q.dequantised().t()
 
@@ -179,7 +179,7 @@ def test_rows_cut_in_an_order_of_their_own(kernels: str) -> None:
             made = CpuOps().pack_quantised(one)
             assert isinstance(made, PanelWeight)
             assert made.nbytes == held_bytes(scheme, 40, one.shape[1], 4, PANELS, 256), (start, stop)
-            torch.testing.assert_close(decoded(made), one.dequantised(), rtol=2e-3, atol=1e-6)
+            torch.testing.assert_close(dequantise(made), one.dequantised(), rtol=2e-3, atol=1e-6)
     both = CpuOps().pack_quantised(whole)
     assert isinstance(both, PanelWeight) and both.nbytes == held_bytes(scheme, 80, 256, 4, PANELS, 256)
     assert away(CpuOps().linear(x, both)[:, 40:], want) <= 2e-2

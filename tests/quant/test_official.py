@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.models.test_shards import Group, ThreadComm
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build
 
 SIZES = {"3B": (2048, 16, 2, 11008), "7B": (3584, 28, 4, 18944), "72B": (8192, 64, 8, 29568)}
@@ -112,7 +112,9 @@ def test_official_awq_sizes_load_on_every_number_of_ranks(size: str, tmp_path: P
             built: Any = build(model, backend)
             t, v = model.text, model.vision
             assert v is not None
-            paper = Sized(model, 2, world, quantised=backend.policy.quantised, unit=backend.policy.aligned).weights()
+            paper = MemoryEstimator(
+                model, 2, world, quantised=backend.policy.quantised, unit=backend.policy.aligned
+            ).weights()
             frequencies = 12 * (t.head_dim // 2) + v.tables(backend.policy.aligned)
             assert rank or paper == built.nbytes() + frequencies
             mlp = built.layers[1].mlp

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from tests.models.test_shards import GRID, Group, logits
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.models.registry import build
-from trencadis.core.quant.online import Search, codes_of, quantised, scales_of
+from trencadis.core.quant.online_quant import ScaleSearch, codes_of, quantise, scales_of
 from trencadis.core.quant.scheme import Scheme
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.gptq import LayerInputs, compensated
+from trencadis.core.quant.writing.gptq_rounding import LayerInputs, round_compensated
 from trencadis.core.quant.writing.recipe import CLIPS
-from trencadis.core.quant.writing.stored import opened
+from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
-from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal.patch_grids import count_slots
 from trencadis.server.cli.main import main
 
 TYPES = ("fp8", "int8", "int4")
@@ -46,14 +46,14 @@ def texts() -> list[Calibrant]:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A calibration file: conversations, one with a picture, and a raw prompt."""
+    """A calibration file: conversations, one with an image, and a raw prompt."""
     from PIL import Image
 
     place = tmp_path_factory.mktemp("calibration")
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8)).save(place / "a.png")
-    picture = {"type": "image_url", "image_url": {"url": "a.png"}}
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
     chats: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": TEXTS[0]}]}]},
+        {"messages": [{"role": "user", "content": [image, {"type": "text", "text": TEXTS[0]}]}]},
         {"messages": [{"role": "user", "content": TEXTS[1]}, {"role": "assistant", "content": TEXTS[2]}]},
         {"prompt": " ".join(TEXTS)},
     ]
@@ -122,17 +122,17 @@ def test_calibration_sees_what_the_model_computes(
 ) -> None:
     """Sums of products of every linear's inputs are those that hooks in transformers' model find."""
     path = checkpoint("qwen2_5_vl")
-    held = opened(path)
+    held = open_checkpoint(path)
     prompts = texts()
     ours = Calibration(held.config, held, prompts)
-    theirs, hooks = dict[str, torch.Tensor](), []
+    reference, hooks = dict[str, torch.Tensor](), []
     layers = oracle(path).model.language_model.layers
     for name, module in layers.named_modules():
         if name.endswith("_proj"):
 
             def note(_: Any, args: Any, name: str = name) -> None:
                 x = args[0].flatten(0, -2)
-                theirs[f"layers.{name}"] = theirs.get(f"layers.{name}", 0) + x.t() @ x
+                reference[f"layers.{name}"] = reference.get(f"layers.{name}", 0) + x.t() @ x
 
             hooks.append(module.register_forward_pre_hook(note))
     with torch.inference_mode():
@@ -143,21 +143,21 @@ def test_calibration_sees_what_the_model_computes(
     seen = 0
     for number in range(len(layers)):
         for name, gram in ours.grams(number, [place.module for place in held.layers[number]]).items():
-            most = 1e-3 * float(theirs[name].abs().max())
-            torch.testing.assert_close(gram.sums, theirs[name], rtol=1e-3, atol=most)
+            most = 1e-3 * float(reference[name].abs().max())
+            torch.testing.assert_close(gram.sums, reference[name], rtol=1e-3, atol=most)
             assert gram.rows == 24 + 32
             seen += 1
         ours.advance(number, {})
-    assert seen == len(theirs) == 14
+    assert seen == len(reference) == 14
 
 
-def test_calibration_with_pictures_computes_what_the_engine_computes(checkpoint: Callable[..., Path]) -> None:
+def test_calibration_with_images_computes_what_the_engine_computes(checkpoint: Callable[..., Path]) -> None:
     """The activations behind the last layer, normed and multiplied by the head, are the logits of one launch."""
     path = checkpoint("qwen2_5_vl")
-    held = opened(path)
+    held = open_checkpoint(path)
     rng = np.random.default_rng(5)  # as tests.models.test_shards draws its prompt
     pixels, tokens = rng.integers(0, 256, (60, 1176), dtype=np.uint8), rng.integers(0, 300, 40)
-    span = MediaSpan(4, 15, "d", GRID, slots_of(GRID))
+    span = MediaSpan(4, 15, "d", GRID, count_slots(GRID))
     request = Request("0", tokens.tolist(), SamplingParams(), spans=[span])
     ours = Calibration(held.config, held, [Calibrant(request, [pixels])])
     for number in range(held.config.text.layers):
@@ -177,9 +177,9 @@ def test_compensation_leaves_less_of_the_outputs_error(group: int) -> None:
     x = mixed + 0.3 * torch.randn(512, 128, generator=generator)
     x[:, 5] = 0  # an input that never occurs keeps the nearest codes
     weight = torch.randn(64, 128, generator=generator)
-    scheme, search = Scheme(4, group=group), Search(CLIPS)
-    plain = quantised(weight, scheme, torch.float32, search=search)
-    ours = compensated(weight, LayerInputs.of(x.t() @ x), scheme, torch.float32, search, "a weight")
+    scheme, search = Scheme(4, group=group), ScaleSearch(CLIPS)
+    plain = quantise(weight, scheme, torch.float32, search=search)
+    ours = round_compensated(weight, LayerInputs.of(x.t() @ x), scheme, torch.float32, search, "a weight")
     errors = [float(((q.dequantised() - weight) @ x.t()).norm()) for q in (plain, ours)]
     assert errors[1] < 0.6 * errors[0], errors
     assert torch.equal(ours.data[:, 5], codes_of(weight[:, 5], ours.scale[:, 0], scheme))
@@ -188,8 +188,10 @@ def test_compensation_leaves_less_of_the_outputs_error(group: int) -> None:
 def test_a_gram_without_a_factor_falls_back_to_the_nearest_codes() -> None:
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     for gram in (torch.zeros(32, 32), torch.full((32, 32), float("nan"))):
-        q = compensated(weight, LayerInputs.of(gram), Scheme(4, group=32), torch.float32, Search(), "a weight")
-        assert torch.equal(q.data, quantised(weight, Scheme(4, group=32), torch.float32, search=Search()).data)
+        q = round_compensated(
+            weight, LayerInputs.of(gram), Scheme(4, group=32), torch.float32, ScaleSearch(), "a weight"
+        )
+        assert torch.equal(q.data, quantise(weight, Scheme(4, group=32), torch.float32, search=ScaleSearch()).data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -197,19 +199,19 @@ def test_scales_leave_the_least_error_that_was_tried(dtype: torch.dtype) -> None
     weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(2)) ** 3
     weight[3, 32:64] = 0
     scheme = Scheme(4, group=32)
-    chosen = quantised(weight, scheme, torch.float32, search=Search(CLIPS, dtype))
+    chosen = quantise(weight, scheme, torch.float32, search=ScaleSearch(CLIPS, dtype))
     assert torch.equal(chosen.scale, chosen.scale.to(dtype).float()) and bool((chosen.scale > 0).all())
     best = (chosen.dequantised() - weight).square().view(16, 3, 32).sum(-1)
     for clip in CLIPS:
-        tried = quantised(weight, scheme, torch.float32, search=Search((clip,), dtype)).dequantised()
+        tried = quantise(weight, scheme, torch.float32, search=ScaleSearch((clip,), dtype)).dequantised()
         assert bool((best <= (tried - weight).square().view(16, 3, 32).sum(-1) + 1e-6).all())
     heavy = torch.ones(96)
     heavy[:4] = 1e4
-    assert not torch.equal(scales_of(weight, scheme, Search(CLIPS), heavy), chosen.scale)
+    assert not torch.equal(scales_of(weight, scheme, ScaleSearch(CLIPS), heavy), chosen.scale)
 
 
 def test_calibrated_files_are_equal_twice(source: Path, lines: Path, tmp_path: Path) -> None:
-    """From the command line, with a picture: equal files, other codes than without, and scales that are finite."""
+    """From the command line, with an image: equal files, other codes than without, and scales that are finite."""
     found = [written(source, tmp_path / n, "int4", "--group", "32", "--calibrate", str(lines)) for n in ("a", "b")]
     plain = written(source, tmp_path / "plain", "int4")
     assert folder(found[0]) == folder(found[1])

@@ -17,7 +17,7 @@ from tests.hostile.web import Web
 from tests.traffic.server_process import ROOT, is_decode_worker, server
 from trencadis import LLM, SamplingParams
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.sources import addresses, fetch
+from trencadis.multimodal.sources import http_fetch, url_rules
 
 FETCH = 0.5
 """Seconds that a fetch may take here."""
@@ -61,8 +61,8 @@ async def together(running, count):
 @pytest.fixture(scope="module")
 def llm(scene, vl_checkpoint):
     patch = pytest.MonkeyPatch()
-    patch.setattr(addresses, "is_public", addresses.is_public)
-    patch.setattr(fetch.Fetcher, "_system_resolver", fetch.Fetcher._system_resolver)
+    patch.setattr(url_rules, "is_public", url_rules.is_public)
+    patch.setattr(http_fetch.Fetcher, "_system_resolver", http_fetch.Fetcher._system_resolver)
     hostile_app.install()
     made = LLM(
         str(vl_checkpoint), dtype="float32", kv_cache_memory_bytes=32 << 20, limit_mm_per_prompt={"image": 4},
@@ -123,7 +123,7 @@ def judge(attack, code, took, extra):
     assert extra < MEMORY, f"{extra >> 20} MB"
 
 
-def told(message, scene):
+def error_message(message, scene):
     """Our own words: short, and giving nothing away."""
     assert 0 < len(message) < 200
     for secret in ("PIL", "0x7", "Error", "Traceback", "/proc", "/etc", "127.", "169.254", "BytesIO", str(scene.root)):
@@ -152,7 +152,7 @@ def test_over_http(running, scene, name):
         assert attack.harmless(answer.json()["usage"]), answer.json()["usage"]
     else:
         error = answer.json()["error"]
-        told(error["message"], scene)
+        error_message(error["message"], scene)
         assert error["code"] == answer.status_code
     good = running.http.post(CHAT, json=chat([data(GOOD), {"type": "text", "text": "?"}]))
     assert good.status_code == 200 and good.json()["usage"]["prompt_tokens"] > 10
@@ -174,7 +174,7 @@ def test_offline(llm, scene, name):
         output, code = ask(content), 200
     except TrencadisError as error:
         code = error.status
-        told(error.message, scene)
+        error_message(error.message, scene)
     judge(attack, code, time.monotonic() - start, meter.extra())
     if code == 200:
         assert attack.harmless({"prompt_tokens": len(output.prompt_token_ids)})

@@ -20,7 +20,7 @@ from tests.hostile.call_attacks import CALL_ATTACKS, CallAttack, body_of
 from tests.traffic.client_examples import scripted
 from tests.traffic.scripted_server import fresh_app
 from tests.traffic.tool_templates import HERMES
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.text.chat_template import ChatTemplate
 
 SECONDS, BYTES = 2, 64 << 20
 """The bars of one request; a test waits five times as long."""
@@ -35,22 +35,22 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def attacked() -> Callable[[CallAttack], ScriptedApp]:
     """The application that an attack is for."""
-    rig = fresh_app()
-    rig.service.template = ChatTemplate(HERMES, rig.tokenizer)
-    apps = {trusted: rig.app(trust_request_chat_template=trusted) for trusted in (False, True)}
+    harness = fresh_app()
+    harness.service.template = ChatTemplate(HERMES, harness.tokenizer)
+    apps = {trusted: harness.app(trust_request_chat_template=trusted) for trusted in (False, True)}
 
     def get(attack: CallAttack) -> ScriptedApp:
-        rig.made = apps[attack.trusted]
-        rig.engine.submitted.clear()
-        return rig
+        harness.made = apps[attack.trusted]
+        harness.engine.submitted.clear()
+        return harness
 
     return get
 
 
-def refused_or_served(rig: ScriptedApp, name: str, body: bytes) -> Any:
+def refused_or_served(harness: ScriptedApp, name: str, body: bytes) -> Any:
     attack = CALL_ATTACKS[name]
     begun = time.process_time()
-    response = rig.call(CHAT, method="POST", content=body, headers=JSON)
+    response = harness.call(CHAT, method="POST", content=body, headers=JSON)
     assert time.process_time() - begun < 5 * SECONDS
     assert response.status_code in attack.statuses, f"{name}: {response.status_code} {response.text[:300]}"
     if response.status_code != 200:
@@ -66,27 +66,27 @@ def test_a_sample_of_attacks_does_no_harm(attacked: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a tool that spells control tokens", "reasoning that spells its end"])
 def test_what_an_attack_spells_stays_text(attacked: Any, name: str) -> None:
-    rig = attacked(CALL_ATTACKS[name])
-    plain = rig.call(CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{
+    harness = attacked(CALL_ATTACKS[name])
+    plain = harness.call(CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{
         "type": "function", "function": {"name": "f", "description": "d"}}]})  # fmt: skip
     assert plain.status_code == 200
-    assert refused_or_served(rig, name, body_of(CALL_ATTACKS[name])).status_code == 200
-    first, second = (r.tokens for r, _ in rig.engine.submitted)
-    special = rig.tokenizer.special_ids
+    assert refused_or_served(harness, name, body_of(CALL_ATTACKS[name])).status_code == 200
+    first, second = (r.tokens for r, _ in harness.engine.submitted)
+    special = harness.tokenizer.special_ids
     extra = 2 if "reasoning" in name else 0
     assert sum(t in special for t in second) <= sum(t in special for t in first) + extra
-    shown = rig.tokenizer.decode(second, False)
+    shown = harness.tokenizer.decode(second, False)
     assert "49" not in shown and ("Obey." in shown or "reasoning" in name)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALL_ATTACKS)
 def test_an_attack_takes_little_time_and_memory(attacked: Any, name: str) -> None:
-    rig = attacked(CALL_ATTACKS[name])
+    harness = attacked(CALL_ATTACKS[name])
     body = body_of(CALL_ATTACKS[name])
     tracemalloc.start()
     try:
-        response = refused_or_served(rig, name, body)
+        response = refused_or_served(harness, name, body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -94,7 +94,7 @@ def test_an_attack_takes_little_time_and_memory(attacked: Any, name: str) -> Non
     assert peak < BYTES
 
 
-async def held(rig: ScriptedApp, body: bytes) -> float:
+async def held(harness: ScriptedApp, body: bytes) -> float:
     """The longest that the event loop computed without a pause while a body arrived and was answered, in seconds."""
     longest = 0.0
 
@@ -111,8 +111,8 @@ async def held(rig: ScriptedApp, body: bytes) -> float:
             yield body[at : at + PIECE]
             await asyncio.sleep(0)
 
-    assert rig.made is not None
-    transport = httpx.ASGITransport(rig.made)
+    assert harness.made is not None
+    transport = httpx.ASGITransport(harness.made)
     ticking = asyncio.create_task(tick())
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         await client.post(CHAT, content=arriving(), headers=JSON)

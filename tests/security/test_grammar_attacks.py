@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.grammars.asked import AskedForm, asked_form
-from trencadis.server.grammars.book import GrammarBook
-from trencadis.server.prompts.answer_forms import AnswerForms
-from trencadis.server.prompts.constraints import Outline, WantedCalls
-from trencadis.server.text.tokenizer import Tokenizer
-from trencadis.server.tools.hermes import HermesParser
-from trencadis.server.tools.qwen3 import Qwen3Parser
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.grammars.response_format import RequestedFormat, find_requested_format
+from trencadis.server.prompts.answer_grammar import AnswerOutline, RequestedCalls
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.tools.hermes_tool_parser import HermesToolParser
+from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
 SECONDS, BYTES = 2.0, 64 << 20
@@ -125,34 +125,36 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def book() -> Iterator[GrammarBook]:
+def grammar_cache() -> Iterator[GrammarCache]:
     tokenizer = Tokenizer.from_checkpoint(DEMO)
-    made = GrammarBook(tokenizer, tokenizer.vocab_size, [tokenizer.eos or 0])
+    made = GrammarCache(tokenizer, tokenizer.vocab_size, [tokenizer.eos or 0])
     yield made
     made.close()
 
 
-async def tried(book: GrammarBook, kind: str, value: Any) -> str:
+async def tried(grammar_cache: GrammarCache, kind: str, value: Any) -> str:
     """What becomes of an attack: the error, or that it is a grammar like another."""
     try:
         if kind == "tools":
             outlines = [
-                Outline(AnswerForms(form), None, WantedCalls(value, "required"), None)
-                for form in (HermesParser, Qwen3Parser)
+                AnswerOutline(AnswerParsers(form), None, RequestedCalls(value, "required"), None)
+                for form in (HermesToolParser, Qwen3ToolParser)
             ]
         else:
-            asked = asked_form(None, {kind: value}, {})
-            assert isinstance(asked, AskedForm)
-            outlines = [Outline(AnswerForms(), asked, None, None)]
+            requested = find_requested_format(None, {kind: value}, {})
+            assert isinstance(requested, RequestedFormat)
+            outlines = [AnswerOutline(AnswerParsers(), requested, None, None)]
         for outline in outlines:
-            await book.grammar(outline.key(), lambda o=outline: o.write(book.writer()), outline.param)  # type: ignore[misc]
+            await grammar_cache.get_grammar(
+                outline.make_key(), lambda o=outline: o.write(grammar_cache.make_writer()), outline.param
+            )  # type: ignore[misc]
     except BadRequest as error:
         assert error.param and len(error.message) < 260 and "media" not in error.message, error.message
         return error.message
     return "a grammar"
 
 
-def run(book: GrammarBook, name: str) -> tuple[float, float, str]:
+def run(grammar_cache: GrammarCache, name: str) -> tuple[float, float, str]:
     """Seconds of an attack, the longest pause of the event loop in it, and what became of it."""
     kind, make = ATTACKS[name]
     value = make()
@@ -167,50 +169,52 @@ def run(book: GrammarBook, name: str) -> tuple[float, float, str]:
 
     async def whole() -> tuple[float, str]:
         # A worker is up, so that its start does not count.
-        await tried(book, "regex", f"warm {name}")
+        await tried(grammar_cache, "regex", f"warm {name}")
         pulse = asyncio.create_task(beat())
         start = time.perf_counter()
-        told = await tried(book, kind, value)
+        reported = await tried(grammar_cache, kind, value)
         took = time.perf_counter() - start
         pulse.cancel()
-        return took, told
+        return took, reported
 
-    took, told = asyncio.run(whole())
-    return took, longest, told
+    took, reported = asyncio.run(whole())
+    return took, longest, reported
 
 
-def check(book: GrammarBook, name: str) -> str:
+def check(grammar_cache: GrammarCache, name: str) -> str:
     process = psutil.Process()
     before = process.memory_info().rss
-    took, longest, told = run(book, name)
+    took, longest, reported = run(grammar_cache, name)
     grown = process.memory_info().rss - before
-    assert took < 5 * SECONDS and longest < 5 * SECONDS and grown < 5 * BYTES, (name, took, longest, grown, told)
-    return f"{name:32} {took:5.2f} s, loop paused {longest:4.2f} s, {grown / 2**20:4.0f} MB: {told[:90]}"
+    assert took < 5 * SECONDS and longest < 5 * SECONDS and grown < 5 * BYTES, (name, took, longest, grown, reported)
+    return f"{name:32} {took:5.2f} s, loop paused {longest:4.2f} s, {grown / 2**20:4.0f} MB: {reported[:90]}"
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_an_attack_costs_little(name: str, book: GrammarBook) -> None:
-    check(book, name)
+def test_an_attack_costs_little(name: str, grammar_cache: GrammarCache) -> None:
+    check(grammar_cache, name)
 
 
 @pytest.mark.long
-def test_all_attacks(book: GrammarBook) -> None:
+def test_all_attacks(grammar_cache: GrammarCache) -> None:
     print()
     for name in ATTACKS:
-        print(check(book, name))
-    good = asyncio.run(tried(book, "json", {"type": "object", "properties": {"a": {"type": "integer"}}}))
+        print(check(grammar_cache, name))
+    good = asyncio.run(tried(grammar_cache, "json", {"type": "object", "properties": {"a": {"type": "integer"}}}))
     assert good == "a grammar", "workers are replaced"
 
 
-def test_attacks_at_once_do_not_keep_others_from_their_grammar(book: GrammarBook) -> None:
+def test_attacks_at_once_do_not_keep_others_from_their_grammar(grammar_cache: GrammarCache) -> None:
     known = {"type": "integer", "minimum": 3}
 
     async def whole() -> float:
-        await tried(book, "json", known)
-        attacks = [asyncio.create_task(tried(book, *_attack(name))) for name in ("a chain of rules", "deep oneOf")]
+        await tried(grammar_cache, "json", known)
+        attacks = [
+            asyncio.create_task(tried(grammar_cache, *_attack(name))) for name in ("a chain of rules", "deep oneOf")
+        ]
         await asyncio.sleep(0.01)
         start = time.perf_counter()
-        assert await tried(book, "json", known) == "a grammar"
+        assert await tried(grammar_cache, "json", known) == "a grammar"
         took = time.perf_counter() - start
         await asyncio.gather(*attacks)
         return took

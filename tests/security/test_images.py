@@ -12,9 +12,9 @@ from PIL import Image
 
 from tests.hostile.files import bmp, chunk, encoded, gif, jpeg, png, webp_canvas, webp_lossless, webp_lossy
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.images import decode as decode_module
-from trencadis.multimodal.images.decode import decode
-from trencadis.multimodal.images.header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+from trencadis.multimodal.images import pil_decode as decode_module
+from trencadis.multimodal.images.image_header import MAX_IMAGE_PIXELS, Header, check_size, inspect_header
+from trencadis.multimodal.images.pil_decode import decode
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP"]
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.hostile.mutations import WHOLE, mutated
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.images.header import inspect_header
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
+from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.image_header import inspect_header
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
-PROCESSOR = ImageProcessor(3136, 50176)
+PROCESSOR = Qwen2VLImageProcessor(3136, 50176)
 AT_A_TIME = 8
 LONGEST = 30.0
 """Seconds that one file may take on a machine that does eight at a time, before it counts as a hang."""

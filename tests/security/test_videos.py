@@ -14,15 +14,15 @@ import pytest
 
 from tests.traffic import video_clips
 from trencadis.core.errors import TrencadisError
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.decoder import ImageDecoder
-from trencadis.multimodal.options import MediaOptions, MediaPart
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.videos.frontend import VideoFrontend, video_from_answer
-from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.multimodal.videos.sampling import FrameLimits
-from trencadis.multimodal.workers.pool import Answer
+from trencadis.multimodal.decode_workers.worker_pool import JobResult
+from trencadis.multimodal.images.image_decoder import ImageDecoder
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.media_options import MediaOptions, MediaPart
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.sources.media_loader import MediaLoader
+from trencadis.multimodal.videos.frame_sampling import FrameLimits
+from trencadis.multimodal.videos.prepared_video import PreparedVideo
+from trencadis.multimodal.videos.video_frontend import VideoFrontend, video_from_answer
 
 ARRAY = video_clips.frames(np.random.default_rng(0), 8, 48, 64)
 GIF, WEBP = video_clips.animation(ARRAY), video_clips.animation(ARRAY, "WEBP")
@@ -30,14 +30,14 @@ GIF, WEBP = video_clips.animation(ARRAY), video_clips.animation(ARRAY, "WEBP")
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[VideoFrontend]:
-    made = VideoFrontend(ImageProcessor(3136, 50176), MediaLoader(), PreparedCache(0), ImageDecoder(threads=1))
+    made = VideoFrontend(Qwen2VLImageProcessor(3136, 50176), MediaLoader(), ProcessorCache(0), ImageDecoder(threads=1))
     yield made
     made.loader.close()
     made.decoder.close()
 
 
-def prepare(front: VideoFrontend, source: Any, room: int = 4000, **asked: Any) -> PreparedVideo:
-    part = MediaPart(source, "messages[0].content[0]", MediaOptions(**asked), "video")
+def prepare(front: VideoFrontend, source: Any, room: int = 4000, **requested: Any) -> PreparedVideo:
+    part = MediaPart(source, "messages[0].content[0]", MediaOptions(**requested), "video")
     return asyncio.run(front.prepare([part], room))[0]
 
 
@@ -75,9 +75,9 @@ ATTACKS: dict[str, Any] = {
     "webp cut off": WEBP[: len(WEBP) * 2 // 3],
     "webp of a giant canvas": WEBP[:24] + b"\xff" * 6 + WEBP[30:],
     "frames of two sizes": [
-        video_clips.png(p.resize((64 + 80 * i, 48))) for i, p in enumerate(video_clips.pictures(ARRAY[:2]))
+        video_clips.png(p.resize((64 + 80 * i, 48))) for i, p in enumerate(video_clips.make_frames(ARRAY[:2]))
     ],
-    "a frame that is none": [video_clips.png(video_clips.pictures(ARRAY)[0]), b"nothing"],
+    "a frame that is none": [video_clips.png(video_clips.make_frames(ARRAY)[0]), b"nothing"],
     "a frame that is a playlist": [b"#EXTM3U\n"],
     "no frames": [],
     "769 frames": [b"x"] * 769,
@@ -98,17 +98,17 @@ def test_refused_at_once(name: str, front: VideoFrontend) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"nframes": 2**31 - 1}, {"fps": 1e300}, {"fps": 1e-300}, {"min_frames": 2**31 - 1}, {"max_frames": 1},
         {"video_start": 1e300}, {"total_pixels": 1}, {"min_pixels": 2**31 - 1}, {"max_pixels": 1},
         {"resized_height": 2**31 - 1, "resized_width": 2**31 - 1}, {"resized_height": 1, "resized_width": 1},
     ],
 )  # fmt: skip
-def test_absurd_options(asked: dict[str, Any], front: VideoFrontend) -> None:
+def test_absurd_options(requested: dict[str, Any], front: VideoFrontend) -> None:
     """A refusal, or something within the limits."""
     try:
-        made = prepare(front, GIF, **asked)
+        made = prepare(front, GIF, **requested)
     except TrencadisError as error:
         assert 400 <= error.status < 500
     else:
@@ -171,7 +171,7 @@ def test_a_workers_lies_are_refused() -> None:
     """A worker that a clip has taken over cannot bring in sizes, counts or numbers that no clip has."""
     limits, pixels = FrameLimits(slots=1024, tokens=64), np.zeros(4 * 4 * 1176, np.uint8)
     good: dict[str, Any] = {"indices": [0, 1], "fps": 2.0, "frames": 2, "size": [56, 56], "rate": 25.0}
-    assert video_from_answer(Answer(good, [pixels]), limits, "d", 768).tokens == 4
+    assert video_from_answer(JobResult(good, [pixels]), limits, "d", 768).tokens == 4
     lies: list[dict[str, Any]] = [
         {"indices": [1, 0]}, {"indices": [0, 2]}, {"indices": [0]}, {"indices": "01"}, {"indices": [0, True]},
         {"fps": float("nan")}, {"fps": 0.0}, {"fps": "2"}, {"rate": 0.0}, {"rate": None}, {"size": [56, 57]},
@@ -180,7 +180,7 @@ def test_a_workers_lies_are_refused() -> None:
     ]  # fmt: skip
     for lie in lies:
         with pytest.raises(TrencadisError):
-            video_from_answer(Answer({**good, **lie}, [pixels]), limits, "d", 768)
+            video_from_answer(JobResult({**good, **lie}, [pixels]), limits, "d", 768)
     for buffers in ([], [pixels[:-1]], [pixels, pixels]):
         with pytest.raises(TrencadisError):
-            video_from_answer(Answer(good, buffers), limits, "d", 768)
+            video_from_answer(JobResult(good, buffers), limits, "d", 768)

@@ -17,6 +17,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(checkpoint: Path) -> ScriptedApp:
+def harness(checkpoint: Path) -> ScriptedApp:
     """An application over a scripted engine, for one test."""
     return scripted_app(checkpoint)

@@ -59,26 +59,26 @@ def test_a_request_that_can_never_fit_is_not_told_to_wait() -> None:
     assert admission.inside == [0, 0, 0], "a cancelled preparation may still charge"
 
 
-def test_pixels_are_charged_while_a_request_is_prepared_and_runs(rig: Any) -> None:
-    rig.app(bounds=Bounds(pixels=3 * PIXELS))
-    admission = rig.made.state.trencadis.admission
+def test_pixels_are_charged_while_a_request_is_prepared_and_runs(harness: Any) -> None:
+    harness.app(bounds=Bounds(pixels=3 * PIXELS))
+    admission = harness.made.state.trencadis.admission
     seen: list[int] = []
-    rig.engine.refuse = None
-    plain = rig.engine.submit
+    harness.engine.refuse = None
+    plain = harness.engine.submit
 
     def submit(request: Any, pixels: Any) -> Any:
         seen.append(admission.inside[2])
         return plain(request, pixels)
 
-    rig.engine.submit = submit
-    assert rig.chat([IMAGE, IMAGE]).status_code == 200
+    harness.engine.submit = submit
+    assert harness.chat([IMAGE, IMAGE]).status_code == 200
     other = admission.enter()
     other.charge(pixels=2 * PIXELS)
-    response = rig.chat([IMAGE, IMAGE])
+    response = harness.chat([IMAGE, IMAGE])
     assert response.status_code == 429 and "max_num_queued_pixels" in response.json()["error"]["message"]
     assert int(response.headers["retry-after"]) >= 1
     assert seen == [2 * PIXELS] and admission.inside[2] == 2 * PIXELS
-    text = rig.call("/metrics").text
+    text = harness.call("/metrics").text
     assert 'vllm:admission_inside{model_name="m",unit="pixels"} 9408.0' in text
     assert 'vllm:admission_bound{model_name="m",unit="pixels"} 14112.0' in text
 
@@ -101,9 +101,9 @@ def test_bodies_are_bounded_together() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_beyond_the_bound_is_429_and_its_bytes_come_back(rig: Any, announced: bool) -> None:
-    app = rig.app(bounds=Bounds(body_bytes=5000))
-    bodies = rig.made.state.trencadis.admission.bodies
+def test_a_body_beyond_the_bound_is_429_and_its_bytes_come_back(harness: Any, announced: bool) -> None:
+    app = harness.app(bounds=Bounds(body_bytes=5000))
+    bodies = harness.made.state.trencadis.admission.bodies
     other = bodies.open()
     other.charge(4000)
     content = b'{"messages": [{"role": "user", "content": "Hi"}], "user": "' + b"x" * 2000 + b'"}'
@@ -126,17 +126,17 @@ def test_a_body_beyond_the_bound_is_429_and_its_bytes_come_back(rig: Any, announ
     assert asyncio.run(run()).status_code == 200 and bodies.inside == 0
 
 
-def test_a_body_is_forgotten_before_the_answer(rig: Any) -> None:
-    rig.app()
-    bodies = rig.made.state.trencadis.admission.bodies
+def test_a_body_is_forgotten_before_the_answer(harness: Any) -> None:
+    harness.app()
+    bodies = harness.made.state.trencadis.admission.bodies
     held: list[int] = []
-    plain = rig.engine.submit
+    plain = harness.engine.submit
 
     def submit(request: Any, pixels: Any) -> Any:
         held.append(bodies.inside)
         return plain(request, pixels)
 
-    rig.engine.submit = submit
+    harness.engine.submit = submit
     for stream in (False, True):
-        assert rig.chat([{"type": "text", "text": "a"}, IMAGE], stream=stream).status_code == 200
+        assert harness.chat([{"type": "text", "text": "a"}, IMAGE], stream=stream).status_code == 200
     assert held == [0, 0]

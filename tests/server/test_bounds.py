@@ -15,11 +15,11 @@ from tests.hostile import floods
 from trencadis.core.errors import BadRequest, TooLarge, TrencadisError
 from trencadis.server.http import app
 from trencadis.server.protocol import body_scan
-from trencadis.server.protocol.base import FieldContext
+from trencadis.server.protocol.base_request import FieldContext
 from trencadis.server.protocol.body_scan import LONG, SLICE, BodyLimits, BodyScan
-from trencadis.server.protocol.chat import ChatRequest
-from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
-from trencadis.server.routes import body, bounds
+from trencadis.server.protocol.chat_completions import ChatRequest
+from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
+from trencadis.server.routes import body_counts, request_body
 
 JSON = {"content-type": "application/json"}
 
@@ -34,7 +34,7 @@ def scanned(data: bytes, step: int = SLICE, limits: BodyLimits | None = None) ->
 
 def read(data: bytes, step: int = SLICE) -> Any:
     scan = scanned(data, step)
-    return body.parsed(scan.outline, [body.text_of(pieces) for pieces in scan.long])
+    return request_body.parse_outline(scan.outline, [request_body.text_of(pieces) for pieces in scan.long])
 
 
 def drawn(draw: random.Random, depth: int = 0) -> Any:
@@ -105,14 +105,14 @@ def test_each_bound_refuses_before_the_end(data: bytes, error: type[TrencadisErr
 
 @pytest.mark.parametrize("data", [b"[" * 100 + b"1,2" + b"]" * 99, b'["a', b"1" * (LONG - 1), b"," * (LONG - 1)])
 def test_a_body_that_is_not_scanned_is_one_that_the_scan_lets_pass(data: bytes) -> None:
-    assert body_scan.within_limits(data)
+    assert body_scan.is_within_limits(data)
     scan = scanned(data)
     assert not scan.long and scan.outline in (data, b'["')
     for larger in (b"[" * 101, b"[{" * 51, data + b" " * LONG):
-        assert not body_scan.within_limits(larger)
+        assert not body_scan.is_within_limits(larger)
 
 
-def test_what_stands_in_texts_is_not_counted_and_pictures_are_no_texts() -> None:
+def test_what_stands_in_texts_is_not_counted_and_images_are_no_texts() -> None:
     scanned(b'["' + b"[{,:" * 400 + b'"]', limits=LIMITS)
     scanned(b'["data:image/png;base64,' + b"A" * 20_000 + b'"]', limits=LIMITS)
     scan = scanned(b'{"a":[1,2],"b":{}}', limits=LIMITS)
@@ -133,37 +133,37 @@ def test_a_flood_is_refused_by_the_scan(flood: floods.Flood, monkeypatch: pytest
     assert caught.value.status == flood.status
 
 
-@pytest.mark.parametrize("name", sorted(bounds.COUNTS))
-def test_fields_have_a_most(rig: Any, name: str) -> None:
-    most = bounds.COUNTS[name]
+@pytest.mark.parametrize("name", sorted(body_counts.COUNTS))
+def test_fields_have_a_most(harness: Any, name: str) -> None:
+    most = body_counts.COUNTS[name]
     few = {str(i): 1 for i in range(most)} if name.endswith(("s", "bias", "format")) else [1] * most
-    bounds.check_counts({name: few})
+    body_counts.check_counts({name: few})
     many: Any = {**few, "x": 1} if isinstance(few, dict) else [*few, 1]
     with pytest.raises(BadRequest, match=str(most)) as caught:
-        bounds.check_counts({name: many})
+        body_counts.check_counts({name: many})
     assert caught.value.param == name
 
 
-def test_fields_prompts_and_templates_have_a_most(rig: Any) -> None:
-    assert rig.chat(**{f"f{i}": 1 for i in range(bounds.MAX_FIELDS)}).status_code == 400
-    assert rig.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
-    assert rig.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
-    assert rig.chat(chat_template="a" * (bounds.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
+def test_fields_prompts_and_templates_have_a_most(harness: Any) -> None:
+    assert harness.chat(**{f"f{i}": 1 for i in range(body_counts.MAX_FIELDS)}).status_code == 400
+    assert harness.complete(["a"] * 1025).json()["error"]["param"] == "prompt"
+    assert harness.complete([[1]] * 1025).json()["error"]["param"] == "prompt"
+    assert harness.chat(chat_template="a" * (body_counts.MAX_TEMPLATE + 1)).json()["error"]["param"] == "chat_template"
     call = {"function": {"name": "f", "arguments": "[" + "[]," * (1 << 14) + "[]]"}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
-    answer = rig.call("/v1/chat/completions", {"messages": messages})
+    answer = harness.call("/v1/chat/completions", {"messages": messages})
     assert answer.status_code == 400 and "lists and objects" in answer.text
 
 
-def test_a_wrong_item_is_told_once(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    plain = app.one_line
-    monkeypatch.setattr(app, "one_line", lambda errors: told.append(len(errors)) or plain(errors))
+def test_a_wrong_item_is_told_once(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[int] = []
+    plain = app.format_validation_error
+    monkeypatch.setattr(app, "format_validation_error", lambda errors: reported.append(len(errors)) or plain(errors))
     wrong = ["a"] * 900
-    assert rig.chat(stop_token_ids=wrong).status_code == 400
-    assert rig.complete([1, *wrong]).status_code == 400
-    assert rig.call("/detokenize", {"tokens": wrong}).status_code == 400
-    assert len(told) == 3 and max(told) <= 4
+    assert harness.chat(stop_token_ids=wrong).status_code == 400
+    assert harness.complete([1, *wrong]).status_code == 400
+    assert harness.call("/detokenize", {"tokens": wrong}).status_code == 400
+    assert len(reported) == 3 and max(reported) <= 4
 
 
 def test_names_of_unknown_fields_are_kept_and_values_are_not() -> None:
@@ -172,25 +172,25 @@ def test_names_of_unknown_fields_are_kept_and_values_are_not() -> None:
     ):  # fmt: skip
         made = model.model_validate({**fields, "big": [[1] * 50] * 50, "empty": None, "list": [], "no": False})
         assert made.model_extra == {"big": True, "empty": None, "list": [], "no": False}
-    asked = ChatRequest.model_validate({"messages": [], "big": "x" * 100, "user": "me"})
-    assert asked.ignored(FieldContext()) == ["big", "user"]
+    requested = ChatRequest.model_validate({"messages": [], "big": "x" * 100, "user": "me"})
+    assert requested.list_ignored_fields(FieldContext()) == ["big", "user"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_large_of_a_request_lives_as_long_as_its_answer(rig: Any, stream: bool) -> None:
+def test_nothing_large_of_a_request_lives_as_long_as_its_answer(harness: Any, stream: bool) -> None:
     import gc
 
-    rig.app()
-    bodies = rig.made.state.trencadis.admission.bodies
+    harness.app()
+    bodies = harness.made.state.trencadis.admission.bodies
     held: list[tuple[int, int]] = []
-    plain = rig.engine.submit
+    plain = harness.engine.submit
 
     def submit(request: Any, pixels: Any) -> Any:
         found = sum(isinstance(o, list) and len(o) == 777 for o in gc.get_objects())
         held.append((bodies.inside, found))
         return plain(request, pixels)
 
-    rig.engine.submit = submit
+    harness.engine.submit = submit
     text = json.dumps([[0]] * 777)
     chat = '{"messages":[{"role":"user","content":"Hi"}],"documents":[{"a":%s}],"chat_template_kwargs":{"b":%s},"u":%s'
     raw = '{"prompt":"Hi","u":%s'
@@ -198,12 +198,12 @@ def test_nothing_large_of_a_request_lives_as_long_as_its_answer(rig: Any, stream
         ("/v1/chat/completions", chat % (text, text, text)), ("/v1/completions", raw % text),
     ):  # fmt: skip
         content = fields + (',"stream":true}' if stream else "}")
-        answer = rig.call(path, method="POST", content=content, headers=JSON)
+        answer = harness.call(path, method="POST", content=content, headers=JSON)
         assert answer.status_code == 200 and answer.headers["x-ignored-fields"].endswith("u")
     assert held == [(0, 0), (0, 0)]
 
 
-def threads_of(rig: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def threads_of(harness: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that encode or decode, in order."""
     seen: list[str] = []
 
@@ -215,34 +215,34 @@ def threads_of(rig: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in ("kept", "encode", "encode_marked", "decode"):
-        monkeypatch.setattr(rig.tokenizer, name, noted(getattr(rig.tokenizer, name)))
+        monkeypatch.setattr(harness.tokenizer, name, noted(getattr(harness.tokenizer, name)))
     return seen
 
 
-def test_long_texts_and_many_are_read_beside_the_event_loop(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.app()
-    seen = threads_of(rig, monkeypatch)
+def test_long_texts_and_many_are_read_beside_the_event_loop(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.app()
+    seen = threads_of(harness, monkeypatch)
     ids = [300] * 1020
-    rig.service.max_model_len = rig.engine.info.max_model_len
+    harness.service.max_model_len = harness.engine.info.max_model_len
     for call in (
-        lambda: rig.chat("a " * 3000),
-        lambda: rig.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1200}),
-        lambda: rig.chat("a", chat_template_kwargs={"x": [[1]] * 5000}),
-        lambda: rig.complete(["a b"] * 1000 + ["c " * 2000]),
-        lambda: rig.call("/tokenize", {"prompt": "a " * 3000}),
-        lambda: rig.call("/detokenize", {"tokens": ids}),
+        lambda: harness.chat("a " * 3000),
+        lambda: harness.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1200}),
+        lambda: harness.chat("a", chat_template_kwargs={"x": [[1]] * 5000}),
+        lambda: harness.complete(["a b"] * 1000 + ["c " * 2000]),
+        lambda: harness.call("/tokenize", {"prompt": "a " * 3000}),
+        lambda: harness.call("/detokenize", {"tokens": ids}),
     ):
         seen.clear()
-        told = call().text[:200]
-        assert seen and all(name.startswith(("text", "tokens")) for name in seen), (seen[:1], told)
+        reported = call().text[:200]
+        assert seen and all(name.startswith(("text", "tokens")) for name in seen), (seen[:1], reported)
     seen.clear()
-    assert rig.chat("Hi").status_code == rig.complete("Hi").status_code == 200
+    assert harness.chat("Hi").status_code == harness.complete("Hi").status_code == 200
     assert set(seen) == {"MainThread"}
 
 
-def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(rig: Any) -> None:
+def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(harness: Any) -> None:
     """Counted in turns of the event loop, not in seconds."""
-    served = rig.app()
+    served = harness.app()
     turns: list[int] = []
 
     async def run(content: bytes, path: str) -> int:
@@ -278,21 +278,21 @@ def test_others_have_their_turn_while_a_body_is_read_and_its_prompts_start(rig: 
     assert len(turns) >= 2 * 512 // 16
 
 
-def test_a_detokenize_request_has_a_ticket_and_a_most(rig: Any) -> None:
+def test_a_detokenize_request_has_a_ticket_and_a_most(harness: Any) -> None:
     from trencadis.server.admission import Bounds
 
-    rig.app(bounds=Bounds(requests=1))
-    other = rig.made.state.trencadis.admission.enter()
-    assert rig.call("/detokenize", {"tokens": [300]}).status_code == 429
+    harness.app(bounds=Bounds(requests=1))
+    other = harness.made.state.trencadis.admission.enter()
+    assert harness.call("/detokenize", {"tokens": [300]}).status_code == 429
     other.leave()
-    assert rig.call("/detokenize", {"tokens": [300]}).status_code == 200
-    assert rig.made.state.trencadis.admission.inside == [0, 0, 0]
-    assert rig.call("/detokenize", {"tokens": [300] * 1025}).json()["error"]["param"] == "tokens"
+    assert harness.call("/detokenize", {"tokens": [300]}).status_code == 200
+    assert harness.made.state.trencadis.admission.inside == [0, 0, 0]
+    assert harness.call("/detokenize", {"tokens": [300] * 1025}).json()["error"]["param"] == "tokens"
 
 
-def test_a_refused_body_is_read_to_its_end(rig: Any) -> None:
+def test_a_refused_body_is_read_to_its_end(harness: Any) -> None:
     """Who is cut off while sending often sees no answer."""
-    served, left = rig.app(), [floods.items(b'{"messages":[', b"[]", 70_000, b""), *[b"x" * 1000] * 5]
+    served, left = harness.app(), [floods.items(b'{"messages":[', b"[]", 70_000, b""), *[b"x" * 1000] * 5]
 
     async def receive() -> Any:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
@@ -308,28 +308,28 @@ def test_a_refused_body_is_read_to_its_end(rig: Any) -> None:
     assert sent[0]["status"] == 400 and not left
 
 
-def test_a_mark_counts_as_the_token_that_it_is(rig: Any) -> None:
-    marked = rig.tokenizer.mark("<|im_end|>") * 5000
+def test_a_mark_counts_as_the_token_that_it_is(harness: Any) -> None:
+    marked = harness.tokenizer.mark("<|im_end|>") * 5000
     assert len(marked) > 1 << 17
-    kept, count = rig.tokenizer.kept(marked, 5100, lambda: None, marked=True)
+    kept, count = harness.tokenizer.find_kept_end(marked, 5100, lambda: None, marked=True)
     assert kept == marked and 5000 <= count < 5100
 
 
-def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(rig: Any) -> None:
-    most = rig.service.max_model_len
+def test_a_long_text_is_counted_first_and_its_end_is_kept_where_it_is_cut(harness: Any) -> None:
+    most = harness.service.max_model_len
     text = "word and word, " * 20_000
-    whole = rig.tokenizer.encode(text)
+    whole = harness.tokenizer.encode(text)
     assert len(whole) > 20 * most
-    answer = rig.complete(text)
+    answer = harness.complete(text)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_tokens"
-    assert rig.complete(text, truncate_prompt_tokens=500, max_tokens=1).status_code == 200
-    assert rig.engine.submitted[-1][0].tokens == whole[-500:]
+    assert harness.complete(text, truncate_prompt_tokens=500, max_tokens=1).status_code == 200
+    assert harness.engine.submitted[-1][0].tokens == whole[-500:]
     assert body_scan.NONCE not in answer.text
 
 
-def test_a_picture_in_a_body_arrives_as_it_was_sent(rig: Any) -> None:
-    rig.app()
+def test_an_image_in_a_body_arrives_as_it_was_sent(harness: Any) -> None:
+    harness.app()
     urls = [f"data:image/png;base64,{'QUJD' * size}" for size in (10, 100_000)]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    assert rig.chat([{"type": "text", "text": "Hi"}, *parts]).status_code == 200
-    assert [source for source, _ in rig.images.seen] == urls
+    assert harness.chat([{"type": "text", "text": "Hi"}, *parts]).status_code == 200
+    assert [source for source, _ in harness.images.received] == urls

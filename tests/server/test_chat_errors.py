@@ -159,48 +159,48 @@ def check(response: Any, status: int, param: str | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param", "text"), FIELDS)
-def test_field(rig: Any, fields: dict[str, Any], param: str, text: str) -> None:
-    check(rig.call("/v1/chat/completions", {"messages": USER, **fields}), 400, param, text)
-    assert not rig.engine.submitted and rig.made.state.trencadis.admission.inside == [0, 0, 0]
+def test_field(harness: Any, fields: dict[str, Any], param: str, text: str) -> None:
+    check(harness.call("/v1/chat/completions", {"messages": USER, **fields}), 400, param, text)
+    assert not harness.engine.submitted and harness.made.state.trencadis.admission.inside == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("parts", "param", "text"), PARTS)
-def test_part(rig: Any, parts: Any, param: str, text: str) -> None:
-    check(rig.chat(parts), 400, param, text)
+def test_part(harness: Any, parts: Any, param: str, text: str) -> None:
+    check(harness.chat(parts), 400, param, text)
 
 
-def test_other_statuses(rig: Any) -> None:
-    check(rig.chat(model="nope"), 404, "model", "The model `nope` does not exist. Valid aliases: m, alias")
-    check(rig.chat(chat_template="x"), 403, "chat_template", "--trust-request-chat-template")
+def test_other_statuses(harness: Any) -> None:
+    check(harness.chat(model="nope"), 404, "model", "The model `nope` does not exist. Valid aliases: m, alias")
+    check(harness.chat(chat_template="x"), 403, "chat_template", "--trust-request-chat-template")
     data = {"type": "image_url", "image_url": "data:text/plain,abc"}
-    check(rig.chat([data]), 501, "messages[0].content[0]", "Only base64 data URLs are supported for now.")
-    rig.service.template = None
-    check(rig.chat(), 400, "messages", "no chat template")
+    check(harness.chat([data]), 501, "messages[0].content[0]", "Only base64 data URLs are supported for now.")
+    harness.service.template = None
+    check(harness.chat(), 400, "messages", "no chat template")
 
 
-def test_too_long(rig: Any) -> None:
-    check(rig.chat("word " * 3000), 400, "input_tokens", TOO_LONG)
-    check(rig.chat("w" * 1_000_000), 400, "input_tokens", TOO_LONG)
-    assert rig.chat("word " * 3000, truncate_prompt_tokens=-1, max_tokens=1).status_code == 200
+def test_too_long(harness: Any) -> None:
+    check(harness.chat("word " * 3000), 400, "input_tokens", TOO_LONG)
+    check(harness.chat("w" * 1_000_000), 400, "input_tokens", TOO_LONG)
+    assert harness.chat("word " * 3000, truncate_prompt_tokens=-1, max_tokens=1).status_code == 200
 
 
-def test_engine_refuses(rig: Any) -> None:
-    rig.engine.refuse = QueueFull("full", retry_after=7)
-    response = rig.chat()
+def test_engine_refuses(harness: Any) -> None:
+    harness.engine.refuse = QueueFull("full", retry_after=7)
+    response = harness.chat()
     check(response, 429, None, "full")
     assert response.headers["retry-after"] == "7"
-    rig.engine.refuse = Unavailable("gone")
-    check(rig.chat(stream=True), 503, None, "gone")
-    rig.engine.accepting, rig.engine.phase = False, "loading"
-    check(rig.chat(), 503, None, "loading")
+    harness.engine.refuse = Unavailable("gone")
+    check(harness.chat(stream=True), 503, None, "gone")
+    harness.engine.accepting, harness.engine.phase = False, "loading"
+    check(harness.chat(), 503, None, "loading")
 
 
-def test_error_before_and_after_the_first_byte(rig: Any) -> None:
-    rig.engine.fail_at = 0
-    check(rig.chat(stream=True), 503, None, "The engine stopped.")
-    rig.engine.fail_at = 3
-    check(rig.chat(), 503, None, "The engine stopped.")
-    events = rig.events(rig.chat(stream=True))
+def test_error_before_and_after_the_first_byte(harness: Any) -> None:
+    harness.engine.fail_at = 0
+    check(harness.chat(stream=True), 503, None, "The engine stopped.")
+    harness.engine.fail_at = 3
+    check(harness.chat(), 503, None, "The engine stopped.")
+    events = harness.events(harness.chat(stream=True))
     assert events[-1]["error"] == {
         "message": "The engine stopped.", "type": "ServiceUnavailableError", "param": None, "code": 503,
     }  # fmt: skip
@@ -209,30 +209,30 @@ def test_error_before_and_after_the_first_byte(rig: Any) -> None:
 @pytest.mark.parametrize("keep_alive", [0.0, 5.0])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_mistake_of_ours_ends_a_stream_in_form(
-    rig: Any, n: int, keep_alive: float, caplog: pytest.LogCaptureFixture
+    harness: Any, n: int, keep_alive: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.app(sse_keep_alive_interval=keep_alive)
-    rig.engine.break_at = 3
+    harness.app(sse_keep_alive_interval=keep_alive)
+    harness.engine.break_at = 3
     for ask in (
-        lambda: rig.chat(n=n, stream=True),
-        lambda: rig.call("/v1/completions", {"prompt": ["a", "b"], "n": n, "stream": True}),
+        lambda: harness.chat(n=n, stream=True),
+        lambda: harness.call("/v1/completions", {"prompt": ["a", "b"], "n": n, "stream": True}),
     ):
         caplog.clear()
-        before = len(rig.engine.submitted)
-        events = rig.events(ask())
+        before = len(harness.engine.submitted)
+        events = harness.events(ask())
         assert len(events) > 1 and events[-1]["error"] == {
             "message": "Internal server error.", "type": "InternalServerError", "param": None, "code": 500,
         }  # fmt: skip
         assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [RuntimeError]
-        assert {(r.id, -1) for r, _ in rig.engine.submitted[before:]} <= set(rig.engine.aborted)
-        assert rig.made.state.trencadis.admission.inside == [0, 0, 0]
-    assert 'finished_reason="error"' in rig.call("/metrics").text
+        assert {(r.id, -1) for r, _ in harness.engine.submitted[before:]} <= set(harness.engine.aborted)
+        assert harness.made.state.trencadis.admission.inside == [0, 0, 0]
+    assert 'finished_reason="error"' in harness.call("/metrics").text
 
 
 def test_a_mistake_while_a_piece_is_made_ends_the_request_in_the_engine(
-    rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    harness: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trencadis.server.prompts.output import ChoiceStream
+    from trencadis.server.prompts.output_processor import ChoiceStream
 
     feed, fed = ChoiceStream.feed, []
 
@@ -241,24 +241,24 @@ def test_a_mistake_while_a_piece_is_made_ends_the_request_in_the_engine(
         return feed(self, delta) if len(fed) % 4 else 1 / 0
 
     monkeypatch.setattr(ChoiceStream, "feed", broken)
-    assert rig.events(rig.chat(stream=True))[-1]["error"]["code"] == 500
-    check(rig.chat(), 500, None, "Internal server error.")
+    assert harness.events(harness.chat(stream=True))[-1]["error"]["code"] == 500
+    check(harness.chat(), 500, None, "Internal server error.")
     fed.extend(fed[: 3 - len(fed) % 4])
-    check(rig.chat(stream=True), 500, None, "Internal server error.")  # nothing was sent: a plain answer
+    check(harness.chat(stream=True), 500, None, "Internal server error.")  # nothing was sent: a plain answer
     assert sum(r.exc_info is not None for r in caplog.records) == 3
-    assert rig.engine.aborted == [(r.id, -1) for r, _ in rig.engine.submitted]
+    assert harness.engine.aborted == [(r.id, -1) for r, _ in harness.engine.submitted]
 
 
-def test_admission(rig: Any) -> None:
-    rig.app(bounds=Bounds(requests=2, tokens=50, pixels=6000))
-    check(rig.chat(n=3), 400, None, "max_num_queued_reqs")
-    check(rig.chat("word " * 60), 400, None, "max_num_queued_tokens")
-    check(rig.chat([IMAGE, IMAGE]), 400, None, "max_num_queued_pixels")
-    admission = rig.made.state.trencadis.admission
+def test_admission(harness: Any) -> None:
+    harness.app(bounds=Bounds(requests=2, tokens=50, pixels=6000))
+    check(harness.chat(n=3), 400, None, "max_num_queued_reqs")
+    check(harness.chat("word " * 60), 400, None, "max_num_queued_tokens")
+    check(harness.chat([IMAGE, IMAGE]), 400, None, "max_num_queued_pixels")
+    admission = harness.made.state.trencadis.admission
     ticket = admission.enter(1)
-    response = rig.chat(n=2)
+    response = harness.chat(n=2)
     check(response, 429, None, "max_num_queued_reqs")
     assert int(response.headers["retry-after"]) >= 1
     ticket.leave()
-    assert rig.chat(n=2).status_code == 200 and rig.chat(n=2, stream=True).status_code == 200
+    assert harness.chat(n=2).status_code == 200 and harness.chat(n=2, stream=True).status_code == 200
     assert admission.inside == [0, 0, 0]

@@ -17,10 +17,10 @@ CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def base(rig: Any) -> Iterator[str]:
+def base(harness: Any) -> Iterator[str]:
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(rig.app(api_key=["k"]), log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(harness.app(api_key=["k"]), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
@@ -69,7 +69,7 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("alias").id == "alias"
 
 
-def test_errors(rig: Any, client: openai.OpenAI, base: str) -> None:
+def test_errors(harness: Any, client: openai.OpenAI, base: str) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="m", messages=CHAT, temperature=9)
     assert bad.value.param == "temperature" and bad.value.type == "BadRequestError"
@@ -78,10 +78,10 @@ def test_errors(rig: Any, client: openai.OpenAI, base: str) -> None:
     with pytest.raises(openai.AuthenticationError) as key:
         openai.OpenAI(base_url=f"{base}/v1", api_key="wrong").models.list()
     assert isinstance(key.value.body, dict) and "API key" in key.value.body["message"]
-    rig.engine.fail_at = 2
+    harness.engine.fail_at = 2
     with pytest.raises(openai.APIError, match="The engine stopped"):
         list(client.chat.completions.create(model="m", messages=CHAT, stream=True))
-    rig.engine.fail_at, rig.engine.accepting = None, False
+    harness.engine.fail_at, harness.engine.accepting = None, False
     with pytest.raises(openai.InternalServerError, match="not accepting"):
         client.chat.completions.create(model="m", messages=CHAT)
 
@@ -93,30 +93,30 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_a_closed_stream_frees_the_request(rig: Any, client: openai.OpenAI) -> None:
-    rig.engine.delay = 0.02
+def test_a_closed_stream_frees_the_request(harness: Any, client: openai.OpenAI) -> None:
+    harness.engine.delay = 0.02
     stream = client.chat.completions.create(model="m", messages=CHAT, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
-    wait_for(lambda: rig.engine.aborted == [(rig.engine.submitted[0][0].id, -1)])
-    wait_for(lambda: rig.made.state.trencadis.admission.inside == [0, 0, 0])
-    assert 'finished_reason="abort"' in rig.made.state.trencadis.metrics.text().decode()
+    wait_for(lambda: harness.engine.aborted == [(harness.engine.submitted[0][0].id, -1)])
+    wait_for(lambda: harness.made.state.trencadis.admission.inside == [0, 0, 0])
+    assert 'finished_reason="abort"' in harness.made.state.trencadis.metrics.text().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_timeout_frees_the_request(rig: Any, client: openai.OpenAI, stream: bool) -> None:
-    rig.engine.delay = 10.0
+def test_a_timeout_frees_the_request(harness: Any, client: openai.OpenAI, stream: bool) -> None:
+    harness.engine.delay = 10.0
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).chat.completions.create(model="m", messages=CHAT, stream=stream)
-    wait_for(lambda: rig.engine.aborted == [(rig.engine.submitted[0][0].id, -1)])
-    wait_for(lambda: rig.made.state.trencadis.admission.inside == [0, 0, 0])
+    wait_for(lambda: harness.engine.aborted == [(harness.engine.submitted[0][0].id, -1)])
+    wait_for(lambda: harness.made.state.trencadis.admission.inside == [0, 0, 0])
 
 
-def test_keep_alive_comments(rig: Any, client: openai.OpenAI, base: str) -> None:
+def test_keep_alive_comments(harness: Any, client: openai.OpenAI, base: str) -> None:
     import httpx
 
-    rig.engine.delay = 0.05
-    object.__setattr__(rig.made.state.trencadis.settings.config, "sse_keep_alive_interval", 0.01)
+    harness.engine.delay = 0.05
+    object.__setattr__(harness.made.state.trencadis.settings.config, "sse_keep_alive_interval", 0.01)
     body = {"messages": CHAT, "stream": True, "max_tokens": 3}
     response = httpx.post(f"{base}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"})
     assert ": keep-alive\n\n" in response.text and response.text.endswith("data: [DONE]\n\n")

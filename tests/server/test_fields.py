@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trencadis.server.protocol.base import FieldContext, StreamOptions
-from trencadis.server.protocol.chat import ChatRequest
-from trencadis.server.protocol.chat_batch import BatchChatRequest
+from trencadis.server.protocol.base_request import FieldContext, StreamOptions
+from trencadis.server.protocol.chat_batch_request import BatchChatRequest
+from trencadis.server.protocol.chat_completions import ChatRequest
 from trencadis.server.protocol.completions import CompletionRequest
-from trencadis.server.protocol.models import DetokenizeRequest, TokenizeRequest
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.protocol.models_and_tokenize import DetokenizeRequest, TokenizeRequest
+from trencadis.server.text.chat_template import ChatTemplate
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 TALK = [{"role": "user", "content": [{"type": "text", "text": "One two three four"}, IMAGE]}]
@@ -179,48 +179,48 @@ WALKS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Sample], set[str]]] =
 }  # fmt: skip
 
 
-def observed(rig: Any, path: str, body: dict[str, Any]) -> tuple[Any, set[str]]:
+def observed(harness: Any, path: str, body: dict[str, Any]) -> tuple[Any, set[str]]:
     """All that a request leads to, and the fields that are named as ignored."""
-    rig.engine.submitted.clear()
-    rig.images.parts.clear()
-    response = rig.call(path, body)
+    harness.engine.submitted.clear()
+    harness.images.parts.clear()
+    response = harness.call(path, body)
     text = re.sub(r'"created":\d+|"id":"(?![^"]*mine)[^"]*"', "", response.text)
-    requests = [(r.tokens, r.params, r.salt, r.priority, r.rule, r.beams) for r, _ in rig.engine.submitted]
-    media = [rig.images.scope, *rig.images.parts] if rig.images.parts else []
+    requests = [(r.tokens, r.params, r.salt, r.priority, r.rule, r.beams) for r, _ in harness.engine.submitted]
+    media = [harness.images.scope, *harness.images.parts] if harness.images.parts else []
     ignored = set(filter(None, response.headers.get("x-ignored-fields", "").split(",")))
     return (response.status_code, response.headers["content-type"], text, requests, media), ignored
 
 
-def prepared(rig: Any) -> None:
-    rig.service.template = ChatTemplate(TEMPLATE, rig.tokenizer)
-    encode = rig.tokenizer.encode
+def prepared(harness: Any) -> None:
+    harness.service.template = ChatTemplate(TEMPLATE, harness.tokenizer)
+    encode = harness.tokenizer.encode
 
     def with_start(text: str, allow_special: bool = True, add_special_tokens: bool = False) -> list[int]:
         return [7] * add_special_tokens + encode(text, allow_special)
 
-    rig.tokenizer.encode = with_start
+    harness.tokenizer.encode = with_start
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_every_field_changes_something_or_is_named(rig: Any, walk: str) -> None:
-    prepared(rig)
-    rig.app(priorities=True)
+def test_every_field_changes_something_or_is_named(harness: Any, walk: str) -> None:
+    prepared(harness)
+    harness.app(priorities=True)
     model, path, base, samples, expected = WALKS[walk]
     assert set(samples) == set(model.model_fields), "a field without a sample"
     named = set()
     for name, (value, beside) in samples.items():
-        before, quiet = observed(rig, path, base | beside)
-        after, ignored = observed(rig, path, base | beside | {name: value})
+        before, quiet = observed(harness, path, base | beside)
+        after, ignored = observed(harness, path, base | beside | {name: value})
         assert not quiet, f"{quiet} is named although nobody asked for it"
         assert (before != after) != bool(ignored), f"{name}: {'both' if ignored else 'neither'} works and is named"
         named |= ignored
     assert named == expected
 
 
-def test_every_stream_option_changes_something_or_is_named(rig: Any) -> None:
+def test_every_stream_option_changes_something_or_is_named(harness: Any) -> None:
     def streamed(**options: bool) -> tuple[Any, set[str]]:
         return observed(
-            rig, "/v1/chat/completions", {"messages": PLAIN, "stream": True, "stream_options": options or None}
+            harness, "/v1/chat/completions", {"messages": PLAIN, "stream": True, "stream_options": options or None}
         )
 
     for name in StreamOptions.model_fields:
@@ -243,70 +243,74 @@ def test_every_stream_option_changes_something_or_is_named(rig: Any) -> None:
         ({"mm_processor_kwargs": {}, "documents": [], "chat_template_kwargs": {}, "tool_choice": "none"}, ""),
     ],
 )
-def test_fields_that_mean_nothing_beside_the_others_are_named(rig: Any, fields: Any, ignored: str) -> None:
-    prepared(rig)
-    assert rig.chat(**fields).headers.get("x-ignored-fields", "") == ignored
+def test_fields_that_mean_nothing_beside_the_others_are_named(harness: Any, fields: Any, ignored: str) -> None:
+    prepared(harness)
+    assert harness.chat(**fields).headers.get("x-ignored-fields", "") == ignored
 
 
-def test_unknown_fields_of_the_other_endpoints_are_named(rig: Any) -> None:
-    assert rig.complete(nonsense=1).headers["x-ignored-fields"] == "nonsense"
-    assert rig.call("/tokenize", {"prompt": "a", "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
-    assert rig.call("/detokenize", {"tokens": [65], "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
-    assert "x-ignored-fields" not in rig.call("/tokenize", {"prompt": "a"}).headers
-    rig.app(strict_request_fields=True)
-    assert rig.call("/tokenize", {"prompt": "a", "nonsense": 1}).json()["error"]["param"] == "nonsense"
-    assert rig.call("/detokenize", {"tokens": [65], "nonsense": 1}).status_code == 400
-    assert "no effect" in rig.chat(reasoning_effort="low").json()["error"]["message"]
-    assert rig.chat(user="u").headers["x-ignored-fields"] == "user"
+def test_unknown_fields_of_the_other_endpoints_are_named(harness: Any) -> None:
+    assert harness.complete(nonsense=1).headers["x-ignored-fields"] == "nonsense"
+    assert harness.call("/tokenize", {"prompt": "a", "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
+    assert harness.call("/detokenize", {"tokens": [65], "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
+    assert "x-ignored-fields" not in harness.call("/tokenize", {"prompt": "a"}).headers
+    harness.app(strict_request_fields=True)
+    assert harness.call("/tokenize", {"prompt": "a", "nonsense": 1}).json()["error"]["param"] == "nonsense"
+    assert harness.call("/detokenize", {"tokens": [65], "nonsense": 1}).status_code == 400
+    assert "no effect" in harness.chat(reasoning_effort="low").json()["error"]["message"]
+    assert harness.chat(user="u").headers["x-ignored-fields"] == "user"
 
 
-def test_priorities_count_where_the_scheduler_heeds_them(rig: Any) -> None:
-    assert rig.chat(priority=1).headers["x-ignored-fields"] == "priority"
-    rig.app(priorities=True)
-    assert "x-ignored-fields" not in rig.chat(priority=1).headers
-    assert rig.engine.submitted[-1][0].priority == 1
+def test_priorities_count_where_the_scheduler_heeds_them(harness: Any) -> None:
+    assert harness.chat(priority=1).headers["x-ignored-fields"] == "priority"
+    harness.app(priorities=True)
+    assert "x-ignored-fields" not in harness.chat(priority=1).headers
+    assert harness.engine.submitted[-1][0].priority == 1
 
 
-def test_a_tool_choice_needs_tools(rig: Any) -> None:
+def test_a_tool_choice_needs_tools(harness: Any) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
-        error = rig.chat(tool_choice=choice).json()["error"]
+        error = harness.chat(tool_choice=choice).json()["error"]
         assert (error["param"], error["message"]) == ("tool_choice", "When using `tool_choice`, `tools` must be set.")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_prompt_is_cut_on_the_side_that_is_asked_for(rig: Any, side: str) -> None:
-    whole = rig.call("/tokenize", {"prompt": "One two three four"}).json()["tokens"]
-    rig.complete("One two three four", truncate_prompt_tokens=3, truncation_side=side, echo=True)
+def test_a_prompt_is_cut_on_the_side_that_is_asked_for(harness: Any, side: str) -> None:
+    whole = harness.call("/tokenize", {"prompt": "One two three four"}).json()["tokens"]
+    harness.complete("One two three four", truncate_prompt_tokens=3, truncation_side=side, echo=True)
     kept = whole[-3:] if side == "left" else whole[:3]
-    assert rig.engine.submitted[-1][0].tokens == kept
-    body = rig.complete("One two three four", truncate_prompt_tokens=3, truncation_side=side, echo=True, max_tokens=0)
-    assert body.json()["choices"][0]["text"] == rig.tokenizer.decode(kept), "what was cut is not echoed"
-    rig.chat("One two", truncate_prompt_tokens=3, truncation_side=side)
-    assert len(rig.engine.submitted[-1][0].tokens) == 3
-    assert rig.complete(truncate_prompt_tokens=3, truncation_side="middle").status_code == 400
+    assert harness.engine.submitted[-1][0].tokens == kept
+    body = harness.complete(
+        "One two three four", truncate_prompt_tokens=3, truncation_side=side, echo=True, max_tokens=0
+    )
+    assert body.json()["choices"][0]["text"] == harness.tokenizer.decode(kept), "what was cut is not echoed"
+    harness.chat("One two", truncate_prompt_tokens=3, truncation_side=side)
+    assert len(harness.engine.submitted[-1][0].tokens) == 3
+    assert harness.complete(truncate_prompt_tokens=3, truncation_side="middle").status_code == 400
 
 
-def test_a_prompt_with_pictures_is_not_cut(rig: Any) -> None:
-    error = rig.chat([{"type": "text", "text": "See"}, IMAGE], truncate_prompt_tokens=3).json()["error"]
+def test_a_prompt_with_images_is_not_cut(harness: Any) -> None:
+    error = harness.chat([{"type": "text", "text": "See"}, IMAGE], truncate_prompt_tokens=3).json()["error"]
     assert error["param"] == "truncate_prompt_tokens" and "images or videos" in error["message"]
-    assert rig.chat([IMAGE], truncate_prompt_tokens=500).status_code == 200
+    assert harness.chat([IMAGE], truncate_prompt_tokens=500).status_code == 200
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_logprobs_show_token_ids(rig: Any, flag: bool) -> None:
-    rig.app(return_tokens_as_token_ids=flag)
-    asked = {} if flag else {"return_tokens_as_token_ids": True}
-    ids = [*rig.engine.answer, rig.engine.eos]
-    content = rig.chat(logprobs=True, top_logprobs=2, **asked).json()["choices"][0]["logprobs"]["content"]
+def test_logprobs_show_token_ids(harness: Any, flag: bool) -> None:
+    harness.app(return_tokens_as_token_ids=flag)
+    requested = {} if flag else {"return_tokens_as_token_ids": True}
+    ids = [*harness.engine.answer, harness.engine.eos]
+    content = harness.chat(logprobs=True, top_logprobs=2, **requested).json()["choices"][0]["logprobs"]["content"]
     assert [e["token"] for e in content] == [f"token_id:{t}" for t in ids]
     assert [e["top_logprobs"][1]["token"] for e in content] == ["token_id:300"] * len(ids)
-    assert bytes(content[0]["bytes"]) == rig.tokenizer.token_bytes(ids[0])
-    shown = rig.complete(logprobs=2, max_tokens=100, **asked).json()["choices"][0]["logprobs"]
-    plain = rig.complete(logprobs=2, max_tokens=100, return_tokens_as_token_ids=False).json()["choices"][0]["logprobs"]
+    assert bytes(content[0]["bytes"]) == harness.tokenizer.get_token_bytes(ids[0])
+    shown = harness.complete(logprobs=2, max_tokens=100, **requested).json()["choices"][0]["logprobs"]
+    plain = harness.complete(logprobs=2, max_tokens=100, return_tokens_as_token_ids=False).json()["choices"][0][
+        "logprobs"
+    ]
     assert shown["tokens"] == [f"token_id:{t}" for t in ids] and shown["text_offset"] == plain["text_offset"]
     assert set(shown["top_logprobs"][0]) == {f"token_id:{ids[0]}", "token_id:300"}
-    assert plain["tokens"][0] == rig.tokenizer.decode(ids[:1])
-    chunks = rig.events(rig.chat(logprobs=True, stream=True, **asked))
+    assert plain["tokens"][0] == harness.tokenizer.decode(ids[:1])
+    chunks = harness.events(harness.chat(logprobs=True, stream=True, **requested))
     assert chunks[1]["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids[0]}"
 
 
@@ -323,20 +327,22 @@ DRAWING: dict[str, list[Any]] = {
 def test_a_plain_request_has_nothing_that_a_check_refuses_or_a_header_names(
     kind: type[ChatRequest] | type[CompletionRequest],
 ) -> None:
-    asked = {"messages": PLAIN} if kind is ChatRequest else {"prompt": "One"}
-    assert set(kind.plain) == {*DRAWING, *asked}
+    requested = {"messages": PLAIN} if kind is ChatRequest else {"prompt": "One"}
+    assert set(kind.plain) == {*DRAWING, *requested}
     rng = random.Random(7)
     nothing = FieldContext(mentions=lambda name: False)
     for _ in range(300):
         chosen = rng.sample(sorted(DRAWING), rng.randint(0, len(DRAWING)))
-        body = kind(**asked, **{name: rng.choice(DRAWING[name]) for name in chosen})
+        body = kind(**requested, **{name: rng.choice(DRAWING[name]) for name in chosen})
         assert body.is_plain
         body.check()
-        assert body.ignored(nothing) == []
-        body.forget()
+        assert body.list_ignored_fields(nothing) == []
+        body.drop_bulky_fields()
         assert body.is_plain or kind is CompletionRequest, "dropping a field must not look as if another were sent"
     for more in ({"user": "me"}, {"cache_salt": None}):
-        assert not kind.model_validate({**asked, **more}).is_plain, "an unknown field must be named, a salt be checked"
+        assert not kind.model_validate({**requested, **more}).is_plain, (
+            "an unknown field must be named, a salt be checked"
+        )
 
 
 def test_a_plain_request_has_a_prompt() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.hostile.odd_bodies import BODIES, LONE, drawn, nested
 from trencadis.core.errors import BadRequest
-from trencadis.server.prompts.params import RequestLimits
-from trencadis.server.text.template import ChatTemplate
+from trencadis.server.prompts.sampling_params import RequestLimits
+from trencadis.server.text.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 ELSEWHERE = {"input_tokens", "image", "video", "audio", "messages", "truncate_prompt_tokens"}
@@ -27,9 +27,9 @@ PAIRS = {
 """Fields of a contradiction are named by one of them."""
 
 
-def sent(rig: Any, caplog: pytest.LogCaptureFixture, path: str, body: Any) -> Any:
+def sent(harness: Any, caplog: pytest.LogCaptureFixture, path: str, body: Any) -> Any:
     caplog.clear()
-    response = rig.call(path, method="POST", content=json.dumps(body), headers={"content-type": "application/json"})
+    response = harness.call(path, method="POST", content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code < 500 and not [r for r in caplog.records if r.exc_info], json.dumps(body)[:2000]
     if response.status_code != 200:
         error = response.json()["error"]
@@ -44,16 +44,16 @@ def shape(response: Any) -> bool:
     return error["param"] is None and error["message"].startswith(said)
 
 
-def fuzzed(rig: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int) -> list[int]:
+def fuzzed(harness: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int) -> list[int]:
     """Statuses of ``count`` odd bodies."""
     random, seen = Random(seed), []
-    rig.service.limits = RequestLimits(1000, max_images=2, max_videos=1, max_choices=8)
-    rig.app(trust_request_chat_template=True)
+    harness.service.limits = RequestLimits(1000, max_images=2, max_videos=1, max_choices=8)
+    harness.app(trust_request_chat_template=True)
     caplog.set_level(logging.INFO)
     for _ in range(count):
         path = random.choice(list(BODIES))
         field, body = drawn(random, path)
-        response = sent(rig, caplog, path, body)
+        response = sent(harness, caplog, path, body)
         seen.append(response.status_code)
         if response.status_code == 400 and "parsing the body" not in response.text and not shape(response):
             param = response.json()["error"]["param"] or ""
@@ -62,24 +62,24 @@ def fuzzed(rig: Any, caplog: pytest.LogCaptureFixture, seed: int, count: int) ->
     return seen
 
 
-def test_odd_bodies_name_their_field(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    seen = fuzzed(rig, caplog, 25, 250)
+def test_odd_bodies_name_their_field(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    seen = fuzzed(harness, caplog, 25, 250)
     assert seen.count(200) > 25 and seen.count(400) > 100
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
-def test_many_odd_bodies_name_their_field(seed: int, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    seen = fuzzed(rig, caplog, seed, 5000)
+def test_many_odd_bodies_name_their_field(seed: int, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    seen = fuzzed(harness, caplog, seed, 5000)
     assert seen.count(200) > 500 and seen.count(400) > 2000
 
 
 @pytest.mark.parametrize("body", BODIES["/v1/chat/completions"])
-def test_the_bodies_are_good_ones(body: dict[str, Any], rig: Any) -> None:
-    rig.app(trust_request_chat_template=True)
+def test_the_bodies_are_good_ones(body: dict[str, Any], harness: Any) -> None:
+    harness.app(trust_request_chat_template=True)
     for path, bodies in BODIES.items():
         for one in bodies:
-            response = rig.call(path, one)
+            response = harness.call(path, one)
             assert response.status_code == 200, (path, response.text)
 
 
@@ -94,14 +94,14 @@ def test_the_bodies_are_good_ones(body: dict[str, Any], rig: Any) -> None:
         ("mm_processor_kwargs", {LONE: 1}), ("mm_processor_kwargs", {"patch_size": nested(90, False)}),
     ],
 )  # fmt: skip
-def test_field(field: str, value: Any, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    response = sent(rig, caplog, "/v1/chat/completions", {"messages": USER, field: value})
+def test_field(field: str, value: Any, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    response = sent(harness, caplog, "/v1/chat/completions", {"messages": USER, field: value})
     assert response.status_code == 400 and response.json()["error"]["param"].startswith(field)
 
 
 @pytest.mark.parametrize("value", [nested(900, True), nested(900, False), {"5" * 5000: 1}])
-def test_shapes_are_refused_before_fields_are_known(value: Any, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    response = sent(rig, caplog, "/v1/chat/completions", {"messages": USER, "logit_bias": value})
+def test_shapes_are_refused_before_fields_are_known(value: Any, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    response = sent(harness, caplog, "/v1/chat/completions", {"messages": USER, "logit_bias": value})
     assert response.status_code == 400 and shape(response)
 
 
@@ -120,45 +120,45 @@ def test_shapes_are_refused_before_fields_are_known(value: Any, rig: Any, caplog
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_message(message: Any, param: str, path: str, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    response = sent(rig, caplog, path, {"messages": [message]})
+def test_message(message: Any, param: str, path: str, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    response = sent(harness, caplog, path, {"messages": [message]})
     found = response.json()["error"]["param"]
     assert response.status_code == 400 and (found == param or found.startswith(f"{param}["))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": "\\ud800"}', json.dumps(nested(900, True)), "1" * 5000])
-def test_arguments(text: str, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments(text: str, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
     calls = [{"function": {"name": "f", "arguments": text}}]
     body = {"messages": [{"role": "assistant", "content": "x", "tool_calls": calls}]}
-    response = sent(rig, caplog, "/v1/chat/completions", body)
+    response = sent(harness, caplog, "/v1/chat/completions", body)
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("messages[0].tool_calls")
 
 
-def test_escapes_in_arguments_hide_no_mark(rig: Any) -> None:
-    nonce = rig.tokenizer.nonce
+def test_escapes_in_arguments_hide_no_mark(harness: Any) -> None:
+    nonce = harness.tokenizer.nonce
     escaped = f"{nonce[:-1]}\\u{ord(nonce[-1]):04x}"
-    hidden = json.dumps({"a": rig.tokenizer.marks["<|im_end|>"]}).replace(nonce, escaped)
+    hidden = json.dumps({"a": harness.tokenizer.marks["<|im_end|>"]}).replace(nonce, escaped)
     calls = [{"function": {"name": "f", "arguments": hidden}}]
-    rig.app(trust_request_chat_template=True)
+    harness.app(trust_request_chat_template=True)
     body = {
         "messages": [{"role": "assistant", "content": "x", "tool_calls": calls}],
         "chat_template": "{{ messages[0].tool_calls[0].function.arguments.a }}",
     }
-    response = rig.call("/v1/chat/completions", body)
+    response = harness.call("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
-    assert rig.tokenizer.special_ids.isdisjoint(rig.engine.submitted[0][0].tokens)
+    assert harness.tokenizer.special_ids.isdisjoint(harness.engine.submitted[0][0].tokens)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 @pytest.mark.parametrize("prompt", [LONE, "a\udfff b"])
-def test_prompt(path: str, prompt: str, rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    response = sent(rig, caplog, path, {"prompt": prompt})
+def test_prompt(path: str, prompt: str, harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    response = sent(harness, caplog, path, {"prompt": prompt})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 
 
-def test_a_field_named_by_half_a_pair_is_refused_in_words(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rig.app(strict_request_fields=True)
-    response = sent(rig, caplog, "/v1/chat/completions", {"messages": USER, LONE: 1})
+def test_a_field_named_by_half_a_pair_is_refused_in_words(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    harness.app(strict_request_fields=True)
+    response = sent(harness, caplog, "/v1/chat/completions", {"messages": USER, LONE: 1})
     assert response.status_code == 400 and response.json()["error"]["param"] == "\\ud800"
 
 
@@ -167,9 +167,9 @@ def test_an_error_quotes_only_what_has_a_utf8_form() -> None:
     assert error.message.isascii() and len(error.message) < 200 and error.param == "a.\\ud800"
 
 
-def test_a_prompt_that_no_route_has_checked_is_refused_in_words(rig: Any) -> None:
+def test_a_prompt_that_no_route_has_checked_is_refused_in_words(harness: Any) -> None:
     """As offline, or where a template makes half a pair."""
-    rig.service.template = ChatTemplate("{{ '%c' | format(55296) }}", rig.tokenizer, "string")
-    for prompt in (rig.service.raw_prompt(LONE), rig.service.chat_prompt(USER)):
+    harness.service.template = ChatTemplate("{{ '%c' | format(55296) }}", harness.tokenizer, "string")
+    for prompt in (harness.service.make_raw_prompt(LONE), harness.service.make_chat_prompt(USER)):
         with pytest.raises(BadRequest, match="surrogate"):
             asyncio.run(prompt)

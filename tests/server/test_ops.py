@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.process.wire import BucketUse, EngineStats
-from trencadis.server.metrics.registry import StatsLine, preemption_warning
+from trencadis.core.process.engine_messages import BucketUse, EngineStats
+from trencadis.server.metrics.prometheus import ThroughputLog, make_preemption_warning
 
 JSON = {"content-type": "application/json"}
 PROBES = ("/health", "/live", "/ready", "/ping", "/version")
@@ -23,125 +23,127 @@ def envelope(response: Any, status: int) -> dict[str, Any]:
     return dict(error)
 
 
-def test_probes(rig: Any) -> None:
-    assert all(rig.call(path).status_code == 200 for path in PROBES)
-    assert rig.call("/ping", method="POST", headers=JSON).status_code == 200
-    assert rig.call("/version").json()["version"]
-    engine = rig.engine
+def test_probes(harness: Any) -> None:
+    assert all(harness.call(path).status_code == 200 for path in PROBES)
+    assert harness.call("/ping", method="POST", headers=JSON).status_code == 200
+    assert harness.call("/version").json()["version"]
+    engine = harness.engine
     engine.phase, engine.accepting, engine.ready, engine.info = "loading weights", False, False, None
     for path, status in {"/health": 503, "/ready": 503, "/ping": 503, "/live": 200, "/version": 200}.items():
-        assert rig.call(path).status_code == status
-    assert rig.call("/health").json()["phase"] == "loading weights"
+        assert harness.call(path).status_code == status
+    assert harness.call("/health").json()["phase"] == "loading weights"
     engine.accepting, engine.healthy = True, False
-    assert rig.call("/health").status_code == 503
+    assert harness.call("/health").status_code == 503
 
 
-def test_live_says_503_once_the_engine_fails_again_and_again(rig: Any) -> None:
-    rig.engine.failing = True
-    assert rig.call("/live").status_code == 503 and rig.call("/live").json() == {"status": "failing"}
+def test_live_says_503_once_the_engine_fails_again_and_again(harness: Any) -> None:
+    harness.engine.failing = True
+    assert harness.call("/live").status_code == 503 and harness.call("/live").json() == {"status": "failing"}
 
 
-def test_models(rig: Any) -> None:
-    rig.app(model_root="/models/x")
-    body = rig.call("/v1/models").json()
+def test_models(harness: Any) -> None:
+    harness.app(model_root="/models/x")
+    body = harness.call("/v1/models").json()
     assert body["object"] == "list" and [m["id"] for m in body["data"]] == ["m", "alias"]
     card = body["data"][0]
     assert set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
     assert (card["root"], card["max_model_len"]) == ("/models/x", 1024)
-    assert rig.call("/v1/models/alias").json()["id"] == "alias"
-    assert envelope(rig.call("/v1/models/org/none"), 404)["param"] == "model"
+    assert harness.call("/v1/models/alias").json()["id"] == "alias"
+    assert envelope(harness.call("/v1/models/org/none"), 404)["param"] == "model"
 
 
-def test_tokenize(rig: Any) -> None:
-    body = rig.call("/tokenize", {"prompt": "Hi <|im_end|>", "return_token_strs": True}).json()
+def test_tokenize(harness: Any) -> None:
+    body = harness.call("/tokenize", {"prompt": "Hi <|im_end|>", "return_token_strs": True}).json()
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) and body["max_model_len"] == 1024
     assert body["token_strs"][-1] == "<|im_end|>"
-    assert rig.call("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "Hi <|im_end|>"}
+    assert harness.call("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "Hi <|im_end|>"}
     image = {"type": "image_url", "image_url": "data:image/png;base64,A"}
-    chat = rig.call("/tokenize", {"messages": [{"role": "user", "content": [image]}]}).json()
-    assert chat["tokens"].count(rig.service.config.image_token) == 6 and "token_strs" not in chat
-    assert envelope(rig.call("/tokenize", {}), 400)["param"] == "prompt"
-    assert envelope(rig.call("/detokenize", {"tokens": [5000]}), 400)["param"] == "tokens"
+    chat = harness.call("/tokenize", {"messages": [{"role": "user", "content": [image]}]}).json()
+    assert chat["tokens"].count(harness.service.config.image_token) == 6 and "token_strs" not in chat
+    assert envelope(harness.call("/tokenize", {}), 400)["param"] == "prompt"
+    assert envelope(harness.call("/detokenize", {"tokens": [5000]}), 400)["param"] == "tokens"
 
 
-def test_envelopes(rig: Any) -> None:
-    assert envelope(rig.call("/nope"), 404)["type"] == "NotFoundError"
-    assert envelope(rig.call("/v1/chat/completions"), 405)["message"] == "GET is not allowed on /v1/chat/completions."
+def test_envelopes(harness: Any) -> None:
+    assert envelope(harness.call("/nope"), 404)["type"] == "NotFoundError"
+    assert (
+        envelope(harness.call("/v1/chat/completions"), 405)["message"] == "GET is not allowed on /v1/chat/completions."
+    )
     post = {"method": "POST", "path": "/v1/chat/completions"}
     assert (
         "application/json"
-        in envelope(rig.call(**post, content="{}", headers={"content-type": "text/plain"}), 400)["message"]
+        in envelope(harness.call(**post, content="{}", headers={"content-type": "text/plain"}), 400)["message"]
     )
-    assert "not valid JSON" in envelope(rig.call(**post, content="{", headers=JSON), 400)["message"]
-    assert "JSON object" in envelope(rig.call(**post, content="[]", headers=JSON), 400)["message"]
-    assert "JSON object" in envelope(rig.call(**post, content="", headers=JSON), 400)["message"]
-    assert envelope(rig.call(**post, content="{}", headers=JSON), 400)["param"] == "messages"
+    assert "not valid JSON" in envelope(harness.call(**post, content="{", headers=JSON), 400)["message"]
+    assert "JSON object" in envelope(harness.call(**post, content="[]", headers=JSON), 400)["message"]
+    assert "JSON object" in envelope(harness.call(**post, content="", headers=JSON), 400)["message"]
+    assert envelope(harness.call(**post, content="{}", headers=JSON), 400)["param"] == "messages"
     nested = "[" * 100_000 + "]" * 100_000
-    assert envelope(rig.call(**post, content='{"messages":' + nested + "}", headers=JSON), 400)
-    rig.service.chat_prompt = None
-    assert envelope(rig.chat(), 500)["message"] == "Internal server error."
+    assert envelope(harness.call(**post, content='{"messages":' + nested + "}", headers=JSON), 400)
+    harness.service.make_chat_prompt = None
+    assert envelope(harness.chat(), 500)["message"] == "Internal server error."
 
 
-def test_body_limit(rig: Any) -> None:
-    rig.app(max_body_bytes=1000)
-    assert rig.chat("x").status_code == 200
-    assert envelope(rig.chat("x" * 2000), 413)["type"] == "RequestTooLargeError"
+def test_body_limit(harness: Any) -> None:
+    harness.app(max_body_bytes=1000)
+    assert harness.chat("x").status_code == 200
+    assert envelope(harness.chat("x" * 2000), 413)["type"] == "RequestTooLargeError"
 
     async def chunks() -> Any:
         for _ in range(100):
             yield b"x" * 100
 
-    assert envelope(rig.call("/v1/chat/completions", method="POST", content=chunks(), headers=JSON), 413)
+    assert envelope(harness.call("/v1/chat/completions", method="POST", content=chunks(), headers=JSON), 413)
 
 
-def test_keys(rig: Any) -> None:
-    rig.app(api_key=["secret", "other"])
-    assert all(rig.call(path).status_code == 200 for path in (*PROBES, "/metrics"))
+def test_keys(harness: Any) -> None:
+    harness.app(api_key=["secret", "other"])
+    assert all(harness.call(path).status_code == 200 for path in (*PROBES, "/metrics"))
     for path in ("/v1/models", "/docs", "/openapi.json", "/nope"):
-        assert envelope(rig.call(path), 401)["type"] == "AuthenticationError"
+        assert envelope(harness.call(path), 401)["type"] == "AuthenticationError"
     for headers in ({"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"x-api-key": "sécret".encode()}):
-        assert rig.call("/v1/models", headers=headers).status_code == 401
+        assert harness.call("/v1/models", headers=headers).status_code == 401
     for headers in ({"authorization": "Bearer secret"}, {"authorization": "bearer other"}, {"x-api-key": "other"}):
-        assert rig.call("/v1/models", headers=headers).status_code == 200
-    assert rig.chat().status_code == 401 and not rig.engine.submitted
-    rig.app(api_key=["secret"], metrics_auth=True)
-    assert rig.call("/metrics").status_code == 401
+        assert harness.call("/v1/models", headers=headers).status_code == 200
+    assert harness.chat().status_code == 401 and not harness.engine.submitted
+    harness.app(api_key=["secret"], metrics_auth=True)
+    assert harness.call("/metrics").status_code == 401
 
 
-def test_cors(rig: Any) -> None:
+def test_cors(harness: Any) -> None:
     ask = {"origin": "http://a", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in rig.call("/health", headers=ask).headers
-    rig.app(allowed_origins=["http://a"], api_key=["k"])
-    assert rig.call("/v1/chat/completions", method="OPTIONS", headers=ask).status_code == 200
-    refused = rig.call("/v1/models", headers={"origin": "http://a"})
+    assert "access-control-allow-origin" not in harness.call("/health", headers=ask).headers
+    harness.app(allowed_origins=["http://a"], api_key=["k"])
+    assert harness.call("/v1/chat/completions", method="OPTIONS", headers=ask).status_code == 200
+    refused = harness.call("/v1/models", headers={"origin": "http://a"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://a"
 
 
-def test_request_id(rig: Any) -> None:
-    response = rig.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]},
+def test_request_id(harness: Any) -> None:
+    response = harness.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]},
                         headers={"x-request-id": "abc-1.2_é/../\u00ff".encode()})  # fmt: skip
     assert response.headers["x-request-id"] == "abc-1.2_.." and response.json()["id"] == "chatcmpl-abc-1.2_.."
-    assert len(rig.call("/health").headers["x-request-id"]) == 32
-    assert rig.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
-    assert len({r.id for r, _ in rig.engine.submitted}) == 2
+    assert len(harness.call("/health").headers["x-request-id"]) == 32
+    assert harness.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
+    assert len({r.id for r, _ in harness.engine.submitted}) == 2
 
 
-def test_the_application_is_made_quickly(rig: Any) -> None:
-    rig.app()
+def test_the_application_is_made_quickly(harness: Any) -> None:
+    harness.app()
     begun = time.perf_counter()
-    rig.app()
+    harness.app()
     assert time.perf_counter() - begun < 0.5
 
 
-def test_metrics(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rig.engine.stats = EngineStats(running=2, waiting=1, kv_used=25, kv_total=100, prefix_queries=10, prefix_hits=5)
+def test_metrics(harness: Any, caplog: pytest.LogCaptureFixture) -> None:
+    harness.engine.stats = EngineStats(running=2, waiting=1, kv_used=25, kv_total=100, prefix_queries=10, prefix_hits=5)
     with caplog.at_level(logging.INFO, "trencadis.server"):
-        rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,A"}])
+        harness.chat([{"type": "image_url", "image_url": "data:image/png;base64,A"}])
     assert "6 image" in caplog.text and caplog.text.count("request chatcmpl-") == 1
-    rig.chat(stop=["wör"])
-    rig.chat([{"type": "image_url", "image_url": "data:image/png;base64,bad"}])
-    rig.engine.observers[0](EngineStats(step_tokens=[3, 40], buckets=[BucketUse("DECODE", 3, 4, 0.1)]))
-    text = rig.call("/metrics").text
+    harness.chat(stop=["wör"])
+    harness.chat([{"type": "image_url", "image_url": "data:image/png;base64,bad"}])
+    harness.engine.observers[0](EngineStats(step_tokens=[3, 40], buckets=[BucketUse("DECODE", 3, 4, 0.1)]))
+    text = harness.call("/metrics").text
     label = 'engine="0",model_name="m"'
     for line in (
         f"vllm:num_requests_running{{{label}}} 2.0",
@@ -161,15 +163,19 @@ def test_metrics(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_stats_line() -> None:
-    line = StatsLine()
-    assert line.line(EngineStats()) is None
-    text = line.line(EngineStats(running=1, kv_used=1, kv_total=4, prompt_tokens=50, prefix_queries=4, prefix_hits=1))
+    line = ThroughputLog()
+    assert line.format_line(EngineStats()) is None
+    text = line.format_line(
+        EngineStats(running=1, kv_used=1, kv_total=4, prompt_tokens=50, prefix_queries=4, prefix_hits=1)
+    )
     assert text is not None and text.startswith("Avg prompt throughput: ")
     assert "tokens/s, Running: 1 reqs, Waiting: 0 reqs, CPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%" in text
-    assert "GPU KV cache usage" in str(StatsLine().line(EngineStats(waiting=1, mm_queries=2, mm_hits=1), "cuda"))
+    assert "GPU KV cache usage" in str(
+        ThroughputLog().format_line(EngineStats(waiting=1, mm_queries=2, mm_hits=1), "cuda")
+    )
 
 
 def test_preemptions_are_warned_about_with_their_remedy() -> None:
-    assert preemption_warning(3, 3) is None
-    warning = preemption_warning(3, 5)
+    assert make_preemption_warning(3, 3) is None
+    warning = make_preemption_warning(3, 5)
     assert warning is not None and warning.startswith("2 requests") and "--kv-cache-memory-bytes" in warning

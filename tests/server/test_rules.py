@@ -6,33 +6,33 @@ from typing import Any
 
 import pytest
 
-from trencadis.core.masks.params import RepetitionDetectionParams
-from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
+from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
+from trencadis.core.masks.structured_outputs import RepetitionDetectionParams
 from trencadis.core.request import SamplingParams
 
 
-def rule(rig: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:
+def rule(harness: Any, path: str = "complete", prompt: str = "One two", **fields: Any) -> Rule | None:
     """What the engine is told."""
-    response = getattr(rig, path)(prompt, **fields)
+    response = getattr(harness, path)(prompt, **fields)
     assert response.status_code == 200, response.text
-    found: Rule | None = rig.engine.submitted[-1][0].rule
+    found: Rule | None = harness.engine.submitted[-1][0].rule
     return found
 
 
 @pytest.mark.parametrize("path", ["complete", "chat"])
-def test_fields_become_a_rule(rig: Any, path: str) -> None:
-    assert rule(rig, path) is None
-    assert rule(rig, path, allowed_token_ids=[9, 5, 9]) == Rule(allowed=(5, 9))
-    asked = {"max_pattern_size": 3, "min_count": 2}
-    assert rule(rig, path, repetition_detection=asked) == Rule(repetition=Repetition(1, 3, 2))
-    assert rule(rig, path, repetition_detection={}) == Rule()
-    assert rule(rig, path, thinking_token_budget=-1) is None
+def test_fields_become_a_rule(harness: Any, path: str) -> None:
+    assert rule(harness, path) is None
+    assert rule(harness, path, allowed_token_ids=[9, 5, 9]) == Rule(allowed=(5, 9))
+    requested = {"max_pattern_size": 3, "min_count": 2}
+    assert rule(harness, path, repetition_detection=requested) == Rule(repetition=Repetition(1, 3, 2))
+    assert rule(harness, path, repetition_detection={}) == Rule()
+    assert rule(harness, path, thinking_token_budget=-1) is None
 
 
-def test_words_are_banned_at_the_start_of_a_text_and_behind_a_blank(rig: Any) -> None:
-    encode = rig.tokenizer.encode
+def test_words_are_banned_at_the_start_of_a_text_and_behind_a_blank(harness: Any) -> None:
+    encode = harness.tokenizer.encode
     for word in ("two", " two", "<|im_end|>", "zzqy"):
-        found = rule(rig, bad_words=[word])
+        found = rule(harness, bad_words=[word])
         assert found is not None
         bare, *more = found.words
         text = word.lstrip()
@@ -41,13 +41,13 @@ def test_words_are_banned_at_the_start_of_a_text_and_behind_a_blank(rig: Any) ->
         assert more == ([blank] if len(blank) == len(bare) and blank[0] != bare[0] else [])
 
 
-def test_a_budget_begins_where_the_prompt_leaves_off(rig: Any) -> None:
-    rig.app(reasoning_parser="qwen3")
-    encode = rig.tokenizer.encode
+def test_a_budget_begins_where_the_prompt_leaves_off(harness: Any) -> None:
+    harness.app(reasoning_parser="qwen3")
+    encode = harness.tokenizer.encode
     start, end = tuple(encode("<think>")), tuple(encode("</think>"))
 
     def thinking(prompt: str) -> ThinkingBudget | None:
-        found = rule(rig, prompt=prompt, thinking_token_budget=7)
+        found = rule(harness, prompt=prompt, thinking_token_budget=7)
         assert found is not None
         return found.thinking
 
@@ -76,23 +76,23 @@ def test_a_budget_begins_where_the_prompt_leaves_off(rig: Any) -> None:
     ],
     ids=str,
 )
-def test_bad_values_are_one_line_that_names_the_field(rig: Any, fields: Any, param: str, says: str) -> None:
-    response = rig.complete("One", **fields)
+def test_bad_values_are_one_line_that_names_the_field(harness: Any, fields: Any, param: str, says: str) -> None:
+    response = harness.complete("One", **fields)
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == param
     assert says in error["message"] and "\n" not in error["message"]
 
 
-def test_an_end_by_repetition_says_so(rig: Any) -> None:
-    deltas = rig.engine._deltas
+def test_an_end_by_repetition_says_so(harness: Any) -> None:
+    deltas = harness.engine._deltas
 
     async def repeating(request: Any) -> Any:
         async for delta in deltas(request):
             delta.finish = "repetition" if delta.finish else None
             yield delta
 
-    rig.engine._deltas = repeating
-    for choice in (rig.chat().json()["choices"][0], rig.complete().json()["choices"][0]):
+    harness.engine._deltas = repeating
+    for choice in (harness.chat().json()["choices"][0], harness.complete().json()["choices"][0]):
         assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
 
 

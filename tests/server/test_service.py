@@ -1,4 +1,4 @@
-"""The text service without a web framework: loading, defaults, choices, the join with real pictures."""
+"""The text service without a web framework: loading, defaults, choices, the join with real images."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, Unavailable
 from trencadis.core.request import Delta, SamplingParams
 from trencadis.server.admission import Bounds
-from trencadis.server.prompts.generation_config import Defaults
-from trencadis.server.prompts.media import PlaceholderJoiner
-from trencadis.server.prompts.output import ChoiceStream
-from trencadis.server.prompts.params import output_limit
-from trencadis.server.prompts.service import TextService
-from trencadis.server.routes.settings import HttpSettings
-from trencadis.server.text.detokenizer import detokenizers
+from trencadis.server.prompts.generation_config import SamplingDefaults
+from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
+from trencadis.server.prompts.output_processor import ChoiceStream
+from trencadis.server.prompts.sampling_params import resolve_output_limit
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.text.detokenizer import make_detokenizers
 
 
 def test_no_web_framework_and_no_torch() -> None:
     code = (
-        "import sys, trencadis.server.prompts.service, trencadis.server.prompts.output\n"
+        "import sys, trencadis.server.prompts.text_service, trencadis.server.prompts.output_processor\n"
         "bad = {'fastapi', 'starlette', 'torch', 'transformers', 'uvicorn'} & set(sys.modules)\n"
         "assert not bad, bad"
     )
@@ -39,7 +39,7 @@ def test_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.05, "top_p": None, "max_new_tokens": 7})
     )
-    read = Defaults.read(tmp_path)
+    read = SamplingDefaults.read(tmp_path)
     assert dict(read.values) == {
         "temperature": 0.1,
         "top_p": 1.0,
@@ -48,41 +48,49 @@ def test_defaults(tmp_path: Path) -> None:
         "repetition_penalty": 1.05,
     }
     assert read.max_tokens == 7 and "temperature=0.1" in str(read)
-    assert Defaults.read(tmp_path, override={"temperature": 0.9}).values["temperature"] == 0.9
-    assert Defaults.read(tmp_path, "vllm").values["temperature"] == 1.0
-    assert read.cap is None and Defaults.read(tmp_path, override={"max_new_tokens": 9}).cap == 9
-    assert Defaults.read(Path("/none"), str(tmp_path)).cap == 7
-    assert Defaults.read(Path("/none"), str(tmp_path)).values["top_k"] == 1
+    assert SamplingDefaults.read(tmp_path, override={"temperature": 0.9}).values["temperature"] == 0.9
+    assert SamplingDefaults.read(tmp_path, "vllm").values["temperature"] == 1.0
+    assert read.cap is None and SamplingDefaults.read(tmp_path, override={"max_new_tokens": 9}).cap == 9
+    assert SamplingDefaults.read(Path("/none"), str(tmp_path)).cap == 7
+    assert SamplingDefaults.read(Path("/none"), str(tmp_path)).values["top_k"] == 1
 
 
 def test_output_limit() -> None:
-    assert output_limit("max_tokens", None, None, 10, 100) == 90
-    assert output_limit("max_tokens", None, 5, 10, 100) == 5
-    assert output_limit("max_tokens", None, 500, 10, 100) == 90
-    assert output_limit("max_tokens", 90, 5, 10, 100) == 90
-    assert output_limit("max_tokens", 91, None, 10, 100) == output_limit("max_tokens", 100, None, 10, 100) == 90
-    assert output_limit("max_tokens", 80, None, 10, 100, cap=7) == output_limit("max_tokens", None, 9, 10, 100, 7) == 7
-    assert output_limit("max_tokens", 3, None, 10, 100, cap=7) == 3
-    for asked, prompt in ((101, 10), (1, 100)):
+    assert resolve_output_limit("max_tokens", None, None, 10, 100) == 90
+    assert resolve_output_limit("max_tokens", None, 5, 10, 100) == 5
+    assert resolve_output_limit("max_tokens", None, 500, 10, 100) == 90
+    assert resolve_output_limit("max_tokens", 90, 5, 10, 100) == 90
+    assert (
+        resolve_output_limit("max_tokens", 91, None, 10, 100)
+        == resolve_output_limit("max_tokens", 100, None, 10, 100)
+        == 90
+    )
+    assert (
+        resolve_output_limit("max_tokens", 80, None, 10, 100, cap=7)
+        == resolve_output_limit("max_tokens", None, 9, 10, 100, 7)
+        == 7
+    )
+    assert resolve_output_limit("max_tokens", 3, None, 10, 100, cap=7) == 3
+    for requested, prompt in ((101, 10), (1, 100)):
         with pytest.raises(BadRequest):
-            output_limit("max_tokens", asked, None, prompt, 100)
+            resolve_output_limit("max_tokens", requested, None, prompt, 100)
 
 
-def test_load(rig: Any) -> None:
-    service = TextService.load(rig.service.config, EngineConfig(limit_mm_per_prompt={"image": 1}, max_model_len=64))
+def test_load(harness: Any) -> None:
+    service = TextService.load(harness.service.config, EngineConfig(limit_mm_per_prompt={"image": 1}, max_model_len=64))
     assert service.limits.max_images == 1 and service.max_model_len == 64
-    prompt = asyncio.run(service.chat_prompt([{"role": "user", "content": "Hi"}]))
+    prompt = asyncio.run(service.make_chat_prompt([{"role": "user", "content": "Hi"}]))
     assert prompt.text is not None and prompt.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert service.tokenizer.decode(prompt.tokens, False) == prompt.text
 
 
-def test_choice_ends(rig: Any) -> None:
-    eos = rig.engine.eos
-    text = rig.tokenizer.encode("one two")
+def test_choice_ends(harness: Any) -> None:
+    eos = harness.engine.eos
+    text = harness.tokenizer.encode("one two")
 
     def run(deltas: list[Delta], **params: Any) -> tuple[str, str | None, int | str | None]:
-        asked = SamplingParams(**params)
-        stream = ChoiceStream(detokenizers(rig.tokenizer)((), asked.skip_special_tokens), asked, {eos})
+        requested = SamplingParams(**params)
+        stream = ChoiceStream(make_detokenizers(harness.tokenizer)((), requested.skip_special_tokens), requested, {eos})
         out, last = "", None
         for delta in deltas:
             last = stream.feed(delta)
@@ -97,7 +105,7 @@ def test_choice_ends(rig: Any) -> None:
     assert run(whole, skip_special_tokens=False) == ("one two", "stop", None)
     assert run(whole, skip_special_tokens=False, include_stop_str_in_output=True)[0] == "one two<|im_end|>"
     assert run(whole, include_stop_str_in_output=True)[0] == "one two"
-    pad = rig.tokenizer.token_id("<|vision_pad|>")
+    pad = harness.tokenizer.find_token_id("<|vision_pad|>")
     inside = [Delta("r", tokens=[*text, pad, eos], finish="stop")]
     assert run(inside) == ("one two", "stop", None)
     assert run(inside, skip_special_tokens=False) == ("one two<|vision_pad|>", "stop", None)
@@ -118,43 +126,45 @@ def test_choice_ends(rig: Any) -> None:
         run([Delta("r", finish="error", status=503, message="gone")])
 
 
-def test_join_with_the_image_side(rig: Any) -> None:
+def test_join_with_the_image_side(harness: Any) -> None:
     pytest.importorskip("trencadis.multimodal.placeholders")
     import numpy as np
 
-    from trencadis.multimodal.processor import Prepared
+    from trencadis.multimodal.processor import PreparedImage
 
-    picture = Prepared("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
-    image = rig.service.config.image_token
-    joined = PlaceholderJoiner(rig.service.config)([1, image, 2], [picture])
+    one_image = PreparedImage("d", np.zeros((24, 1176), np.uint8), (1, 4, 6), 6, 64, (56, 84))
+    image = harness.service.config.image_token
+    joined = PlaceholderJoiner(harness.service.config)([1, image, 2], [one_image])
     assert joined.tokens == [1, *[image] * 6, 2] and (joined.spans[0].offset, joined.spans[0].length) == (1, 6)
     assert joined.positions is not None
     positions = np.frombuffer(joined.positions, "<i4").reshape(3, 8)
     assert positions[:, 7].tolist() == [4, 4, 4] and joined.delta == 5 - 8
     with pytest.raises(BadRequest, match="placed 1 of 2 images"):
-        PlaceholderJoiner(rig.service.config)([1, image, 2], [picture, picture])
-    assert PlaceholderJoiner(rig.service.config)([1, 2], []).positions is None
+        PlaceholderJoiner(harness.service.config)([1, image, 2], [one_image, one_image])
+    assert PlaceholderJoiner(harness.service.config)([1, 2], []).positions is None
 
 
-def test_an_engine_that_forgets_a_choice_is_an_error(rig: Any) -> None:
+def test_an_engine_that_forgets_a_choice_is_an_error(harness: Any) -> None:
     async def nothing(request: Any) -> Any:
         return
         yield
 
-    rig.engine._deltas = nothing
-    assert rig.chat().status_code == 500
-    assert rig.engine.aborted == [(rig.engine.submitted[0][0].id, -1)]
+    harness.engine._deltas = nothing
+    assert harness.chat().status_code == 500
+    assert harness.engine.aborted == [(harness.engine.submitted[0][0].id, -1)]
 
 
-def test_fake_pixels_are_not_copied(rig: Any) -> None:
+def test_fake_pixels_are_not_copied(harness: Any) -> None:
     part = SimpleNamespace(resize=None)  # what a PIL image looks like to the parser
-    prompt = asyncio.run(rig.service.chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}]))
-    assert rig.images.seen[0][0] is part and prompt.pixels[0] is prompt.images[0].pixels
+    prompt = asyncio.run(
+        harness.service.make_chat_prompt([{"role": "user", "content": [{"type": "image", "image": part}]}])
+    )
+    assert harness.images.received[0][0] is part and prompt.pixels[0] is prompt.images[0].pixels
 
 
 def test_settings_of_the_server_configuration() -> None:
     config = pytest.importorskip("trencadis.server.config.config").ServerConfig
     made = HttpSettings(config(), "org/model", "cpu")
-    assert made.names == ("org/model",) and made.bounds == Bounds()
-    made = HttpSettings(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", running=3)
+    assert made.served_names == ("org/model",) and made.bounds == Bounds()
+    made = HttpSettings(config(served_model_name=["a", "b"], max_num_queued_reqs=5, api_key=["k"]), "x", max_running=3)
     assert made.name == "a" and made.bounds.requests == 8 and made.config.api_key == ["k"]

@@ -1,4 +1,4 @@
-"""Pictures and videos in one conversation: places, spans, pixels, usage, and templates that take text."""
+"""Images and videos in one conversation: places, spans, pixels, usage, and templates that take text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pytest
 
 from tests.fakes.checkpoints import TEMPLATE
 from trencadis.core.errors import BadRequest
-from trencadis.multimodal.options import MediaOptions, MediaPart
-from trencadis.multimodal.processor import Prepared
-from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.server.prompts.media import PlaceholderJoiner, arranged
-from trencadis.server.prompts.parts import read_part
-from trencadis.server.text.template import ChatTemplate
+from trencadis.multimodal.media_options import MediaOptions, MediaPart
+from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.videos.prepared_video import PreparedVideo
+from trencadis.server.prompts.content_parts import read_part
+from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner, arrange_media
+from trencadis.server.text.chat_template import ChatTemplate
 
 IMAGE = {"type": "image", "image": "data:image/png;base64,AAAA"}
 VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}, "fps": 1.0}
 
 
-def item(digest: str, tokens: int = 6) -> Prepared:
+def item(digest: str, tokens: int = 6) -> PreparedImage:
     pixels = np.zeros((tokens * 4, 1176), np.uint8)
-    return Prepared(digest, pixels, (1, 4, tokens), tokens, 64, (56, 14 * tokens), (60, 90))
+    return PreparedImage(digest, pixels, (1, 4, tokens), tokens, 64, (56, 14 * tokens), (60, 90))
 
 
 class FakeImages:
-    async def prepare(self, parts: Sequence[MediaPart], scope: Any = None) -> list[Prepared]:
+    async def prepare(self, parts: Sequence[MediaPart], scope: Any = None) -> list[PreparedImage]:
         return [item(f"i{i}") for i in range(len(parts))]
 
 
@@ -40,19 +40,19 @@ class FakeVideos:
     def __init__(self) -> None:
         self.rooms: list[int] = []
 
-    async def prepare(self, parts: Sequence[MediaPart], room: int, scope: Any = None) -> list[PreparedVideo]:
-        self.rooms.append(room)
+    async def prepare(self, parts: Sequence[MediaPart], tokens_left: int, scope: Any = None) -> list[PreparedVideo]:
+        self.rooms.append(tokens_left)
         patches = (item("p0", 2), item("p1", 2), item("p0", 2))
         return [PreparedVideo(f"v{i}", patches, (0, 1, 2, 3, 4, 5), 1.0, 2.0, 9) for i in range(len(parts))]
 
 
 @pytest.fixture
-def both(rig: Any) -> Any:
-    service = rig.service
+def both(harness: Any) -> Any:
+    service = harness.service
     service.images, service.videos, service._join = FakeImages(), FakeVideos(), PlaceholderJoiner(service.config)
     service.limits = replace(service.limits, max_images=2, max_videos=2)
-    service.template = ChatTemplate(TEMPLATE, rig.tokenizer)
-    return rig
+    service.template = ChatTemplate(TEMPLATE, harness.tokenizer)
+    return harness
 
 
 def test_spans_follow_the_conversation(both: Any) -> None:
@@ -98,19 +98,19 @@ def test_raw_prompts_take_each_kind_in_its_order(both: Any) -> None:
     service = both.service
     image, video = service.config.image_token, service.config.video_token
     parts = [MediaPart("a", "x", kind="image"), MediaPart("b", "y", kind="video"), MediaPart("c", "z", kind="image")]
-    prompt = asyncio.run(service.media_prompt([5, image, 6, image, 7, video], parts))
+    prompt = asyncio.run(service.make_media_prompt([5, image, 6, image, 7, video], parts))
     assert [s.digest for s in prompt.expanded.spans] == ["i0", "i1", "p0", "p1", "p0"]
     assert [len(p) for p in prompt.pixels] == [24, 24, 8, 8, 8]
     for tokens in ([5, image, video], [image, image], [image, image, video, video]):
         with pytest.raises(BadRequest, match="placed"):
-            asyncio.run(service.media_prompt(tokens, parts))
+            asyncio.run(service.make_media_prompt(tokens, parts))
 
 
 def test_arranged_keeps_what_it_cannot_place() -> None:
     clip = PreparedVideo("v", (item("p"),), (0, 0), 1.0, 2.0, 1)
-    picture = item("i")
-    assert arranged([9, 8], 8, 9, [picture, clip]) == [clip, picture]
-    assert arranged([8], 8, 9, [picture, clip]) == [picture, clip]
+    one_image = item("i")
+    assert arrange_media([9, 8], 8, 9, [one_image, clip]) == [clip, one_image]
+    assert arrange_media([8], 8, 9, [one_image, clip]) == [one_image, clip]
 
 
 @pytest.mark.parametrize(

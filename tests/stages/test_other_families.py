@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import empty
 
-from tests.families.forms import family_checkpoint
+from tests.families.text_checkpoints import family_checkpoint
 from tests.oracles.transformers_model import Answer, assert_same
 from trencadis import LLM, SamplingParams
 
@@ -54,16 +54,16 @@ def prompts(vocab: int) -> list[list[int]]:
     return found
 
 
-def answered(path: Path, asked: list[list[int]], **flags: Any) -> tuple[list[Answer], list[list[int]], int]:
+def answered(path: Path, requested: list[list[int]], **flags: Any) -> tuple[list[Answer], list[list[int]], int]:
     llm = LLM(str(path), **{**BASE, **flags})
     try:
         greedy = []
-        for one in llm.generate(asked, GREEDY, use_tqdm=False):
+        for one in llm.generate(requested, GREEDY, use_tqdm=False):
             (out,) = one.outputs
             assert out.logprobs is not None
             gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in out.logprobs]
             greedy.append(Answer(out.token_ids, gaps, empty(0)))
-        drawn = [c.token_ids for o in llm.generate(asked, DRAWN, use_tqdm=False) for c in o.outputs]
+        drawn = [c.token_ids for o in llm.generate(requested, DRAWN, use_tqdm=False) for c in o.outputs]
         llm.engine.scheduler.check()
         return greedy, drawn, llm.engine.scheduler.totals.preemptions
     finally:
@@ -82,8 +82,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tupl
 
     @cache
     def find(family: str, first: int) -> Any:
-        asked = prompts(VOCAB[family])[first : first + PART]
-        return checkpoint(family), asked, answered(checkpoint(family), asked)
+        requested = prompts(VOCAB[family])[first : first + PART]
+        return checkpoint(family), requested, answered(checkpoint(family), requested)
 
     return find
 
@@ -94,8 +94,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tupl
 def test_two_hundred_prompts(family: str, first: int, device: str, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     monkeypatch.setenv("TRENCADIS_CUDA_TWIN", "1")
-    path, asked, (wanted, wanted_drawn, _) = alone(family, first)
-    ours, drawn, preempted = answered(path, asked, **SHAPES[family][1], **DEVICES[device])
+    path, requested, (wanted, wanted_drawn, _) = alone(family, first)
+    ours, drawn, preempted = answered(path, requested, **SHAPES[family][1], **DEVICES[device])
     assert_same([(a.tokens, b) for a, b in zip(ours, wanted, strict=True)])
     other = sum(a != b for a, b in zip(drawn, wanted_drawn, strict=True))
     figures = f"{len(ours)} greedy, {len(drawn)} drawn, {other} differ, {preempted} preemptions"

@@ -16,23 +16,23 @@ from tests.fakes.meta_start import GIB, Started, card, config_of, run
 from tests.plan.test_rows import BEFORE, IMAGES, SIZES, SMALL
 from tests.traffic.launch_lines import model_of
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import SERVING
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Stage
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.devices import policy_of
 from trencadis.core.errors import StartupError
-from trencadis.core.launches.pipe import LAST
-from trencadis.core.memory import measured
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.stages import check_ranks, staged
-from trencadis.core.startup.dry_run import DryRun, Planned, PlannedDevice
-from trencadis.core.startup.stages import planned_stages
-from trencadis.server.plan.command import main
-from trencadis.server.plan.pipeline import pipeline_report
+from trencadis.core.launches.stage_transfer import LAST
+from trencadis.core.memory import measurement_cache
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
+from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.startup.pipeline_dry_run import planned_stages
+from trencadis.server.plan.pipeline_report import make_pipeline_report
+from trencadis.server.plan.plan_command import main
 
 
 @pytest.fixture(autouse=True)
@@ -74,22 +74,25 @@ def start(model: ModelConfig, config: EngineConfig, ranks: int, pipe: Meeting, t
         dtype=torch.bfloat16, block_size=128, max_tokens=limits[0], max_rows=limits[1], vocab_size=model.text.vocab,
         windows=model.text.windows, world=ranks, stage=share.stage, stages=share.stages,
     )  # fmt: skip
-    made = HpuBackend(cfg, SERVING, of(on), HpuSettings())
+    made = HpuBackend(cfg, SERVING, make_bridge(on), HpuSettings())
     made.pipe = pipe
     return run(model, config, IMAGES, on, ranks, made)
 
 
-def on_paper(parts: Sequence[ModelConfig], config: EngineConfig, ranks: int, total: int) -> tuple[Planned, ...]:
+def on_paper(parts: Sequence[ModelConfig], config: EngineConfig, ranks: int, total: int) -> tuple[StartupPlan, ...]:
     device, starts = PlannedDevice("hpu", total, 0, ranks, 2), []
     for part in parts:
-        known = measured.load(
-            measured.Key(measured.fingerprint(part), "hpu (emulated)", "16 bit", ranks, 128), measured.folder()
+        known = measurement_cache.load(
+            measurement_cache.MeasurementKey(
+                measurement_cache.fingerprint(part), "hpu (emulated)", "16 bit", ranks, 128
+            ),
+            measurement_cache.folder(),
         )
         starts.append(DryRun(config, part, SERVING, BucketOptions(), IMAGES, device, known))
     return planned_stages(starts)
 
 
-def text_buckets(planned: Planned) -> set[Any]:
+def text_buckets(planned: StartupPlan) -> set[Any]:
     return {b for b in planned.plan.buckets if b.stage not in (Stage.VISION, *LAST)}
 
 
@@ -103,7 +106,7 @@ def test_each_stages_rows_are_those_of_its_start(name: str, length: int | None, 
     model = model_of(*sizes, vision=True)
     model = dataclasses.replace(model, text=dataclasses.replace(model.text, max_positions=8192))
     config = config_of(graph_reserved_mem=0.2, **{**SMALL, "max_model_len": length})
-    parts = staged(model, 2)
+    parts = split_model(model, 2)
     heard: list[Any] = []
     for strict in (False, False, True):
         first = on_paper(parts, config, ranks, total)  # as measured by then
@@ -118,8 +121,10 @@ def test_each_stages_rows_are_those_of_its_start(name: str, length: int | None, 
         assert sum(paper.values()) == total == sum(found.rows.values())
         assert {n: paper[n] for n in BEFORE} == {n: found.rows[n] for n in BEFORE}
         assert paper["KV cache"] == found.rows["KV cache"] and not planned.formula
-        assert planned.ledger.division.blocks == found.cache.num_blocks
-        assert {p.bucket for t in planned.selection.taken.values() for p in t} == set(found.runner.graphs.captured())
+        assert planned.ledger.memory_split.blocks == found.cache.num_blocks
+        assert {p.bucket for t in planned.selection.taken.values() for p in t} == set(
+            found.runner.graphs.list_captured()
+        )
     a, b = (dict(p.ledger.rows()) for p in first)
     assert a["vision graphs"] > 0 == b["vision graphs"] and a["image arena"] > b["image arena"]
     assert a["sampler state"] < b["sampler state"] and a["hidden rows"] < b["hidden rows"]
@@ -129,8 +134,8 @@ def test_a_model_of_72b_is_planned_soon() -> None:
     """The bar is 5 s on a quiet machine; a hang ends at five times that."""
     begun = time.process_time()
     sizes, ranks = SIZES["72B"]
-    plans = on_paper(staged(model_of(*sizes, vision=True), 2), config_of(), ranks, 96 * GIB)
-    report = pipeline_report(plans, nodes=2, batch=64)
+    plans = on_paper(split_model(model_of(*sizes, vision=True), 2), config_of(), ranks, 96 * GIB)
+    report = make_pipeline_report(plans, nodes=2, batch=64)
     spent = time.process_time() - begun
     print(f"planned in {spent:.1f} s")
     assert spent < 25
@@ -168,11 +173,11 @@ def test_what_a_device_cannot_start_is_planned_and_says_so(
     assert "stage 1" in said and "refused" not in said
     assert main([*words, "--mm-encoder-tp-mode", "data"]) == 0
     assert "refused" not in capsys.readouterr().out
-    bare = dataclasses.replace(policy_of("cuda", ""), own_towers=False, stages=False)
-    monkeypatch.setattr("trencadis.server.plan.command.policy_of", lambda *_: bare)
+    bare = dataclasses.replace(policy_of("cuda", ""), encoder_data_parallel=False, stages=False)
+    monkeypatch.setattr("trencadis.server.plan.plan_command.policy_of", lambda *_: bare)
     assert main([*words, "--mm-encoder-tp-mode", "data"]) == 0
     assert "a start would be refused: --mm-encoder-tp-mode data: ranks of the cuda" in capsys.readouterr().out
-    (first, _) = staged(model_of(*SIZES["2B"][0], vision=True), 2)
+    (first, _) = split_model(model_of(*SIZES["2B"][0], vision=True), 2)
     with pytest.raises(StartupError, match=r"--pipeline-parallel-size 2: the other backend passes no rows between"):
         check_ranks(first, "other", dataclasses.replace(SERVING, stages=False))
 
@@ -180,7 +185,7 @@ def test_what_a_device_cannot_start_is_planned_and_says_so(
 def test_a_stage_that_does_not_fit_is_named() -> None:
     sizes, _ = SIZES["72B"]
     with pytest.raises(StartupError, match=r"^pipeline stage [01] of 2: .*") as refused:
-        on_paper(staged(model_of(*sizes, vision=True), 2), config_of(), 1, 24 * GIB)
+        on_paper(split_model(model_of(*sizes, vision=True), 2), config_of(), 1, 24 * GIB)
     assert "\n" not in str(refused.value)
 
 
@@ -198,6 +203,6 @@ def test_text_of_one_stage_is_as_before(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_share_has_measurements_of_its_own() -> None:
     model = model_of(*SIZES["2B"][0], vision=True)
-    parts = staged(model, 2)
-    names = {measured.fingerprint(m) for m in (model, *parts)}
-    assert len(names) == 3 and measured.fingerprint(dataclasses.replace(parts[0], part=None)) in names
+    parts = split_model(model, 2)
+    names = {measurement_cache.fingerprint(m) for m in (model, *parts)}
+    assert len(names) == 3 and measurement_cache.fingerprint(dataclasses.replace(parts[0], part=None)) in names

@@ -1,4 +1,4 @@
-"""Pipeline stages give the tokens of one rank: pictures, prefix hits, seeded sampling, chunks, preemption, masks."""
+"""Pipeline stages give the tokens of one rank: images, prefix hits, seeded sampling, chunks, preemption, masks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.dial import Followers
-from trencadis.core.executor.following import dials
+from trencadis.core.executor.engine_connection import HeadlessRanks
+from trencadis.core.executor.headless import make_connect_infos
 from trencadis.core.links.topology import topology
 
 TIGHT: dict[str, Any] = dict(num_gpu_blocks_override=44)
@@ -63,7 +63,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
 
 
 def test_two_stages_on_the_cpu(wanted: Wanted, two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures, prefix hits and draws; both stages have a step at a time."""
+    """Images, prefix hits and draws; both stages have a step at a time."""
     flying, submit = [], two.engine._submit
 
     def counted(step: Any) -> None:
@@ -79,8 +79,8 @@ def test_two_stages_on_the_cpu(wanted: Wanted, two: LLM, monkeypatch: pytest.Mon
 def test_preemption(one: LLM, two: LLM) -> None:
     """Eight sequences of 100 tokens on 44 blocks of 16."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
-    asked = [[5 + i, 9, 30, 7] * 10 for i in range(8)]
-    found = [[o.outputs[0] for o in llm.generate(asked, params, use_tqdm=False)] for llm in (one, two)]
+    requested = [[5 + i, 9, 30, 7] * 10 for i in range(8)]
+    found = [[o.outputs[0] for o in llm.generate(requested, params, use_tqdm=False)] for llm in (one, two)]
     for a, b in zip(*found, strict=True):
         gaps = [x.top_logprobs[0] - x.top_logprobs[1] for x in a.logprobs or []]
         assert_same([(b.token_ids, Answer(a.token_ids, gaps, empty(0)))])
@@ -90,7 +90,7 @@ def test_preemption(one: LLM, two: LLM) -> None:
 
 def test_what_the_last_stage_alone_knows(one: LLM, two: LLM) -> None:
     """Masks, ids that are scored, log-probabilities of the prompt, and what a launch was."""
-    asked = [
+    requested = [
         SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=[40, 41, 42, 43]),
         SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1, logprobs=2),
         SamplingParams(temperature=0, max_tokens=6, logit_bias={77: 5.0}, min_tokens=6),
@@ -98,7 +98,7 @@ def test_what_the_last_stage_alone_knows(one: LLM, two: LLM) -> None:
     found = []
     for llm in (one, two):
         llm.engine.stats()
-        outputs = llm.generate([[5, 9, 30 + i] for i in range(3)], asked, use_tqdm=False)
+        outputs = llm.generate([[5, 9, 30 + i] for i in range(3)], requested, use_tqdm=False)
         scores = [[round(x.logprob, 3) for p in (o.prompt_logprobs or []) if p for x in p.values()] for o in outputs]
         found.append(([o.outputs[0].token_ids for o in outputs], scores))
         assert {b.stage for b in llm.engine.stats().buckets} >= {"prefill", "decode", "sample"}
@@ -121,12 +121,12 @@ def test_stages_on_two_machines(wanted: Wanted, started: Any, tmp_path: Path) ->
         port = free.getsockname()[1]
     flags: dict[str, Any] = dict(pipeline_parallel_size=2, nnodes=2, group_key_file=str(key), master_port=port)
     there = EngineConfig(model=str(demo_path()), **{**BASE, **flags}, node_rank=1, headless=True)
-    far = Followers(dials(there, topology(there, {}), {}, 120.0))
+    far = HeadlessRanks(make_connect_infos(there, topology(there, {}), {}, 120.0))
     try:
         llm = started(**flags)
         same(llm, range(4), wanted)
         (child,) = llm.engine.executor.children  # type: ignore[attr-defined]
-        assert child.remote and child.place.stage == 1 and not child.place.encodes
+        assert child.remote and child.rank_info.stage == 1 and not child.rank_info.encodes
     finally:
         far.close()
 

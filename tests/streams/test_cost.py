@@ -12,48 +12,48 @@ from hypothesis import strategies as st
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.host.counted import instructions
+from tests.host.instruction_counts import instructions
+from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from tests.streams.test_same_events import KINDS
-from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta
-from trencadis.server.protocol.chat import ChatChunk, ChunkChoice, DeltaMessage
-from trencadis.server.routes.sse import event
-from trencadis.server.text.event_template import EventTemplate, encode, mark
+from trencadis.server.protocol.chat_completions import ChatChunk, ChunkChoice, DeltaMessage
+from trencadis.server.routes.sse import encode_event
+from trencadis.server.text.sse_event_template import SseEventTemplate, encode, make_text_mark
 
 
 def chunk(index: int, text: str) -> bytes:
     choice = ChunkChoice(index=index, delta=DeltaMessage(content=text), logprobs=None, finish_reason=None)
     name = 'a "model" of 100 % that says content'
-    return event(ChatChunk(id="c", object="chat.completion.chunk", created=1, model=name, choices=[choice]))
+    return encode_event(ChatChunk(id="c", object="chat.completion.chunk", created=1, model=name, choices=[choice]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(st.characters(exclude_categories=["Cs"])))))
 @settings(max_examples=40, deadline=None)
 def test_a_text_between_cut_ends_is_the_event_of_its_model(said: list[tuple[int, str]]) -> None:
-    hole = mark()
-    templates = [EventTemplate(chunk(index, hole), [encode(hole)]) for index in range(3)]
+    hole = make_text_mark()
+    templates = [SseEventTemplate(chunk(index, hole), [encode(hole)]) for index in range(3)]
     for index, text in [*said, (0, "".join(map(chr, range(0x300))))]:
         assert templates[index].fill(encode(text)) == chunk(index, text)
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
     made = scripted_app(write_text_checkpoint(tmp_path_factory.mktemp("checkpoint")))
     made.app()
     return made
 
 
-def streamed(rig: ScriptedApp, path: str, body: dict[str, Any]) -> list[bytes]:
+def streamed(harness: ScriptedApp, path: str, body: dict[str, Any]) -> list[bytes]:
     """The chunks of one answer; the application is called without a client's library."""
     said: list[bytes] = []
 
     async def run() -> None:
-        asked, never = [json.dumps({"model": "m", "stream": True, **body}).encode()], asyncio.Event()
+        requested, never = [json.dumps({"model": "m", "stream": True, **body}).encode()], asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            if not asked:
+            if not requested:
                 await never.wait()
-            return {"type": "http.request", "body": asked.pop(), "more_body": False}
+            return {"type": "http.request", "body": requested.pop(), "more_body": False}
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
@@ -65,8 +65,8 @@ def streamed(rig: ScriptedApp, path: str, body: dict[str, Any]) -> list[bytes]:
             "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
             "client": ("127.0.0.1", 1), "server": ("test", 80),
         }  # fmt: skip
-        assert rig.made is not None
-        await rig.made(scope, receive, send)
+        assert harness.made is not None
+        await harness.made(scope, receive, send)
 
     asyncio.run(run())
     return said
@@ -77,12 +77,12 @@ ASKED: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "conten
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_streams_say_the_same_from_bytes_as_from_models(rig: ScriptedApp, path: str) -> None:
+def test_streams_say_the_same_from_bytes_as_from_models(harness: ScriptedApp, path: str) -> None:
     """``continuous_usage_stats`` needs a model for each event; without its usage it must be the same stream."""
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
     def events(**more: Any) -> list[dict[str, Any]]:
-        found = [part for part in b"".join(streamed(rig, path, ASKED[path] | more)).split(b"\n\n") if part]
+        found = [part for part in b"".join(streamed(harness, path, ASKED[path] | more)).split(b"\n\n") if part]
         assert found.pop() == b"data: [DONE]"
         return [json.loads(part[6:]) for part in found]
 
@@ -94,12 +94,12 @@ def test_streams_say_the_same_from_bytes_as_from_models(rig: ScriptedApp, path: 
 
 
 @pytest.mark.parametrize(("path", "most"), [(CHAT, 1300), (PLAIN, 1300)])
-def test_a_streamed_token_costs_few_instructions(rig: ScriptedApp, path: str, most: int) -> None:
+def test_a_streamed_token_costs_few_instructions(harness: ScriptedApp, path: str, most: int) -> None:
     """From the engine's delta to the bytes that are sent; the scripted engine and the event loop take 350 of them."""
 
     def cost(tokens: int) -> int:
         body = ASKED[path] | {"max_tokens": tokens, "ignore_eos": True}
-        return instructions(lambda: streamed(rig, path, body))
+        return instructions(lambda: streamed(harness, path, body))
 
     cost(5)
     token = (cost(260) - cost(60)) / 200
@@ -115,14 +115,14 @@ MOST = {
 
 
 @pytest.mark.parametrize("kind", MOST)
-def test_a_token_that_is_written_at_once_costs_few_instructions(rig: ScriptedApp, kind: str) -> None:
+def test_a_token_that_is_written_at_once_costs_few_instructions(harness: ScriptedApp, kind: str) -> None:
     path, body = KINDS[kind]
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {name: value for name, value in body.items() if name != "n"} | {limit: 900}
-    engine, tokens = WiredEngine(), rig.tokenizer.encode("so it is, and we have done things. ")
+    engine, tokens = WiredEngine(), harness.tokenizer.encode("so it is, and we have done things. ")
 
     async def run() -> float:
-        client = WiredClient(wired(rig, engine, tool_call_parser="hermes", served_model_name=["m"]))
+        client = WiredClient(wired(harness, engine, tool_call_parser="hermes", served_model_name=["m"]))
         client.ask(path, body)
         await settled(40)
         ((request, _),) = engine.submitted

@@ -13,14 +13,14 @@ import pytest
 
 from tests.fakes.scripted_app import ScriptedApp, scripted_app
 from tests.fakes.text_checkpoint import write_text_checkpoint
-from tests.streams.wired import WiredClient, WiredEngine, score, settled, wired
+from tests.streams.recorded_connection import WiredClient, WiredEngine, score, settled, wired
 from trencadis.core.request import Delta, Request, RequestStats
-from trencadis.server.dialects import messages_output
+from trencadis.server.dialects import anthropic_output
 from trencadis.server.dialects.responses_output import ResponseWriter
-from trencadis.server.http.outlet import ChunkOutlet
-from trencadis.server.routes.sse import event
-from trencadis.server.routes.streams.chat import ChatStream
-from trencadis.server.routes.streams.completions import CompletionStream
+from trencadis.server.http.chunk_writer import ChunkWriter
+from trencadis.server.routes.sse import encode_event
+from trencadis.server.routes.streams.chat_stream import ChatStream
+from trencadis.server.routes.streams.completion_stream import CompletionStream
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -55,15 +55,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def streamed(rig: ScriptedApp, kind: str, straight: bool) -> str:
+def streamed(harness: ScriptedApp, kind: str, straight: bool) -> str:
     """The body of an answer that thinks, speaks and calls, a token a step."""
     path, body = KINDS[kind]
-    tokens = rig.tokenizer.encode(f"<think>Well: 🤔 it\u2019s so.</think>{SAID}{CALL}")
+    tokens = harness.tokenizer.encode(f"<think>Well: 🤔 it\u2019s so.</think>{SAID}{CALL}")
     limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": len(tokens)}
     engine = WiredEngine(straight)
 
     async def run() -> bytes:
-        client = WiredClient(wired(rig, engine, tool_call_parser="hermes", reasoning_parser="qwen3"))
+        client = WiredClient(wired(harness, engine, tool_call_parser="hermes", reasoning_parser="qwen3"))
         client.ask(path, body | limit)
         await settled(40)
         for i, token in enumerate(tokens):
@@ -92,32 +92,38 @@ def alike(said: str) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_and_a_task_write_the_same(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    plain = ChunkOutlet.write
+    plain = ChunkWriter.write
 
-    def write(self: ChunkOutlet, data: bytes) -> None:
+    def write(self: ChunkWriter, data: bytes) -> None:
         written.append(data)
         plain(self, data)
 
-    monkeypatch.setattr(ChunkOutlet, "write", write)
+    monkeypatch.setattr(ChunkWriter, "write", write)
     by_task = streamed(scripted_app(checkpoint), kind, straight=False)
     assert not written and by_task.count("\n\n") > 10
     by_callback = streamed(scripted_app(checkpoint), kind, straight=True)
     assert bool(written) == (kind != "several prompts"), "the pieces of several prompts come from tasks"
-    ours, theirs = alike(by_callback), alike(by_task)
+    ours, reference = alike(by_callback), alike(by_task)
     if kind == "several prompts":
-        ours, theirs = sorted(map(repr, ours)), sorted(map(repr, theirs))
-    assert ours == theirs
+        ours, reference = sorted(map(repr, ours)), sorted(map(repr, reference))
+    assert ours == reference
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_template_and_a_model_say_the_same(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filled = streamed(scripted_app(checkpoint), kind, straight=True)
-    monkeypatch.setattr(ChatStream, "_filled", lambda self, index, segment, text, piece: self._shown(index, piece))
+    monkeypatch.setattr(
+        ChatStream, "_fill_template", lambda self, index, segment, text, piece: self._make_event(index, piece)
+    )
 
     def modelled(self: Any, index: int, piece: Any, builder: Any) -> bytes:
-        return event(self._answer.response([self._choice(index, "", piece, builder)], self._always))
+        return encode_event(self._answer.response([self._make_choice(index, "", piece, builder)], self._always))
 
-    monkeypatch.setattr(CompletionStream, "_filled", modelled)
-    monkeypatch.setattr(messages_output.MessageWriter, "_grown", lambda self, change: messages_output._grown(change))
-    monkeypatch.setattr(ResponseWriter, "_grown", ResponseWriter._written)
+    monkeypatch.setattr(CompletionStream, "_fill_template", modelled)
+    monkeypatch.setattr(
+        anthropic_output.MessageWriter,
+        "_write_block_delta",
+        lambda self, change: anthropic_output._make_block_delta(change),
+    )
+    monkeypatch.setattr(ResponseWriter, "_write_delta", ResponseWriter._write_delta_event)
     assert alike(streamed(scripted_app(checkpoint), kind, straight=True)) == alike(filled)

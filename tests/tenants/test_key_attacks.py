@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(checkpoint: Path) -> ScriptedApp:
+def harness(checkpoint: Path) -> ScriptedApp:
     return scripted_app(checkpoint)
 
 
@@ -67,9 +67,9 @@ def status(port: int, method: str, target: str, *headers: str) -> int:
 
 
 @pytest.mark.parametrize("root", ["", "/api"])
-def test_no_path_no_header_and_no_method_gets_in(rig: ScriptedApp, tmp_path: Path, root: str) -> None:
-    rig.app(api_key_file=key_file(tmp_path, key_a=""), api_key=[OTHER], root_path=root, disable_page=True)
-    with live(rig, root_path=root) as url:
+def test_no_path_no_header_and_no_method_gets_in(harness: ScriptedApp, tmp_path: Path, root: str) -> None:
+    harness.app(api_key_file=key_file(tmp_path, key_a=""), api_key=[OTHER], root_path=root, disable_page=True)
+    with live(harness, root_path=root) as url:
         port, tried = int(url.rpartition(":")[2]), 0
         got: list[tuple[str, str, str, int]] = []
         asks = [("GET", path, header) for path in PATHS for header in WRONG[:3]]
@@ -86,10 +86,10 @@ def test_no_path_no_header_and_no_method_gets_in(rig: ScriptedApp, tmp_path: Pat
         assert httpx.get(url + "/v1/models", headers={"x-api-key": OTHER}, trust_env=False).status_code == 200
 
 
-def test_both_headers_and_doubled_ones(rig: ScriptedApp, tmp_path: Path) -> None:
+def test_both_headers_and_doubled_ones(harness: ScriptedApp, tmp_path: Path) -> None:
     """One right key is enough, wherever it stands; two wrong ones are not."""
-    rig.app(api_key_file=key_file(tmp_path, key_a=""))
-    with live(rig) as url:
+    harness.app(api_key_file=key_file(tmp_path, key_a=""))
+    with live(harness) as url:
         port = int(url.rpartition(":")[2])
         wrong = "Authorization: Bearer key-b"
         assert status(port, "GET", "/v1/models", wrong, "x-api-key: key-b") == 401
@@ -99,13 +99,13 @@ def test_both_headers_and_doubled_ones(rig: ScriptedApp, tmp_path: Path) -> None
         ).status_code == 200  # fmt: skip
 
 
-def test_rotated_and_expired_keys_are_outside(rig: ScriptedApp, tmp_path: Path) -> None:
-    rig.app(api_key_file=key_file(tmp_path, key_a="", old="expires: 2020-01-01"))
-    assert rig.made is not None
-    tenants = rig.made.state.trencadis.tenants
+def test_rotated_and_expired_keys_are_outside(harness: ScriptedApp, tmp_path: Path) -> None:
+    harness.app(api_key_file=key_file(tmp_path, key_a="", old="expires: 2020-01-01"))
+    assert harness.made is not None
+    tenants = harness.made.state.trencadis.tenants
 
     def of(key: str) -> int:
-        return rig.call("/v1/models", headers={"x-api-key": key}).status_code
+        return harness.call("/v1/models", headers={"x-api-key": key}).status_code
 
     assert (of("key-a"), of("old")) == (200, 401)
     key_file(tmp_path, key_b="")

@@ -11,9 +11,9 @@ import pytest
 
 from trencadis.core.errors import QueueFull
 from trencadis.server.cli import main
-from trencadis.server.tenants.account import Account
-from trencadis.server.tenants.keyfile import KeyFileError, Tenant, read_key_file
-from trencadis.server.tenants.registry import LOOK_EVERY, Tenants
+from trencadis.server.tenants.api_key_file import KeyFileError, Tenant, read_key_file
+from trencadis.server.tenants.rate_limits import TenantAccount
+from trencadis.server.tenants.tenant_registry import LOOK_EVERY, TenantRegistry
 
 A, B = (hashlib.sha256(key).hexdigest() for key in (b"key-a", b"key-b"))
 
@@ -89,7 +89,7 @@ def test_a_file_that_others_may_read_is_refused(write: Callable[[str], Path], tm
 
 def test_keys_lead_to_their_tenant_until_they_expire(write: Callable[[str], Path]) -> None:
     now = [0.0]
-    tenants = Tenants(write(entry("  expires: 1970-01-01T00:01:40\n")), now=lambda: now[0])
+    tenants = TenantRegistry(write(entry("  expires: 1970-01-01T00:01:40\n")), now=lambda: now[0])
     assert tenants.find([b"", b"key-a"]) is tenants.accounts["ann"]
     assert tenants.find([b"key-b"]) is None and tenants.find([b"key-", b"key-aa", A.encode()]) is None
     now[0] = 101.0
@@ -100,7 +100,7 @@ def test_a_changed_file_is_read_again_and_a_wrong_one_is_not(
     write: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    tenants = Tenants(write(entry("  tokens_per_minute: 100\n")), clock=lambda: now[0])
+    tenants = TenantRegistry(write(entry("  tokens_per_minute: 100\n")), clock=lambda: now[0])
     account = tenants.find([b"key-a"])
     assert account is not None
     account.take("tokens_per_minute", 90)
@@ -118,7 +118,7 @@ def test_a_changed_file_is_read_again_and_a_wrong_one_is_not(
 def test_rates_refill_evenly_and_tell_when_to_come_again() -> None:
     now = [0.0]
     rates = {"requests_per_minute": 60.0, "tokens_per_minute": 600.0}
-    account = Account(Tenant("ann", (A,), rates=rates, concurrency=3), lambda: now[0])
+    account = TenantAccount(Tenant("ann", (A,), rates=rates, concurrency=3), lambda: now[0])
     account.take("tokens_per_minute", 600)
     with pytest.raises(QueueFull, match="tokens_per_minute") as caught:
         account.take("tokens_per_minute", 100)
@@ -126,7 +126,7 @@ def test_rates_refill_evenly_and_tell_when_to_come_again() -> None:
     now[0] = 10.0
     account.take("tokens_per_minute", 100)
     account.spend("tokens_per_minute", 500)  # an answer: known when it is written
-    assert dict(account.headers())["x-ratelimit-remaining-tokens"] == "0"
+    assert dict(account.make_headers())["x-ratelimit-remaining-tokens"] == "0"
     now[0] = 61.0
     account.take("tokens_per_minute", 1)
     account.enter(2)
@@ -140,7 +140,7 @@ def test_rates_refill_evenly_and_tell_when_to_come_again() -> None:
 
 def test_a_want_above_the_whole_bucket_takes_a_full_one() -> None:
     now = [0.0]
-    account = Account(Tenant("ann", (A,), rates={"tokens_per_minute": 100.0}), lambda: now[0])
+    account = TenantAccount(Tenant("ann", (A,), rates={"tokens_per_minute": 100.0}), lambda: now[0])
     account.take("tokens_per_minute", 250)  # else it could never be served
     now[0] = 149.0
     with pytest.raises(QueueFull):
@@ -155,6 +155,6 @@ def test_a_new_key_and_its_entry_fit(capsys: pytest.CaptureFixture[str], write: 
     said = capsys.readouterr().out
     key = said.splitlines()[0].removeprefix("key:").strip()
     assert len(key) > 40
-    tenants = Tenants(write("keys:\n" + said.partition("600):\n\n")[2]))
+    tenants = TenantRegistry(write("keys:\n" + said.partition("600):\n\n")[2]))
     assert tenants.find([key.encode()]) is tenants.accounts["ann"]
     assert main.main(["key", "new", "a b"]) == 2

@@ -52,15 +52,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def body(rng: random.Random) -> dict[str, Any]:
-    """A request of any length, with a picture in every third."""
+    """A request of any length, with an image in every third."""
     words = " ".join(
         rng.choice(("red", "blue", "square", "circle", "left", "small")) for _ in range(rng.randint(3, 150))
     )
     parts: list[dict[str, Any]] = [{"type": "text", "text": f"{rng.random()} {words}"}]
     if rng.random() < 1 / 3:
         size = rng.choice((112, 168, 224)), rng.choice((112, 168, 224))
-        picture = Image.new("RGB", size, (rng.randrange(256), rng.randrange(256), rng.randrange(256)))
-        parts.insert(0, {"type": "image_url", "image_url": {"url": data_url(picture)}})
+        image = Image.new("RGB", size, (rng.randrange(256), rng.randrange(256), rng.randrange(256)))
+        parts.insert(0, {"type": "image_url", "image_url": {"url": data_url(image)}})
     return {
         "messages": [{"role": "user", "content": parts}], "max_tokens": rng.choice((4, 16, 48)), "ignore_eos": True,
         "temperature": 0,
@@ -162,7 +162,7 @@ async def first_token(http: httpx.AsyncClient, name: str, made: dict[str, Any]) 
     return first
 
 
-async def asked_by_four(url: str, seed: int, count: int) -> list[float]:
+async def ask_by_four(url: str, seed: int, count: int) -> list[float]:
     """TTFT of a tenant with four clients that ask one question after the other, ``count`` each."""
     found: list[float] = []
 
@@ -200,15 +200,15 @@ def flood(url: str) -> float:
 
 
 def test_a_flood_by_one_tenant_leaves_the_others_first_tokens(running: RunningServer) -> None:
-    asyncio.run(asked_by_four(running.url, 1, 5))
-    alone = sorted(asyncio.run(asked_by_four(running.url, 100, ASKED)))
+    asyncio.run(ask_by_four(running.url, 1, 5))
+    alone = sorted(asyncio.run(ask_by_four(running.url, 100, ASKED)))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         sent = pool.submit(flood, running.url)
         waiting, end = 0, time.monotonic() + 120
         while waiting < FLOOD // 20 and time.monotonic() < end:
             found = re.search(r"^vllm:num_requests_waiting\{.*\} (\d+)", running.http.get("/metrics").text, re.M)
             waiting = int(found.group(1)) if found else 0
-        beside = sorted(asyncio.run(asked_by_four(running.url, 500, ASKED)))
+        beside = sorted(asyncio.run(ask_by_four(running.url, 500, ASKED)))
         ended = sent.done()
         took = sent.result()
     assert waiting >= FLOOD // 20 and not ended, "the flood ended before the other tenant had asked: it proves nothing"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.server.text.detokenizer import ByteDetokenizer, WindowDetokenizer, detokenizers
-from trencadis.server.text.stop import StopMatcher
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizers
+from trencadis.server.text.stop_strings import StopMatcher
 
 IDS = st.lists(st.integers(0, 720), max_size=40)
 LETTERS = st.text("ab\n", max_size=30)
@@ -25,7 +25,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 @given(ids=IDS, skip=st.booleans(), cut=st.integers(1, 5))
 @settings(max_examples=300, deadline=None)
 def test_deltas_concatenate_to_the_full_decode(tokenizer: Tokenizer, ids: list[int], skip: bool, cut: int) -> None:
-    stream = detokenizers(tokenizer)(skip_special_tokens=skip)
+    stream = make_detokenizers(tokenizer)(skip_special_tokens=skip)
     assert isinstance(stream, ByteDetokenizer)
     text = "".join(stream.feed(ids[i : i + cut]) for i in range(0, len(ids), cut)) + stream.finish()
     assert text == tokenizer.decode(ids, skip)

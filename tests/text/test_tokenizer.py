@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.server.text import tokenizer as tokenizer_module
-from trencadis.server.text.template import ChatTemplate, read_override
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.text import checkpoint_tokenizer as tokenizer_module
+from trencadis.server.text.chat_template import ChatTemplate, read_override
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 TEXTS = [
     "Hello",
@@ -79,10 +79,10 @@ def test_ids_equal_transformers(
     chat: list[dict[str, Any]], prompt: bool, tokenizer: Tokenizer, template: ChatTemplate, oracle: Any
 ) -> None:
     ours = tokenizer.encode_marked(template.render(chat, add_generation_prompt=prompt))
-    theirs = oracle.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True, return_dict=False)
-    assert ours == theirs
-    assert tokenizer.decode(ours, False) == oracle.decode(theirs, skip_special_tokens=False)
-    assert tokenizer.decode(ours, True) == oracle.decode(theirs, skip_special_tokens=True)
+    reference = oracle.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True, return_dict=False)
+    assert ours == reference
+    assert tokenizer.decode(ours, False) == oracle.decode(reference, skip_special_tokens=False)
+    assert tokenizer.decode(ours, True) == oracle.decode(reference, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ THINKING = (
 def test_a_typed_added_token_of_the_template_is_text(token: str, tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of()
     template = ChatTemplate(THINKING, tokenizer)
-    number = tokenizer.token_id(token)
+    number = tokenizer.find_token_id(token)
 
     def count(text: str, role: str = "user") -> int:
         ids = tokenizer.encode_marked(template.render([{"role": role, "content": text}]))
@@ -164,7 +164,7 @@ def test_words_and_blanks_among_the_added_tokens_are_no_markup(tokenizer_of: Any
     tokenizer = tokenizer_of(more)
     template = ChatTemplate("[INST] {{ messages[0].content }}\n\nassistant", tokenizer)
     numbers = tokenizer.encode_marked(template.render([{"role": "user", "content": "[INST]\n\nassistant"}]))
-    ids = [tokenizer.token_id(text) for text in ("[INST]", "\n\n", "assistant")]
+    ids = [tokenizer.find_token_id(text) for text in ("[INST]", "\n\n", "assistant")]
     assert [numbers.count(i) for i in ids] == [1, 2, 2]
 
 
@@ -183,7 +183,7 @@ def test_an_added_token_that_merges_make_is_text_too(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of(merged)
     template = ChatTemplate("<tc>{{ messages[0].content }}", tokenizer)
     ids = tokenizer.encode_marked(template.render([{"role": "user", "content": "<tc>"}]))
-    assert ids.count(tokenizer.token_id("<tc>")) == 1 and tokenizer.decode(ids, False) == "<tc><tc>"
+    assert ids.count(tokenizer.find_token_id("<tc>")) == 1 and tokenizer.decode(ids, False) == "<tc><tc>"
 
 
 def test_a_token_with_a_role_is_special_whatever_its_entry_says(checkpoint: Path, tmp_path: Path) -> None:
@@ -201,21 +201,21 @@ def test_a_token_with_a_role_is_special_whatever_its_entry_says(checkpoint: Path
     assert tokenizer.special_ids == set(oracle.all_special_ids)
     ids = tokenizer.encode("<|im_start|>a<|im_end|><think>")
     assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "<|im_start|>a<think>"
-    assert tokenizer.token_id("<|im_end|>") not in tokenizer.encode("<|im_end|>", allow_special=False)
+    assert tokenizer.find_token_id("<|im_end|>") not in tokenizer.encode("<|im_end|>", allow_special=False)
 
 
 def test_image_places_are_the_templates_own(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     parts = [{"type": "text", "text": "<|image_pad|>"}, {"type": "image"}, {"type": "text", "text": "<|image_pad|>"}]
     ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
-    pad = tokenizer.token_id("<|image_pad|>")
+    pad = tokenizer.find_token_id("<|image_pad|>")
     assert pad is not None and ids.count(pad) == 1
-    assert ids[ids.index(pad) - 1] == tokenizer.token_id("<|vision_start|>")
+    assert ids[ids.index(pad) - 1] == tokenizer.find_token_id("<|vision_start|>")
 
 
 def test_parts_that_join_to_a_special_token_stay_text(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     ids = tokenizer.encode_marked(template.render([{"role": "user", "content": parts}]))
-    end = tokenizer.token_id("<|im_end|>")
+    end = tokenizer.find_token_id("<|im_end|>")
     assert end is not None and ids.count(end) == 2  # the default system message's and the user's
 
 
@@ -236,11 +236,11 @@ def test_the_marked_copy_has_the_vocabulary_of_the_raw_one(tokenizer_of: Any, mo
     """It reads as a parsed copy would, which takes as much memory and time as the tokenizer itself."""
     made = tokenizer_of()
     made.claim("<think><tool_call>")
-    parsed = tokenizer_module.marked_copy(json.loads(made.raw.to_str()), made.marks)
-    monkeypatch.setattr(tokenizer_module, "marked_copy", None)
+    parsed = tokenizer_module.make_marked_copy(json.loads(made.raw.to_str()), made.marks)
+    monkeypatch.setattr(tokenizer_module, "make_marked_copy", None)
     texts = [*TEXTS, *("".join(made.marks.values()), " ".join(f"{t} x{m}  " for t, m in made.marks.items()))]
     assert [made.encode_marked(text) for text in texts] == [list(parsed.encode(text).ids) for text in texts]
-    assert made.encode_marked(made.marks["<tool_call>"]) == [made.token_id("<tool_call>")]
+    assert made.encode_marked(made.marks["<tool_call>"]) == [made.find_token_id("<tool_call>")]
 
 
 def test_ids_with_gaps_are_parsed_anew(tokenizer_of: Any) -> None:
@@ -269,12 +269,12 @@ def test_special_tokens_inside_the_vocabulary_are_renamed_there_too(checkpoint: 
 
 
 def test_facts(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    assert tokenizer.eos == tokenizer.token_id("<|im_end|>")
+    assert tokenizer.eos == tokenizer.find_token_id("<|im_end|>")
     assert tokenizer.vocab_size == max(tokenizer.added.values()) + 1
-    assert tokenizer.token_bytes(10**6) == b"" and tokenizer.token(10**6) is None
+    assert tokenizer.get_token_bytes(10**6) == b"" and tokenizer.get_token(10**6) is None
     ids = tokenizer.encode("é日👩")
-    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "é日👩"
-    assert all(isinstance(tokenizer.token_bytes(t), bytes) for t in ids)
+    assert b"".join(map(tokenizer.get_token_bytes, ids)).decode() == "é日👩"
+    assert all(isinstance(tokenizer.get_token_bytes(t), bytes) for t in ids)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
@@ -293,9 +293,9 @@ def test_content_format(tokenizer: Tokenizer, template: ChatTemplate) -> None:
 
 
 def test_composed_special_tokens_are_noticed(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    assert template.keeps_specials()
-    assert not ChatTemplate("{{ '<|' + 'im_start' + '|>' }}", tokenizer).keeps_specials()
-    assert ChatTemplate("{{ raise_exception('no') }}", tokenizer).keeps_specials()
+    assert template.has_all_specials_marked()
+    assert not ChatTemplate("{{ '<|' + 'im_start' + '|>' }}", tokenizer).has_all_specials_marked()
+    assert ChatTemplate("{{ raise_exception('no') }}", tokenizer).has_all_specials_marked()
 
 
 @pytest.mark.parametrize("trim", [False, True])
@@ -306,10 +306,10 @@ def test_continue_final_message(trim: bool, tokenizer: Tokenizer, checkpoint: Pa
     for final in ("The answer is ", "Yes"):
         chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": final}]
         ours = tokenizer.encode_marked(template.render(chat, add_generation_prompt=False, continue_final_message=True))
-        theirs = oracle.apply_chat_template(
+        reference = oracle.apply_chat_template(
             chat, chat_template=source, continue_final_message=True, tokenize=True, return_dict=False
         )
-        assert ours == theirs
+        assert ours == reference
     with pytest.raises(BadRequest, match="both"):
         template.render(chat, continue_final_message=True)
 

@@ -103,14 +103,14 @@ def test_which_torch_is_installed(tmp_path: Path) -> None:
     for folder in made:
         folder.mkdir()
     assert installed(made[0], importable=True, gaudis=1) == (0, "", "")
-    code, asked, said = installed(made[1])
-    assert code == 0 and "torch==2.13.0 --extra-index-url" in asked and not said
-    code, asked, said = installed(made[2], nvidia=1)
-    assert "torch>=2.11,<2.14" in asked and "extra-index" not in asked
-    code, asked, said = installed(made[3], gaudis=1)
-    assert "--extra-index-url" in asked and "start from Gaudi's container" in said, "never CUDA's"
-    code, asked, said = installed(made[4], outside="/usr/lib/torch/__init__.py", gaudis=1)
-    assert code == 1 and not asked and "is not replaced" in said and said.count("\n") == 1
+    code, requested, said = installed(made[1])
+    assert code == 0 and "torch==2.13.0 --extra-index-url" in requested and not said
+    code, requested, said = installed(made[2], nvidia=1)
+    assert "torch>=2.11,<2.14" in requested and "extra-index" not in requested
+    code, requested, said = installed(made[3], gaudis=1)
+    assert "--extra-index-url" in requested and "start from Gaudi's container" in said, "never CUDA's"
+    code, requested, said = installed(made[4], outside="/usr/lib/torch/__init__.py", gaudis=1)
+    assert code == 1 and not requested and "is not replaced" in said and said.count("\n") == 1
 
 
 def older_python() -> str:

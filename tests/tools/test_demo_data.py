@@ -1,4 +1,4 @@
-"""The pictures, questions and tokenizer of the demo checkpoint, and the files that ship."""
+"""The images, questions and tokenizer of the demo checkpoint, and the files that ship."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from demo.pictures.scene import CELL, MAX_CELLS, SHAPES, Picture, Scene, Thing, 
 ASSETS = ROOT / "assets" / "demo"
 
 
-def _pictures(count: int, seed: int) -> list[Picture]:
+def _images(count: int, seed: int) -> list[Picture]:
     rng = Random(seed)
     out = []
     for _ in range(count):
@@ -33,13 +33,13 @@ def _pictures(count: int, seed: int) -> list[Picture]:
 
 def test_pixels_show_the_colour_that_the_scene_names() -> None:
     wrong = seen = 0
-    for picture in _pictures(60, 1):
-        h, w, _ = picture.pixels.shape
-        for thing in picture.scene.things:
+    for image in _images(60, 1):
+        h, w, _ = image.pixels.shape
+        for thing in image.scene.things:
             if thing.shape == "ring":
                 continue
             x, y = round(thing.x * w), round(thing.y * h)
-            patch = picture.pixels[y - 2 : y + 3, x - 2 : x + 3].reshape(-1, 3)
+            patch = image.pixels[y - 2 : y + 3, x - 2 : x + 3].reshape(-1, 3)
             name = palette.name_pixels(np.median(patch, 0).astype(np.uint8)[None])[0]
             wrong += palette.COLOURS[name] != thing.colour
             seen += 1
@@ -48,9 +48,9 @@ def test_pixels_show_the_colour_that_the_scene_names() -> None:
 
 
 def test_things_stay_inside_and_apart() -> None:
-    for picture in _pictures(60, 2):
-        h, w, _ = picture.pixels.shape
-        things = picture.scene.things
+    for image in _images(60, 2):
+        h, w, _ = image.pixels.shape
+        things = image.scene.things
         for i, t in enumerate(things):
             assert t.x * w - t.radius >= 0 and t.x * w + t.radius <= w
             assert t.y * h - t.radius >= 0 and t.y * h + t.radius <= h
@@ -59,10 +59,10 @@ def test_things_stay_inside_and_apart() -> None:
 
 
 def test_cell_labels_agree_with_the_things() -> None:
-    for picture in _pictures(30, 3):
-        shown = {SHAPES.index(t.shape) + 1 for t in picture.scene.things}
-        assert shown >= set(picture.what.tolist()) - {0}
-        assert len(picture.what) == picture.pixels.shape[0] * picture.pixels.shape[1] // CELL**2
+    for image in _images(30, 3):
+        shown = {SHAPES.index(t.shape) + 1 for t in image.scene.things}
+        assert shown >= set(image.what.tolist()) - {0}
+        assert len(image.what) == image.pixels.shape[0] * image.pixels.shape[1] // CELL**2
 
 
 def _named(text: str, scene: Scene) -> list[Thing]:
@@ -118,19 +118,19 @@ def _truth(q: questions.Question, scene: Scene) -> str | None:
 def test_answers_are_true() -> None:
     rng = Random(4)
     checked: set[str] = set()
-    for picture in _pictures(120, 5):
+    for image in _images(120, 5):
         for _ in range(12):
-            q = questions.about(picture.scene, rng)
-            truth = _truth(q, picture.scene)
+            q = questions.about(image.scene, rng)
+            truth = _truth(q, image.scene)
             if truth is not None:
                 checked.add(q.intent)
-                assert q.answer == truth, (q, picture.scene)
+                assert q.answer == truth, (q, image.scene)
     assert checked == {"count", "count_of", "exists", "colour_of", "shape_of", "where", "relation", "side"}
 
 
 def test_captions_name_every_thing_in_order() -> None:
-    for picture in _pictures(60, 6):
-        scene = picture.scene
+    for image in _images(60, 6):
+        scene = image.scene
         if scene.layout == "free":
             continue
         text = questions.caption_text(scene).lower()
@@ -186,7 +186,7 @@ def test_a_branch_sees_its_ancestors_only() -> None:
     assert packing.collate([row], [], (2, 2)).positions[0, 0, :7].tolist() == [0, 1, 2, 3, 2, 3, 4]
 
 
-def test_picture_positions_step_by_the_longer_side() -> None:
+def test_image_positions_step_by_the_longer_side() -> None:
     row = packing.Row()
     row.add(-1, [1, *packing.image_ids((2, 3)), 9])
     positions = packing.collate([row], [], (2, 3)).positions[:, 0, :10].tolist()

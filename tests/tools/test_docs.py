@@ -20,11 +20,11 @@ from tools import gen_reference
 from trencadis.assets import demo_path
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.server.batch import command as batch
-from trencadis.server.bench import command as bench
-from trencadis.server.cli import chat, check, check_device, check_model, quantize
+from trencadis.server.batch import run_batch as batch
+from trencadis.server.bench import bench_command as bench
+from trencadis.server.cli import chat_command, check_backend, check_device, check_model, quantize
 from trencadis.server.config import argv
-from trencadis.server.plan import command as plan
+from trencadis.server.plan import plan_command as plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -156,14 +156,14 @@ def own_flags(command: Command) -> None:
         argv.parse(words)
     elif name == "plan":
         memory = [] if command.typed else ["--memory", "96GiB"]
-        argv.parse(plan._options([*words, *memory])[1])
+        argv.parse(plan._parse_options([*words, *memory])[1])
     elif name == "chat":
-        chat.arguments(words)
+        chat_command.parse_arguments(words)
     elif name == "quantize":
         names, values = quantize.parse(words)
-        assert len(names) == 2 and quantize.checked(values), command
+        assert len(names) == 2 and quantize.check_options(values), command
     elif name == "check-backend":
-        check.parse(words or ["numpy"])
+        check_backend.parse(words or ["numpy"])
     elif name == "check-model":
         assert check_model.parse(words).path or not command.typed, command
     elif name == "check-device" or name.removeprefix("check-") in devices.BUILT:
@@ -324,7 +324,7 @@ def test_the_first_tutorial_answers_as_it_says(served: str) -> None:
     assert f"> {said}\n" in page and f"> {said}\n" in readme
     usage = answer["usage"]
     tokens = usage["prompt_tokens_details"]["image_tokens"], usage["prompt_tokens"]
-    assert f"the picture took {tokens[0]} of the {tokens[1]} tokens" in page
+    assert f"the image took {tokens[0]} of the {tokens[1]} tokens" in page
     again = json.loads(typed(["bash"], shown("", "curl"), served))
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert f"It prints `{typed([sys.executable], shown('python', 'OpenAI'), served)}`" in page

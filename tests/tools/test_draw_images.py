@@ -21,8 +21,8 @@ def test_a_committed_figure_is_up_to_date_and_shown(name: str) -> None:
 
 
 def test_sizes_in_the_table() -> None:
-    from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
-    from trencadis.multimodal.qwen2_vl.sizes import smart_resize
+    from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+    from trencadis.multimodal.qwen2_vl.smart_resize import smart_resize
 
     rows = [line.split("|")[1:5] for line in (ROOT / "docs" / "images.md").read_text().splitlines() if " x " in line]
     found = 0
@@ -31,7 +31,7 @@ def test_sizes_in_the_table() -> None:
         if len(sizes) == 2 and all(len(s) == 2 and all(p.strip().isdigit() for p in s) for s in sizes):
             (w, h), (rw, rh) = ([int(p) for p in s] for s in sizes)
             assert smart_resize(h, w) == (rh, rw)
-            grid = grid_of(rh, rw)
-            assert [int(c.replace(",", "")) for c in cells[2:]] == [tokens_of(grid), slots_of(grid)]
+            grid = patch_grid(rh, rw)
+            assert [int(c.replace(",", "")) for c in cells[2:]] == [count_tokens(grid), count_slots(grid)]
             found += 1
     assert found == 5

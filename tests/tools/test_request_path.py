@@ -52,7 +52,7 @@ def test_lines_without_docstrings_comments_and_functions_that_did_not_run(
 
 
 def test_rooms_are_packages_and_files_beside_them() -> None:
-    assert [room(f) for f in ("core/step.py", "core/kv/pool.py", "backends/cpu/ops.py")] == [
+    assert [room(f) for f in ("core/step.py", "core/kv/block_pool.py", "backends/cpu/ops.py")] == [
         "core/step.py", "core/kv", "backends/cpu"
     ]  # fmt: skip
 

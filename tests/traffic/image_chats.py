@@ -1,4 +1,4 @@
-"""Conversations with pictures: made by seed, sent as data URLs, answered with how sure the engine was."""
+"""Conversations with images: made by seed, sent as data URLs, answered with how sure the engine was."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trencadis import LLM, SamplingParams
 Chat = list[dict[str, Any]]
 
 
-def talks(seeds: Iterable[int], high: int) -> list[Chat]:
-    """Chats with up to three pictures of at most ``high`` pixels a side; the same one for each seed."""
+def make_conversations(seeds: Iterable[int], high: int) -> list[Chat]:
+    """Chats with up to three images of at most ``high`` pixels a side; the same one for each seed."""
     return [conversation(np.random.default_rng(seed), high=high)[0] for seed in seeds]
 
 
@@ -30,7 +30,7 @@ def data_url(image: Image.Image, kind: str = "PNG") -> str:
 
 
 def wire(messages: Chat) -> Chat:
-    """A conversation with its pictures as data URLs."""
+    """A conversation with its images as data URLs."""
 
     def part(p: dict[str, Any]) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": data_url(p["image"])}} if p["type"] == "image" else p

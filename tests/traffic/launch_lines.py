@@ -7,12 +7,12 @@ from pathlib import Path
 from trencadis.backends.hpu.policy import SERVING
 from trencadis.core.buckets import Plan
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions, read
-from trencadis.core.shapes.planner import make_plan
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower as VisionConfig
-from trencadis.multimodal.qwen2_vl.geometry import FACTOR
-from trencadis.multimodal.qwen2_vl.sizes import squares
+from trencadis.core.shapes.bucket_options import BucketOptions, read_bucket_options
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig as VisionConfig
+from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR
+from trencadis.multimodal.qwen2_vl.smart_resize import square_sizes
 
 GUIDE = ShapeLimits(
     max_rows=128,
@@ -20,7 +20,7 @@ GUIDE = ShapeLimits(
     max_model_len=32768,
     block_size=128,
     image_slots=65536,
-    squares=tuple(squares(65536, FACTOR)),
+    squares=tuple(square_sizes(65536, FACTOR)),
 )
 
 LIN = {
@@ -74,5 +74,5 @@ def model_of(
 def plan_of(name: str) -> tuple[Plan, ShapeLimits]:
     """The plan of one launch line."""
     limits, environ = LINES[name]
-    asked = read(environ) if environ else BucketOptions()
-    return make_plan(SERVING, limits, asked), limits
+    requested = read_bucket_options(environ) if environ else BucketOptions()
+    return make_plan(SERVING, limits, requested), limits

@@ -10,19 +10,19 @@ from typing import Any
 
 from tests.fakes.scripted_app import ScriptedApp
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http.listen import listen
-from trencadis.server.http.web import make_server
+from trencadis.server.http.listener import open_listener
+from trencadis.server.http.uvicorn_server import make_server
 
 DEADLINE = 30.0
 """Seconds in which the server must come up and end."""
 
 
 @contextlib.contextmanager
-def live(rig: ScriptedApp, **flags: Any) -> Iterator[str]:
+def live(harness: ScriptedApp, **flags: Any) -> Iterator[str]:
     """The base URL of the application, while it is served; ``flags``: what the HTTP server itself is told."""
     config = ServerConfig(**{"host": "127.0.0.1", "port": 0, "disable_uvicorn_access_log": True, **flags})
-    sock = listen(config)
-    server = make_server(config, rig.made or rig.app(), 5)
+    sock = open_listener(config)
+    server = make_server(config, harness.made or harness.app(), 5)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     try:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.options import NO_SCOPE, MediaPart, MediaScope
-from trencadis.multimodal.processor import Prepared
-from trencadis.multimodal.workers.pool import Answer, Job, WorkerPool
+from trencadis.multimodal.decode_workers.worker_pool import Job, JobResult, WorkerPool
+from trencadis.multimodal.images.image_frontend import ImageFrontend
+from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
+from trencadis.multimodal.processor import PreparedImage
 
 
 def prepare_now(
     front: ImageFrontend, parts: Sequence[MediaPart | tuple[Any, str]], scope: MediaScope = NO_SCOPE
-) -> list[Prepared]:
+) -> list[PreparedImage]:
     """``ImageFrontend.prepare`` in a thread with a loop of its own, so that a running loop may call it too."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(front.prepare(parts, scope))).result()
 
 
-def run_now(pool: WorkerPool, job: Job, data: bytes | bytearray | memoryview) -> Answer:
+def run_now(pool: WorkerPool, job: Job, data: bytes | bytearray | memoryview) -> JobResult:
     """``WorkerPool.run``, blocking."""
     return pool.submit(job, data).future.result()

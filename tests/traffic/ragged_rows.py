@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trencadis.core.layout import RESERVED_BLOCKS
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import StepInputs
 
 Rows = Sequence[tuple[int, int]]

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trencadis.core.engine import Engine
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.core.request import BeamRule, Delta, Request, SamplingParams
-from trencadis.multimodal.qwen2_vl.geometry import PATCH_VALUES
+from trencadis.multimodal.qwen2_vl.patch_geometry import PATCH_VALUES
 
 
 def image_span(offset: int, rng: random.Random, most: int) -> MediaSpan:
-    """One of thirty pictures with sides of 4 to ``most`` patches."""
-    picture = random.Random(rng.randrange(30))
-    h, w = (2 * picture.randint(2, most // 2) for _ in range(2))
+    """One of thirty images with sides of 4 to ``most`` patches."""
+    image = random.Random(rng.randrange(30))
+    h, w = (2 * image.randint(2, most // 2) for _ in range(2))
     slots = 64 * -(-h // 8) * -(-w // 8)
-    return MediaSpan(offset, h * w // 4, f"{h:04x}{w:04x}{picture.randrange(1 << 16):04x}", (1, h, w), slots)
+    return MediaSpan(offset, h * w // 4, f"{h:04x}{w:04x}{image.randrange(1 << 16):04x}", (1, h, w), slots)
 
 
 def random_request(rng: random.Random, number: int, length: int, vocab: int, most: int) -> Request:
-    """A prompt of up to 3/4 of ``length`` tokens, half of them with pictures."""
+    """A prompt of up to 3/4 of ``length`` tokens, half of them with images."""
     shared = random.Random(rng.randrange(5))
     tokens = [shared.randrange(vocab) for _ in range(rng.randrange(length // 3))]
     spans: list[MediaSpan] = []
@@ -129,7 +129,7 @@ class Traffic:
                     self.ended[delta.id] = delta.finish
                     live.discard(delta.id)
             for request_id, index in self.engine.needs():
-                self.engine.media(request_id, index, pixels(spans[request_id][index]))
+                self.engine.add_media(request_id, index, pixels(spans[request_id][index]))
 
     def request(self, rng: random.Random) -> Request:
         """Request number ``sent``."""
@@ -158,7 +158,7 @@ class Traffic:
 
 
 def pixels(span: MediaSpan) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """A picture's patches, made from its digest."""
+    """An image's patches, made from its digest."""
     _, h, w = span.grid
     made = np.random.default_rng(int(span.digest, 16)).integers(0, 256, (h * w, PATCH_VALUES), np.uint8)
     return made

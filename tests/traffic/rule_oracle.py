@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
-from trencadis.core.masks.rule import Rule
-from trencadis.core.masks.vocabulary import Vocabulary, opened
+from trencadis.core.masks.constraints import Rule
+from trencadis.core.masks.vocabulary import Vocabulary, open_tokenizer
 from trencadis.core.request import SamplingParams
 
 EOS = 0
@@ -57,7 +57,7 @@ class RuleOracle:
     def grammar_mask(self, grammar: str, output: Sequence[int]) -> tuple[set[int], bool]:
         """Ids that may follow, and whether the text may end."""
         if grammar not in self._begun:
-            self._tokenizer = self._tokenizer or opened(self._vocabulary)
+            self._tokenizer = self._tokenizer or open_tokenizer(self._vocabulary)
             self._begun[grammar] = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         matcher = self._begun[grammar].deep_copy()
         for at, token in enumerate(output):

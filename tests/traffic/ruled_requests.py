@@ -9,7 +9,7 @@ import llguidance
 
 from tests.traffic.requests import Traffic, random_request
 from trencadis.core.engine import Engine
-from trencadis.core.masks.rule import Repetition, Rule, ThinkingBudget
+from trencadis.core.masks.constraints import Repetition, Rule, ThinkingBudget
 from trencadis.core.masks.vocabulary import Vocabulary
 from trencadis.core.request import Delta, Request
 
@@ -89,7 +89,7 @@ class RuledTraffic(Traffic):
 def ruled_answers(engine: Engine, count: int, seed: int, length: int, **options: object) -> RuledTraffic:
     """What a run of ruled requests answers."""
     vocab = engine.info().vocab_size
-    engine.vocabulary(vocabulary(vocab, engine.scheduler.limits.eos).packed())
+    engine.set_vocabulary(vocabulary(vocab, engine.scheduler.limits.eos).pack())
     run = RuledTraffic(engine, seed, count, length, vocab, **options)  # type: ignore[arg-type]
     run.run()
     return run

@@ -20,11 +20,11 @@ from tests.fakes.text_checkpoint import write_text_checkpoint
 from trencadis.core.request import Delta, Request
 from trencadis.server.config.config import ServerConfig
 from trencadis.server.http.app import create_app
-from trencadis.server.http.listen import listen
-from trencadis.server.http.web import make_server
-from trencadis.server.routes.settings import HttpSettings
-from trencadis.server.text.template import ChatTemplate
-from trencadis.server.text.tokenizer import Tokenizer
+from trencadis.server.http.listener import open_listener
+from trencadis.server.http.uvicorn_server import make_server
+from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.text.chat_template import ChatTemplate
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "examples" / "templates" / "qwen2_5_vl_hermes.jinja"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -76,12 +76,12 @@ def answer_to(prompt: str) -> str:
 
 async def run(port: int, delay: float) -> None:
     """Serves until a signal."""
-    rig = fresh_app()
-    rig.service.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), rig.tokenizer)
-    engine = ScriptedWeather(rig.tokenizer, rig.engine.eos, delay)
+    harness = fresh_app()
+    harness.service.template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), harness.tokenizer)
+    engine = ScriptedWeather(harness.tokenizer, harness.engine.eos, delay)
     config = ServerConfig(host="127.0.0.1", port=port, served_model_name=["scripted"], disable_uvicorn_access_log=True)
-    app = create_app(HttpSettings(config), engine, rig.service)
-    with listen(config) as sock:
+    app = create_app(HttpSettings(config), engine, harness.service)
+    with open_listener(config) as sock:
         web = make_server(config, app, 2)
 
         def leave() -> None:

@@ -80,7 +80,7 @@ def server(folder: Path, *flags: str, seconds: float = START, **environ: str) ->
                 process.wait()
 
 
-DECODE_WORKER = "trencadis.multimodal.workers.worker"
+DECODE_WORKER = "trencadis.multimodal.decode_workers.worker_main"
 """The module that a decode worker's command line names."""
 
 

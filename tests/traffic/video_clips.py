@@ -17,7 +17,7 @@ def frames(rng: np.random.Generator, count: int, height: int, width: int) -> np.
     return np.stack([np.roll(base, 3 * i, axis=1) // 2 + np.uint8(i * 97 % 128) for i in range(count)])
 
 
-def pictures(array: np.ndarray) -> list[Image.Image]:
+def make_frames(array: np.ndarray) -> list[Image.Image]:
     """The frames as PIL images."""
     return [Image.fromarray(f) for f in array]
 
@@ -25,7 +25,7 @@ def pictures(array: np.ndarray) -> list[Image.Image]:
 def animation(array: np.ndarray, format: str = "GIF", ms: int | list[int] = 100) -> bytes:
     """A looping GIF or a lossless WebP."""
     out = BytesIO()
-    first, *rest = pictures(array)
+    first, *rest = make_frames(array)
     more: dict[str, Any] = {"lossless": True} if format == "WEBP" else {}
     first.save(out, format, save_all=True, append_images=rest, duration=ms, loop=0, **more)
     return out.getvalue()
@@ -50,7 +50,7 @@ def film(array: np.ndarray, format: str = "mp4", codec: str = "libx264", rate: i
         stream = file.add_stream(codec, rate=rate, options={k: str(v) for k, v in options.items()})
         stream.height, stream.width = array.shape[1:3]
         stream.pix_fmt = "bgr0" if codec == "ffv1" else "yuv420p"
-        for picture in array:
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        for one_image in array:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(one_image, format="rgb24")))
         file.mux(stream.encode())
     return out.getvalue()

@@ -140,11 +140,11 @@ BEFORE = {"hermes", "qwen3", "mistral", "llama3_json"}
 def written(style: str, rng: random.Random) -> WrittenAnswer:
     """An answer with none, one or several calls, and text around them."""
     calls = [arguments(rng) for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))]
-    talk = rng.choice(TALK)
+    conversation = rng.choice(TALK)
     if not calls:
         blanks = rng.choice(["", "\n", "  "])
-        return WrittenAnswer(blanks + talk + blanks, blanks + talk + blanks, [])
-    before = talk if style in BEFORE and rng.random() < 0.4 else ""
+        return WrittenAnswer(blanks + conversation + blanks, blanks + conversation + blanks, [])
+    before = conversation if style in BEFORE and rng.random() < 0.4 else ""
     after = rng.choice(["Done.", "東京 it is"]) if rng.random() < 0.2 else ""
     gap = "\n" if before else ""
     text = before + gap + STYLES[style](calls, rng) + ("\n" + after if after else "")

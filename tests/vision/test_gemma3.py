@@ -1,4 +1,4 @@
-"""Gemma-3 with pictures against transformers: pixels, the tower, chats whose pictures see themselves, mistakes."""
+"""Gemma-3 with images against transformers: pixels, the tower, chats whose images see themselves, mistakes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hostile.altered import altered
-from tests.oracles.transformers_model import Answer, assert_same, conversation, picture
-from tests.vision.forms import GEMMA_TOKENS, IMAGE, gemma3
-from tests.vision.rig import DEVICES, VARIANTS, FamilyRig
-from tests.vision.tiled import prepared, worst_row
+from tests.hostile.altered_config import altered
+from tests.oracles.transformers_model import Answer, assert_same, conversation, make_image
+from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness
+from tests.vision.tiled_families import prepared, worst_row
+from tests.vision.vision_checkpoints import GEMMA_TOKENS, IMAGE, gemma3
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import image_needs, image_processor
-from trencadis.core.shapes.rectangles import behind, uncut
+from trencadis.core.shapes.rectangular_launches import shift_spans, uncut
 
 BAR = 1e-5
 LARGEST = 1024
@@ -30,7 +30,7 @@ BASE: dict[str, Any] = dict(
 )
 FORMS: dict[str, dict[str, Any]] = {
     "16 of 256 patches": {"image": 224, "tokens": 16},
-    "a window below a picture": {"image": 224, "tokens": 64, "sliding_window": 8, "seed": 2},
+    "a window below an image": {"image": 224, "tokens": 64, "sliding_window": 8, "seed": 2},
     "untied, full layers": {
         "seed": 3, "tie_word_embeddings": False, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2,
     },
@@ -39,7 +39,7 @@ SCHEDULES = {
     name: {**flags, **({"max_num_batched_tokens": 66} if flags.get("max_num_batched_tokens") == 7 else {})}
     for name, flags in VARIANTS.items()
 }
-"""A chunk of 7 tokens would hold no picture."""
+"""A chunk of 7 tokens would hold no image."""
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +65,18 @@ def rows_of(path: Path, model: Any, image: Any) -> torch.Tensor:
     return found
 
 
-def packings(path: Path, rig: FamilyRig, model: Any, count: int, seed: int) -> float:
+def packings(path: Path, harness: FamilyHarness, model: Any, count: int, seed: int) -> float:
     rng, worst = np.random.default_rng(seed), 0.0
     for _ in range(count):
-        shown = [picture(rng, high=700) for _ in range(int(rng.integers(1, 4)))]
+        shown = [make_image(rng, high=700) for _ in range(int(rng.integers(1, 4)))]
         pairs = [(prepared(path, one), rows_of(path, model, one)) for one in shown]
-        worst = max(worst, worst_row(rig, pairs, rng, 64 * int(rng.integers(0, 4))))
+        worst = max(worst, worst_row(harness, pairs, rng, 64 * int(rng.integers(0, 4))))
     return worst
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_the_tower_equal_transformers(device: str, path: Path, oracle: Any) -> None:
-    worst = packings(path, FamilyRig(path, device, LARGEST, 257), oracle(path), 2, 1)
+    worst = packings(path, FamilyHarness(path, device, LARGEST, 257), oracle(path), 2, 1)
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -84,11 +84,11 @@ def test_rows_of_the_tower_equal_transformers(device: str, path: Path, oracle: A
 @pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_hundred_pictures(device: str, name: str, form: Any, oracle: Any) -> None:
+def test_two_hundred_images(device: str, name: str, form: Any, oracle: Any) -> None:
     folder = form(name)
     side = load_config(folder).vision.side  # type: ignore[union-attr]
-    rig = FamilyRig(folder, device, LARGEST, side**2 + 1)
-    worst = packings(folder, rig, oracle(folder), 15 if device == "twin" else 100, 4)
+    harness = FamilyHarness(folder, device, LARGEST, side**2 + 1)
+    worst = packings(folder, harness, oracle(folder), 15 if device == "twin" else 100, 4)
     print(f"{name}, {device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -96,11 +96,13 @@ def test_two_hundred_pictures(device: str, name: str, form: Any, oracle: Any) ->
 def same_pixels(path: Path, count: int) -> None:
     ours = image_processor(load_config(path), {})
     for seed in range(count):
-        image = picture(np.random.default_rng(seed), high=900)
+        image = make_image(np.random.default_rng(seed), high=900)
         want, found = values_of(path, [image])[0].numpy(), ours.prepare(image, "d")
         channel = np.repeat(np.arange(3), ours.patch**2)
-        assert (ours.table[channel, found.items[0].pixels] == ours.cut(want.transpose(1, 2, 0))).all()
-        assert found.tokens == ours.cells and found.resized == (ours.image, ours.image)
+        assert (
+            ours.normalised_values[channel, found.items[0].pixels] == ours.cut_patches(want.transpose(1, 2, 0))
+        ).all()
+        assert found.tokens == ours.rows_per_tile and found.resized == (ours.image, ours.image)
 
 
 def test_pixels_equal_the_processors_bit_for_bit(path: Path) -> None:
@@ -108,7 +110,7 @@ def test_pixels_equal_the_processors_bit_for_bit(path: Path) -> None:
 
 
 @pytest.mark.long
-def test_pixels_of_two_hundred_pictures(path: Path) -> None:
+def test_pixels_of_two_hundred_images(path: Path) -> None:
     same_pixels(path, 200)
 
 
@@ -118,7 +120,7 @@ class GemmaOracle:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-        self.path, self.tokens = path, load_config(path).vision.tokens  # type: ignore[union-attr]
+        self.path, self.tokens = path, load_config(path).vision.rows_per_tile  # type: ignore[union-attr]
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 
@@ -143,22 +145,22 @@ class GemmaOracle:
 
 
 def chats(folder: Path, seeds: range, **flags: Any) -> None:
-    """Ids equal, and the same tokens as transformers; twice, so that prefixes end inside pictures."""
+    """Ids equal, and the same tokens as transformers; twice, so that prefixes end inside images."""
     oracle = GemmaOracle(folder)
     llm = LLM(str(folder), **{**BASE, **flags})
     try:
-        asked = []
+        requested = []
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), low=32, high=300)
             inputs = oracle.inputs(messages, images)
-            asked.append((messages, inputs, oracle.answer(inputs, 6)))
+            requested.append((messages, inputs, oracle.answer(inputs, 6)))
         for _ in range(2):
-            talks = [m for m, _, _ in asked]
-            got = llm.chat(talks, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
-            for output, (_, inputs, _) in zip(got, asked, strict=True):
+            conversations = [m for m, _, _ in requested]
+            got = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+            for output, (_, inputs, _) in zip(got, requested, strict=True):
                 assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
             assert sum(o.num_image_tokens > 0 for o in got) >= len(got) // 2
-            assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, asked, strict=True)])
+            assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, requested, strict=True)])
         llm.engine.scheduler.check()
     finally:
         llm.close()
@@ -185,22 +187,22 @@ def test_forty_chats_on_two_ranks(path: Path) -> None:
     chats(path, range(100, 140), tensor_parallel_size=2)
 
 
-def test_no_chunk_ends_inside_a_picture(path: Path) -> None:
-    """Three pictures under the least budget, whose steps would otherwise end anywhere."""
+def test_no_chunk_ends_inside_an_image(path: Path) -> None:
+    """Three images under the least budget, whose steps would otherwise end anywhere."""
     rng = np.random.default_rng(1)
     parts: list[dict[str, Any]] = [{"type": "text", "text": "one two three four"}]
     for _ in range(3):
-        parts += [{"type": "image", "image": picture(rng, low=32, high=90)}, {"type": "text", "text": "and?"}]
+        parts += [{"type": "image", "image": make_image(rng, low=32, high=90)}, {"type": "text", "text": "and?"}]
     llm = LLM(str(path), **{**BASE, "max_num_batched_tokens": 18, "max_num_seqs": 2})
     seen: list[tuple[int, int]] = []
-    pictures: list[tuple[int, int]] = []
+    all_images: list[tuple[int, int]] = []
     schedule = llm.engine.scheduler.schedule
 
     def watched() -> Any:
         step = schedule()
         for row in step.rows if step is not None else ():
             seen.append((row.context, row.context + len(row.tokens)))
-            pictures.extend((row.context + s.start, row.context + s.stop) for s in row.spans)
+            all_images.extend((row.context + s.start, row.context + s.stop) for s in row.spans)
         return step
 
     llm.engine.scheduler.schedule = watched  # type: ignore[method-assign]
@@ -210,19 +212,19 @@ def test_no_chunk_ends_inside_a_picture(path: Path) -> None:
         llm.close()
     ids = out.prompt_token_ids
     starts = [i for i, token in enumerate(ids) if token == IMAGE and ids[i - 1] != IMAGE]
-    assert pictures == [(start, start + 16) for start in starts] and len(starts) == 3
+    assert all_images == [(start, start + 16) for start in starts] and len(starts) == 3
     assert len([end for _, end in seen if end <= len(ids)]) > 4
     assert not any(start < end < start + 16 for _, end in seen for start in starts)
 
 
-def test_launches_are_cut_between_pictures() -> None:
+def test_launches_are_cut_between_images() -> None:
     spans = ((4, 20), (25, 41))
     assert [uncut(n, spans) for n in (3, 4, 5, 19, 20, 22, 30, 41)] == [3, 4, 4, 4, 20, 22, 25, 41]
     assert uncut(7, ((0, 16),)) == 16 and uncut(7, ((-3, 16),)) == 16
-    assert behind(spans, 10) == ((-6, 10), (15, 31)) and behind(spans, 20) == ((5, 21),)
+    assert shift_spans(spans, 10) == ((-6, 10), (15, 31)) and shift_spans(spans, 20) == ((5, 21),)
 
 
-def test_a_budget_below_a_picture_is_refused(path: Path) -> None:
+def test_a_budget_below_an_image_is_refused(path: Path) -> None:
     with pytest.raises(StartupError, match=r"--max-num-batched-tokens \(19\) must be at least 20, its 16 tokens"):
         LLM(str(path), **{**BASE, "max_num_batched_tokens": 19})
 
@@ -243,7 +245,7 @@ def _nothing(llm: Any) -> None:
     pass
 
 
-@mistake("pictures causal")
+@mistake("images causal")
 def _causal(llm: Any) -> None:
     schedule = llm.engine.scheduler.schedule
 
@@ -256,7 +258,7 @@ def _causal(llm: Any) -> None:
 
 @mistake("rows scaled as embeddings")
 def _scaled(llm: Any) -> None:
-    llm.engine.executor._rank.model.enter.sees = False
+    llm.engine.executor._rank.model.enter.takes_images = False
 
 
 @mistake("one layer too few")
@@ -266,20 +268,20 @@ def _fewer(llm: Any) -> None:
 
 @mistake("the norm's weight without its one")
 def _norm(llm: Any) -> None:
-    llm.engine.executor._rank.model.tell.cell_norm.weight.sub_(1)
+    llm.engine.executor._rank.model.projector.cell_norm.weight.sub_(1)
 
 
 @mistake("patches row by row")
 def _raster(llm: Any) -> None:
     tower = llm.engine.executor._rank.model.tower
-    object.__setattr__(tower, "places", np.arange(tower.side**2, dtype=np.int32))
+    object.__setattr__(tower, "patch_positions", np.arange(tower.side**2, dtype=np.int32))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_shows(name: str, path: Path) -> None:
     oracle = GemmaOracle(path)
     rng = np.random.default_rng(3)
-    image = picture(rng, low=32, high=200)
+    image = make_image(rng, low=32, high=200)
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
     answer = oracle.answer(oracle.inputs(messages, [image]), 1)
     llm = LLM(str(path), **BASE)
@@ -296,7 +298,7 @@ def test_a_mistake_shows(name: str, path: Path) -> None:
 
 def test_a_raw_prompt_gets_its_newlines(path: Path) -> None:
     """As in vLLM's offline examples, with the text around read together with them."""
-    image = picture(np.random.default_rng(4), low=32, high=90)
+    image = make_image(np.random.default_rng(4), low=32, high=90)
     oracle = GemmaOracle(path)
     soft, begin, end = GEMMA_TOKENS
     text = f"user\n{begin}\nWhat is it?"
@@ -338,7 +340,7 @@ def test_a_value_that_is_not_implemented_is_refused(
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_every_picture_is_a_tile(path: Path) -> None:
+def test_every_image_is_a_tile(path: Path) -> None:
     needs = image_needs(load_config(path), {})
     assert (needs.slots, needs.tile, needs.tokens) == (256, 256, 16)
     with pytest.raises(StartupError, match="max_pixels does not apply"):

@@ -14,19 +14,19 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.hostile.altered import altered
-from tests.oracles.transformers_model import Answer, assert_same, conversation, picture
-from tests.vision.forms import IMAGE, llava
-from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown
+from tests.hostile.altered_config import altered
+from tests.oracles.transformers_model import Answer, assert_same, conversation, make_image
+from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown
+from tests.vision.vision_checkpoints import IMAGE, llava
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import image_needs, image_processor
-from trencadis.core.scheduling.packer import Packer
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 
 BAR = 1e-5
 BASE: dict[str, Any] = dict(
@@ -46,19 +46,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def rigs(made: Any) -> Callable[[str], FamilyRig]:
-    return cache(lambda device: FamilyRig(made("plain"), device, 2560))
+def harnesses(made: Any) -> Callable[[str], FamilyHarness]:
+    return cache(lambda device: FamilyHarness(made("plain"), device, 2560))
 
 
 def features(model: Any, values: Any) -> torch.Tensor:
-    """transformers' rows of pictures' pixel values, float32 [tokens, hidden] of all together."""
+    """transformers' rows of images' pixel values, float32 [tokens, hidden] of all together."""
     with torch.no_grad():
         found: torch.Tensor = torch.cat(list(model.get_image_features(pixel_values=values).pooler_output))
     return found
 
 
 def shown(path: Path, model: Any, image: Image.Image) -> Shown:
-    """A picture, prepared here, and its rows in transformers."""
+    """An image, prepared here, and its rows in transformers."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     one = image_processor(load_config(path), {}).prepare(image, "d")
@@ -66,18 +66,18 @@ def shown(path: Path, model: Any, image: Image.Image) -> Shown:
     return Shown(one.grid, one.slots, one.pixels, features(model, values))
 
 
-def packings(path: Path, rig: FamilyRig, model: Any, count: int, seed: int) -> float:
+def packings(path: Path, harness: FamilyHarness, model: Any, count: int, seed: int) -> float:
     rng, worst = np.random.default_rng(seed), 0.0
     for _ in range(count):
-        items = [shown(path, model, picture(rng, high=400)) for _ in range(int(rng.integers(1, 6)))]
-        worst = max(worst, rig.worst(items, rng, 64 * int(rng.integers(0, 4))))
+        items = [shown(path, model, make_image(rng, high=400)) for _ in range(int(rng.integers(1, 6)))]
+        worst = max(worst, harness.worst(items, rng, 64 * int(rng.integers(0, 4))))
     return worst
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_the_tower_equal_transformers(device: str, rigs: Any, oracle: Any, made: Any) -> None:
+def test_rows_of_the_tower_equal_transformers(device: str, harnesses: Any, oracle: Any, made: Any) -> None:
     path = made("plain")
-    worst = packings(path, rigs(device), oracle(path), 2, 1)
+    worst = packings(path, harnesses(device), oracle(path), 2, 1)
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -85,10 +85,10 @@ def test_rows_of_the_tower_equal_transformers(device: str, rigs: Any, oracle: An
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
-def test_two_hundred_pictures(device: str, form: str, oracle: Any, made: Any) -> None:
+def test_two_hundred_images(device: str, form: str, oracle: Any, made: Any) -> None:
     path = made(form)
-    rig = FamilyRig(path, device, 6400)
-    worst = packings(path, rig, oracle(path), 10 if device == "twin" else 70, 4)
+    harness = FamilyHarness(path, device, 6400)
+    worst = packings(path, harness, oracle(path), 10 if device == "twin" else 70, 4)
     print(f"{form}, {device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -96,13 +96,13 @@ def test_two_hundred_pictures(device: str, form: str, oracle: Any, made: Any) ->
 def same_pixels(path: Path, count: int, high: int) -> None:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    theirs, ours = CLIPImageProcessorPil.from_pretrained(path), image_processor(load_config(path), {})
+    reference, ours = CLIPImageProcessorPil.from_pretrained(path), image_processor(load_config(path), {})
     side = ours.image // 14
     for seed in range(count):
-        image = picture(np.random.default_rng(seed), high=high)
-        want, found = theirs(images=[image], return_tensors="np")["pixel_values"][0], ours.prepare(image, "d")
+        image = make_image(np.random.default_rng(seed), high=high)
+        want, found = reference(images=[image], return_tensors="np")["pixel_values"][0], ours.prepare(image, "d")
         cut = want.reshape(3, side, 14, side, 14).transpose(1, 3, 0, 2, 4).reshape(side * side, 588)
-        assert (ours.table[np.repeat(np.arange(3), 196), found.pixels] == cut).all(), image.size
+        assert (ours.normalised_values[np.repeat(np.arange(3), 196), found.pixels] == cut).all(), image.size
         assert found.tokens == side * side and found.grid == (1, side, side)
 
 
@@ -111,12 +111,12 @@ def test_pixels_equal_the_processors_bit_for_bit(made: Any) -> None:
 
 
 @pytest.mark.long
-def test_pixels_of_two_hundred_pictures(made: Any) -> None:
+def test_pixels_of_two_hundred_images(made: Any) -> None:
     same_pixels(made("336"), 200, 3000)
 
 
-def asked_of(path: Path, model: Any, tokenizer: Any, text: str, images: list[Image.Image], length: int) -> Any:
-    """(ids, transformers' answer) of a prompt with ``<image>`` for each picture."""
+def ask(path: Path, model: Any, tokenizer: Any, text: str, images: list[Image.Image], length: int) -> Any:
+    """(ids, transformers' answer) of a prompt with ``<image>`` for each image."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     count = json.loads((path / "config.json").read_text())["image_seq_length"]
@@ -146,7 +146,7 @@ def chats(path: Path, oracle: Any, seeds: range, **flags: Any) -> None:
             messages, images = conversation(np.random.default_rng(seed), high=300)
             text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             conversations.append(messages)
-            wanted.append(asked_of(path, oracle(path), tokenizer, text, images, 6))
+            wanted.append(ask(path, oracle(path), tokenizer, text, images, 6))
         got = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
         assert [o.prompt_token_ids for o in got] == [ids for ids, _ in wanted]
         assert sum(o.num_image_tokens > 0 for o in got) >= len(got) // 2
@@ -177,14 +177,14 @@ def test_forty_chats_on_two_ranks(made: Any, oracle: Any) -> None:
     chats(made("plain"), oracle, range(100, 140), tensor_parallel_size=2)
 
 
-def test_a_raw_prompt_with_a_picture_answers_as_transformers(made: Any, oracle: Any) -> None:
-    """As in vLLM's examples: ``<image>`` in the text; each must have its picture."""
+def test_a_raw_prompt_with_an_image_answers_as_transformers(made: Any, oracle: Any) -> None:
+    """As in vLLM's examples: ``<image>`` in the text; each must have its image."""
     from transformers import AutoTokenizer
 
     path, rng = made("plain"), np.random.default_rng(7)
-    image, tokenizer = picture(rng, high=300), AutoTokenizer.from_pretrained(path)
-    text = "USER: <image>\nWhat is in the picture? ASSISTANT:"
-    ids, answer = asked_of(path, oracle(path), tokenizer, text, [image], 6)
+    image, tokenizer = make_image(rng, high=300), AutoTokenizer.from_pretrained(path)
+    text = "USER: <image>\nWhat is in the image? ASSISTANT:"
+    ids, answer = ask(path, oracle(path), tokenizer, text, [image], 6)
     assert ids.count(IMAGE) == 64
     llm = LLM(str(path), **BASE)
     try:
@@ -208,22 +208,26 @@ CLASSLESS = (torch.arange(65) > 0).float()[:, None]
 MISTAKES: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
     "one layer too many": lambda model, ops: (model, "blocks", model.blocks + model.blocks[:1]),
     "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),
-    "no class token": lambda model, ops: (model.see, "table", model.see.table * CLASSLESS),
-    "no norm before the layers": lambda model, ops: (model.see, "norm", lambda x: (x, x)),
+    "no class token": lambda model, ops: (
+        model.patch_embed,
+        "position_table",
+        model.patch_embed.position_table * CLASSLESS,
+    ),
+    "no norm before the layers": lambda model, ops: (model.patch_embed, "norm", lambda x: (x, x)),
     "gelu for quick_gelu": lambda model, ops: (model.blocks[1].mlp, "act", "gelu"),
-    "silu in the projector": lambda model, ops: (model.tell, "act", "silu"),
+    "silu in the projector": lambda model, ops: (model.projector, "act", "silu"),
     "windows": lambda model, ops: (model.blocks[0], "attend", ops.attend_windows),
 }
 """What is changed of a model: (place, name, value)."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_shows(name: str, rigs: Any, oracle: Any, made: Any, monkeypatch: Any) -> None:
-    path, rig, rng = made("plain"), rigs("cpu"), np.random.default_rng(2)
-    one = shown(path, oracle(path), picture(rng, high=300))
-    assert rig.worst([one], np.random.default_rng(0)) <= BAR
-    monkeypatch.setattr(*MISTAKES[name](rig.model, rig.backend.ops))
-    assert not rig.worst([one], np.random.default_rng(0)) < 10 * BAR
+def test_a_mistake_shows(name: str, harnesses: Any, oracle: Any, made: Any, monkeypatch: Any) -> None:
+    path, harness, rng = made("plain"), harnesses("cpu"), np.random.default_rng(2)
+    one = shown(path, oracle(path), make_image(rng, high=300))
+    assert harness.worst([one], np.random.default_rng(0)) <= BAR
+    monkeypatch.setattr(*MISTAKES[name](harness.model, harness.backend.ops))
+    assert not harness.worst([one], np.random.default_rng(0)) < 10 * BAR
 
 
 @pytest.mark.parametrize(("key", "value", "named"), [
@@ -266,14 +270,14 @@ def test_options_that_would_resize_are_refused(made: Any) -> None:
         image_needs(config, {}, "resize")
 
 
-def test_a_thin_picture_costs_little_and_a_thinner_one_is_refused(made: Any) -> None:
+def test_a_thin_image_costs_little_and_a_thinner_one_is_refused(made: Any) -> None:
     processor = image_processor(load_config(made("336")), {})
-    assert processor.sizes(40, 8000).area == 336 * 67_200
+    assert processor.compute_geometry(40, 8000).area == 336 * 67_200
     with pytest.raises(BadRequest, match="aspect ratio"):
-        processor.sizes(1, 10_000)
+        processor.compute_geometry(1, 10_000)
 
 
-def test_every_number_of_pictures_has_its_launches(made: Any) -> None:
+def test_every_number_of_images_has_its_launches(made: Any) -> None:
     """Multiples of the tile: no launch misses, and at most a quarter of a launch's slots are padding."""
     from trencadis.backends.hpu.policy import policy
 
@@ -283,13 +287,13 @@ def test_every_number_of_pictures_has_its_launches(made: Any) -> None:
     limits = ShapeLimits(16, 2048, 2048, 128, needs.slots, needs.least_slots, needs.tile)
     plan = make_plan(policy(""), limits, BucketOptions(), config)
     assert plan.sizes(Stage.VISION) == tuple(640 * n for n in (1, 2, 3, 4, 6, 8, 12, 17))
-    packer = Packer(plan, ENCODER_SLOTS)
+    packer = ImagePacker(plan, ENCODER_SLOTS)
     for count in range(1, 60):
         waiting, launched = [640] * count, 0
         while waiting:
             chosen = packer.choose(waiting)
             need = 640 * len(chosen)
-            assert plan.planned(Stage.VISION, (need,))
+            assert plan.is_within_boundaries(Stage.VISION, (need,))
             launched += plan.fit(Stage.VISION, (need,)).dims[0]
             waiting = waiting[len(chosen) :]
         assert 640 * count >= 0.75 * launched

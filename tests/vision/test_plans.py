@@ -13,15 +13,15 @@ import pytest
 
 from tests.fakes.meta_start import GIB, card, config_of, on_paper, run
 from tests.oracles.transformers_model import conversation
-from tests.vision.forms import gemma3, llava, qwen3_vl
+from tests.vision.vision_checkpoints import gemma3, llava, qwen3_vl
 from trencadis import LLM, SamplingParams
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.memory.estimate import Sized
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.memory.estimate import MemoryEstimator
 from trencadis.core.models.registry import build, image_needs
-from trencadis.core.startup.dry_run import Planned
+from trencadis.core.startup.dry_run import StartupPlan
 
 BEFORE = ("used by others", "weights", "image arena", "sampler state", "hidden rows", "static inputs")
 ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
@@ -115,22 +115,22 @@ def written(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 def compare(folder: Path, name: str, ranks: int) -> None:
     """A first start equals the plan in all that stands before the profile; the next plan equals it in every row."""
     (folder / "config.json").write_text(json.dumps(HUB[name]))
-    more = {"max_num_batched_tokens": 512} if name.startswith("gemma") else {}  # a picture and every other row
+    more = {"max_num_batched_tokens": 512} if name.startswith("gemma") else {}  # an image and every other row
     model, config = load_config(folder), config_of(graph_reserved_mem=0.2, **{**SMALL, **more})
-    asked = {"max_pixels": 200_704} if name.startswith("Qwen") else {}
-    needs = image_needs(model, asked)
+    requested = {"max_pixels": 200_704} if name.startswith("Qwen") else {}
+    needs = image_needs(model, requested)
     first = on_paper(model, config, needs, 96 * GIB, ranks)
     started = run(model, config, needs, card(96 * GIB), ranks)
     paper = dict(first.ledger.rows())
     assert {n: paper[n] for n in BEFORE} == {n: started.rows[n] for n in BEFORE}
     assert started.rows["activations and workspace"] <= paper["activations and workspace"] * 1.01
-    captured, costs = set(started.runner.graphs.captured()), prices(first)
+    captured, costs = set(started.runner.graphs.list_captured()), prices(first)
     # Graphs of ranks keep what they have each: at the edge of the reserve one more may fit where they are measured.
     assert costs.keys() <= captured and len(captured - costs.keys()) <= ranks - 1
     second = on_paper(model, config, needs, 96 * GIB, ranks)
     assert dict(second.ledger.rows()) == started.rows and not second.formula
     measured = prices(second)
-    if ranks == 1:  # towers whose heads turn, whose heads do not, and with ghosts
+    if ranks == 1:  # towers whose heads turn, whose heads do not, and with padding windows
         towers = [bucket for bucket in costs if bucket.stage is Stage.VISION]
         assert towers and all(abs(costs[b] / measured[b] - 1) < 1e-3 for b in towers)
     else:
@@ -141,7 +141,7 @@ def compare(folder: Path, name: str, ranks: int) -> None:
 LAYERED = (Stage.VISION, Stage.CONTEXT, Stage.DECODE)
 
 
-def prices(planned: Planned) -> dict[Bucket, int]:
+def prices(planned: StartupPlan) -> dict[Bucket, int]:
     """Bytes of each graph that a plan takes, with its workspace."""
     return {p.bucket: p.own + p.workspace for taken in planned.selection.taken.values() for p in taken}
 
@@ -171,11 +171,11 @@ def test_weights_by_formula_are_the_models_bytes(kind: str, written: Any) -> Non
     # A tied table serves the embedding and the head, and is held once.
     twice = model.embedding.nbytes() if config.text.tied else 0
     frequencies = model.enter.rotary.nbytes() + config.vision.tables()
-    assert Sized(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
+    assert MemoryEstimator(config, itemsize=4).weights() == model.nbytes() - twice + frequencies
 
 
 def served(path: Path, kind: str, count: int, length: int = 384) -> int:
-    """Compilations of a warmed-up card while it answers picture chats, and launches that met a shape too late.
+    """Compilations of a warmed-up card while it answers image chats, and launches that met a shape too late.
 
     A launch at any new shape would be one.
     """
@@ -184,12 +184,12 @@ def served(path: Path, kind: str, count: int, length: int = 384) -> int:
         str(path), device="hpu", dtype="float32", max_model_len=length, max_num_seqs=2, max_num_batched_tokens=64,
         block_size=64, **limits,
     )  # fmt: skip
-    asked = [conversation(np.random.default_rng(i), most=2, high=200)[0] for i in range(count)]
+    requested = [conversation(np.random.default_rng(i), most=2, high=200)[0] for i in range(count)]
     rank = llm.engine.executor._rank  # type: ignore[attr-defined]
     bridge = rank.backend.bridge
     try:
         with bridge.metric_localcontext("graph_compilation") as metric:
-            got = llm.chat(asked, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+            got = llm.chat(requested, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
         assert sum(one.num_image_tokens > 0 for one in got) >= count // 3
         found: int = bridge.compilations(metric)
         return found + int(rank.graphs.lazy_compiles)
@@ -198,7 +198,7 @@ def served(path: Path, kind: str, count: int, length: int = 384) -> int:
 
 
 def test_nothing_compiles_after_warm_up(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share: the family whose pictures are tiles."""
+    """A share: the family whose images are tiles."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     assert served(written("llava"), "llava", 6) == 0
 

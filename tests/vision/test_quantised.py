@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from tests.fakes.hand_driven_model import HandDrivenModel
 from tests.oracles.transformers_model import conversation
 from tests.quant import checkpoints as quantised
-from tests.vision.forms import gemma3, llava, qwen3_vl
+from tests.vision.vision_checkpoints import gemma3, llava, qwen3_vl
 from trencadis import LLM
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.buckets import Stage
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.model_config import ModelConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.kv.spans import MediaSpan
-from trencadis.core.models.registry import family_of, loaded
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.models.registry import family_of, import_object
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.stored import opened
+from trencadis.core.quant.writing.source_checkpoint import open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 from trencadis.core.step import Encode
 from trencadis.server.cli.main import main
@@ -110,14 +110,14 @@ def decoders(name: str, tensor: torch.Tensor) -> bool:
 
 
 def first_logprobs(path: Path, **flags: Any) -> list[float]:
-    """Of the first token after a few chats with pictures."""
+    """Of the first token after a few chats with images."""
     llm = LLM(
         str(path), dtype="float32", max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=256,
         kv_cache_memory_bytes=16 << 20, **flags,
     )  # fmt: skip
     try:
-        talks = [conversation(np.random.default_rng(seed), low=32, high=200)[0] for seed in (5, 6, 7)]
-        found = llm.chat(talks, SamplingParams(temperature=0, max_tokens=1, logprobs=1), use_tqdm=False)
+        conversations = [conversation(np.random.default_rng(seed), low=32, high=200)[0] for seed in (5, 6, 7)]
+        found = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=1, logprobs=1), use_tqdm=False)
         assert sum(one.num_image_tokens > 0 for one in found) >= 2
         return [one.outputs[0].logprobs[0].logprob for one in found]  # type: ignore[index]
     finally:
@@ -135,8 +135,8 @@ def answers_as_its_twin(kind: str, form: str, source: Path, out: Path, patch: An
         held["quantization_config"]["ignore"] = ["re:.*lm_head", *(f"re:.*{tower}.*" for tower in TOWERS[kind])]
     (path / "config.json").write_text(json.dumps(held))
     expected = first_logprobs(twin)
-    for ours, theirs in zip(first_logprobs(path), expected, strict=True):
-        assert abs(ours - theirs) < ROUNDED
+    for ours, reference in zip(first_logprobs(path), expected, strict=True):
+        assert abs(ours - reference) < ROUNDED
     with patch.context() as opened_codes:
         opened_codes.setattr(CpuOps, "pack_quantised", ReferenceOps.pack_quantised)
         assert first_logprobs(path) == pytest.approx(expected, abs=1e-4)
@@ -158,32 +158,32 @@ def test_every_form_answers_as_its_twin(kind: str, form: str, folder: Any, tmp_p
 @pytest.mark.parametrize(("kind", "grid", "values", "count"), [
     ("qwen3_vl", (1, 6, 10), 1536, 15), ("gemma3", (1, 8, 8), 588, 4),
 ])  # fmt: skip
-def test_calibration_sees_parts_of_rows_and_pictures_that_see_themselves(
+def test_calibration_sees_parts_of_rows_and_images_that_see_themselves(
     kind: str, grid: tuple[int, int, int], values: int, count: int, folder: Any
 ) -> None:
     """The activations behind the last layer, normed and multiplied by the head, are the logits of one launch."""
-    rng, made = np.random.default_rng(5), opened(folder(kind))
+    rng, made = np.random.default_rng(5), open_checkpoint(folder(kind))
     pixels = rng.integers(0, 256, (grid[1] * grid[2], values), dtype=np.uint8)
     tokens = rng.integers(0, 300, 40).tolist()
     span = MediaSpan(4, count, "d", grid, 64)
     side, placed = family_of(made.config.architecture).vision, None
     assert side is not None and made.config.vision is not None
     if side.positions:
-        placed = loaded(side.positions)(40, [span], made.config.vision, [])[0]
-    told = None if placed is None else placed.astype("<i4").tobytes()
-    request = Request("0", tokens, SamplingParams(), spans=[span], positions=told)
+        placed = import_object(side.positions)(40, [span], made.config.vision, [])[0]
+    reported = None if placed is None else placed.astype("<i4").tobytes()
+    request = Request("0", tokens, SamplingParams(), spans=[span], positions=reported)
     ours = Calibration(made.config, made, [Calibrant(request, [pixels])])
     for number in range(made.config.text.layers):
         ours.advance(number, {})
-    rig, mine = HandDrivenModel(folder(kind)), np.arange(2, 2 + count, dtype=np.int32)
-    rig.run(Stage.VISION, rig.model.vision, rig.model.pack([Encode("d", grid, 64, pixels, mine)], 64), 64)
+    harness, mine = HandDrivenModel(folder(kind)), np.arange(2, 2 + count, dtype=np.int32)
+    harness.run(Stage.VISION, harness.model.vision, harness.model.pack([Encode("d", grid, 64, pixels, mine)], 64), 64)
     rows, upto = np.zeros(40, np.int32), np.arange(40, dtype=np.int32)
     rows[4 : 4 + count] = mine
-    if made.config.text.joined:
+    if made.config.text.bidirectional_images:
         upto[4 : 4 + count] = 4 + count - 1
-    want = rig.prefill(tokens, 41, placed, rows, upto)
+    want = harness.prefill(tokens, 41, placed, rows, upto)
     with torch.inference_mode():
-        got = rig.model.lm_head(rig.model.leave.norm(*ours._states[0])[0])
+        got = harness.model.lm_head(harness.model.leave.norm(*ours._states[0])[0])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -192,7 +192,7 @@ def written(kind: str, to: str, folder: Any, out: Path) -> None:
     assert main(["quantize", str(source), str(out), "--to", to]) == 0
     before, after = (load_file(p / "model.safetensors") for p in (source, out))
     linear = {name for name, tensor in before.items() if decoders(name, tensor)}
-    assert len(linear) == 7 * len(opened(source).layers)
+    assert len(linear) == 7 * len(open_checkpoint(source).layers)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name not in linear)
     quant = load_config(out).quant
     vision = load_config(out).vision

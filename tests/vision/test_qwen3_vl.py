@@ -13,21 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.hostile.altered import GONE, Case, altered, verdict
-from tests.oracles.towers import normalised
-from tests.oracles.transformers_model import Oracle, assert_same, conversation, picture
-from tests.vision.forms import qwen3_vl
-from tests.vision.rig import DEVICES, VARIANTS, FamilyRig, Shown, worst_of_many, worst_packing
+from tests.hostile.altered_config import GONE, Case, altered, verdict
+from tests.oracles.reference_towers import normalised
+from tests.oracles.transformers_model import Oracle, assert_same, conversation, make_image
+from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness, Shown, worst_of_many, worst_packing
+from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.models.registry import image_needs, image_processor
-from trencadis.multimodal import near as table_places
-from trencadis.multimodal.colours import HALF
-from trencadis.multimodal.grids import slots_of
+from trencadis.multimodal import position_interpolation as table_places
+from trencadis.multimodal.normalisation import IMAGENET_STANDARD
+from trencadis.multimodal.patch_grids import count_slots
 
 BAR = 1e-5
 APART = ((1, 10, 18), (1, 4, 6))
-"""A picture, and a video of one temporal patch: further ones stand behind text."""
+"""An image, and a video of one temporal patch: further ones stand behind text."""
 
 LARGEST = 8 * 4096
 LIMITS: dict[str, Any] = {"min_pixels": 64 * 64, "max_pixels": 160_000}
@@ -56,30 +56,32 @@ def path(form: Callable[[str], Path]) -> Path:
 
 
 def shown(model: Any, h: int, w: int, rng: np.random.Generator) -> Shown:
-    """A picture of h x w patches and its rows in transformers."""
+    """An image of h x w patches and its rows in transformers."""
     pixels = rng.integers(0, 256, (h * w, 1536), dtype=np.uint8)
     with torch.no_grad():
-        made = model.model.visual(normalised(pixels, (HALF.mean, HALF.std)), grid_thw=torch.tensor([[1, h, w]]))
+        made = model.model.visual(
+            normalised(pixels, (IMAGENET_STANDARD.mean, IMAGENET_STANDARD.std)), grid_thw=torch.tensor([[1, h, w]])
+        )
     want = torch.cat([made.pooler_output, *made.deepstack_features], 1)
-    return Shown((1, h, w), slots_of((1, h, w), windows=False), pixels, want)
+    return Shown((1, h, w), count_slots((1, h, w), windows=False), pixels, want)
 
 
 @pytest.fixture(scope="module")
-def rigs(path: Path) -> Callable[[str], FamilyRig]:
-    return cache(lambda device: FamilyRig(path, device, LARGEST))
+def harnesses(path: Path) -> Callable[[str], FamilyHarness]:
+    return cache(lambda device: FamilyHarness(path, device, LARGEST))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_the_tower_equal_transformers(device: str, rigs: Any, oracle: Any, path: Path) -> None:
-    worst = worst_packing(rigs(device), partial(shown, oracle(path)), 3, 1, 16)
+def test_rows_of_the_tower_equal_transformers(device: str, harnesses: Any, oracle: Any, path: Path) -> None:
+    worst = worst_packing(harnesses(device), partial(shown, oracle(path)), 3, 1, 16)
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_hundred_pictures_and_a_hundred_packings(device: str, rigs: Any, oracle: Any, path: Path) -> None:
-    worst = worst_of_many(rigs(device), partial(shown, oracle(path)), path, few=device == "twin")
+def test_two_hundred_images_and_a_hundred_packings(device: str, harnesses: Any, oracle: Any, path: Path) -> None:
+    worst = worst_of_many(harnesses(device), partial(shown, oracle(path)), path, few=device == "twin")
     print(f"{device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -92,7 +94,7 @@ def test_sizes_equal_the_processors(path: Path, count: int = 2000) -> None:
     for _ in range(count):
         height, width = (int(n) for n in np.exp(rng.uniform(np.log(32), np.log(3000), 2)))
         want = smart_resize(height, width, 32, made.min_pixels, made.max_pixels)
-        found = made.sizes(height, width)
+        found = made.compute_geometry(height, width)
         patches = want[0] * want[1] // 256
         assert found.resized == want and found.tokens == patches // 4 and found.slots == -(-patches // 64) * 64
         assert found.slots <= needs.slots and found.tokens <= needs.tokens
@@ -106,13 +108,13 @@ def test_twenty_thousand_sizes(path: Path) -> None:
 def same_pixels(path: Path, count: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    theirs, ours = Qwen2VLImageProcessorPil.from_pretrained(path), image_processor(load_config(path), {})
+    reference, ours = Qwen2VLImageProcessorPil.from_pretrained(path), image_processor(load_config(path), {})
     for seed in range(count):
-        image = picture(np.random.default_rng(seed), high=900)
-        want, found = theirs(images=[image], return_tensors="np"), ours.prepare(image, "d")
+        image = make_image(np.random.default_rng(seed), high=900)
+        want, found = reference(images=[image], return_tensors="np"), ours.prepare(image, "d")
         assert tuple(want["image_grid_thw"][0]) == found.grid
         channels = np.repeat(np.arange(3), 512)
-        assert (ours.table[channels, found.pixels] == want["pixel_values"]).all()
+        assert (ours.normalised_values[channels, found.pixels] == want["pixel_values"]).all()
 
 
 def test_pixels_equal_the_processors_bit_for_bit(path: Path) -> None:
@@ -120,7 +122,7 @@ def test_pixels_equal_the_processors_bit_for_bit(path: Path) -> None:
 
 
 @pytest.mark.long
-def test_pixels_of_two_hundred_pictures(path: Path) -> None:
+def test_pixels_of_two_hundred_images(path: Path) -> None:
     same_pixels(path, 200)
 
 
@@ -130,7 +132,7 @@ def same_places(count: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(count):
         side, (h, w) = int(rng.integers(2, 60)), (2 * rng.integers(1, 70, 2)).tolist()
-        near, share = table_places.near_positions(h, w, side, 2)
+        near, share = table_places.interpolated_positions(h, w, side, 2)
         rows, shares = get_vision_interpolation_indices_and_weights(
             torch.tensor([[1, h, w]]), side, align_corners=True, spatial_merge_size=2
         )
@@ -151,16 +153,16 @@ def chats(folder: Path, seeds: range, **flags: Any) -> None:
     oracle = Oracle(folder, **LIMITS)
     llm = LLM(str(folder), **{**BASE, **flags})
     try:
-        asked = []
+        requested = []
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), low=32, high=300)
             inputs = oracle.inputs(messages, images)
-            asked.append((messages, inputs, oracle.answer(inputs, 6)))
-        got = llm.chat([m for m, _, _ in asked], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
-        for output, (_, inputs, _) in zip(got, asked, strict=True):
+            requested.append((messages, inputs, oracle.answer(inputs, 6)))
+        got = llm.chat([m for m, _, _ in requested], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+        for output, (_, inputs, _) in zip(got, requested, strict=True):
             assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
         assert sum(o.num_image_tokens > 0 for o in got) >= len(got) // 2
-        assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, asked, strict=True)])
+        assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, requested, strict=True)])
         llm.engine.scheduler.check()
     finally:
         llm.close()
@@ -208,11 +210,11 @@ def test_experts_as_the_hub_stores_them_are_turned(form: Any, tmp_path: Path) ->
     assert torch.equal(held[0].gate_up, held[1].gate_up) and torch.equal(held[0].down, held[1].down)
 
 
-MISTAKES: dict[str, Callable[[FamilyRig, Any], None]] = {}
+MISTAKES: dict[str, Callable[[FamilyHarness, Any], None]] = {}
 
 
-def mistake(name: str) -> Callable[[Callable[[FamilyRig, Any], None]], Callable[[FamilyRig, Any], None]]:
-    def note(plant: Callable[[FamilyRig, Any], None]) -> Callable[[FamilyRig, Any], None]:
+def mistake(name: str) -> Callable[[Callable[[FamilyHarness, Any], None]], Callable[[FamilyHarness, Any], None]]:
+    def note(plant: Callable[[FamilyHarness, Any], None]) -> Callable[[FamilyHarness, Any], None]:
         MISTAKES[name] = plant
         return plant
 
@@ -220,54 +222,58 @@ def mistake(name: str) -> Callable[[Callable[[FamilyRig, Any], None]], Callable[
 
 
 @mistake("a part of a layer later")
-def _later(rig: FamilyRig, patch: Any) -> None:
-    object.__setattr__(rig.model.tower.config, "deep_layers", (1, 2))
+def _later(harness: FamilyHarness, patch: Any) -> None:
+    object.__setattr__(harness.model.tower.config, "deep_layers", (1, 2))
 
 
 @mistake("parts that change places")
-def _order(rig: FamilyRig, patch: Any) -> None:
-    patch.setattr(rig.model.tower, "mergers", [rig.model.tower.mergers[i] for i in (0, 2, 1)])
+def _order(harness: FamilyHarness, patch: Any) -> None:
+    patch.setattr(harness.model.tower, "mergers", [harness.model.tower.mergers[i] for i in (0, 2, 1)])
 
 
 @mistake("the nearest position alone")
-def _nearest(rig: FamilyRig, patch: Any) -> None:
-    right = table_places.near_positions
+def _nearest(harness: FamilyHarness, patch: Any) -> None:
+    right = table_places.interpolated_positions
 
     def whole(h: int, w: int, side: int, merge: int) -> Any:
         near, share = right(h, w, side, merge)
         return near, (share == share.max(1, keepdims=True)).astype(np.float32)
 
-    patch.setattr(table_places, "near_positions", whole)
+    patch.setattr(table_places, "interpolated_positions", whole)
 
 
 @mistake("corners that are not the table's")
-def _corners(rig: FamilyRig, patch: Any) -> None:
-    right = table_places.along
-    patch.setattr(table_places, "along", lambda place, count, side: right(place, count + 1, side))
-    patch.setattr(table_places, "near_positions", table_places.near_positions.__wrapped__)
+def _corners(harness: FamilyHarness, patch: Any) -> None:
+    right = table_places.interpolate_axis
+    patch.setattr(table_places, "interpolate_axis", lambda place, count, side: right(place, count + 1, side))
+    patch.setattr(table_places, "interpolated_positions", table_places.interpolated_positions.__wrapped__)
 
 
 @mistake("a table turned over")
-def _turned(rig: FamilyRig, patch: Any) -> None:
-    table = rig.model.tower.see.table
-    patch.setattr(rig.model.tower.see, "table", table.view(6, 6, -1).transpose(0, 1).reshape(36, -1).contiguous())
+def _turned(harness: FamilyHarness, patch: Any) -> None:
+    table = harness.model.tower.patch_embed.position_table
+    patch.setattr(
+        harness.model.tower.patch_embed,
+        "position_table",
+        table.view(6, 6, -1).transpose(0, 1).reshape(36, -1).contiguous(),
+    )
 
 
 @mistake("patches without their bias")
-def _bias(rig: FamilyRig, patch: Any) -> None:
-    patch.setattr(rig.model.tower.patch.weights[0], "bias", None)
+def _bias(harness: FamilyHarness, patch: Any) -> None:
+    patch.setattr(harness.model.tower.patch.weights[0], "bias", None)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_shows(name: str, path: Path, oracle: Any, monkeypatch: Any) -> None:
-    rig, rng = FamilyRig(path, "padded", 256), np.random.default_rng(2)
-    assert rig.worst([shown(oracle(path), 10, 14, rng)], rng) <= BAR
-    MISTAKES[name](rig, monkeypatch)
-    assert not rig.worst([shown(oracle(path), 10, 14, rng)], rng) < 10 * BAR
+    harness, rng = FamilyHarness(path, "padded", 256), np.random.default_rng(2)
+    assert harness.worst([shown(oracle(path), 10, 14, rng)], rng) <= BAR
+    MISTAKES[name](harness, monkeypatch)
+    assert not harness.worst([shown(oracle(path), 10, 14, rng)], rng) < 10 * BAR
 
 
 def logits_off(folder: Path, plant: Callable[[Any], None]) -> bool:
-    """Whether a mistake in the decoder changes what a chat with a picture is answered."""
+    """Whether a mistake in the decoder changes what a chat with an image is answered."""
     oracle = Oracle(folder, **LIMITS)
     messages, images = conversation(np.random.default_rng(6), low=32, high=200)
     assert images
@@ -292,13 +298,13 @@ def _one_layer_late(model: Any) -> None:
 
 
 def _no_parts(model: Any) -> None:
-    right = model.deepen
-    model.deepen = lambda x, rows, arena: right(x, rows * 0, arena)
+    right = model.deepstack_add
+    model.deepstack_add = lambda x, rows, arena: right(x, rows * 0, arena)
 
 
 def _swapped(model: Any) -> None:
-    right = model.deepen
-    model.deepen = lambda x, rows, arena: right(x, (rows // 3) * 3 + (3 - rows % 3) % 3, arena)
+    right = model.deepstack_add
+    model.deepstack_add = lambda x, rows, arena: right(x, (rows // 3) * 3 + (3 - rows % 3) % 3, arena)
 
 
 def _halves(model: Any) -> None:
@@ -331,7 +337,7 @@ def test_a_mistake_in_the_decoder_shows(plant: Callable[[Any], None], shows: boo
 ])  # fmt: skip
 def test_an_altered_key_is_right_or_refused(key: str, value: Any, wanted: str, path: Path, tmp_path: Path) -> None:
     case = Case(altered(path, tmp_path / "altered", "config.json", key, value), path, APART)
-    found = verdict(case.ours, case.theirs, key)
+    found = verdict(case.ours, case.reference, key)
     assert found.split(":")[0].replace("refused without the key", "refused") == wanted, found
 
 
@@ -353,11 +359,11 @@ CHECKS = {"cpu": ("op.interpolate",), "hpu": ("op.interpolate",), "twin": ("op.i
 
 def checks(device: str, path: Path, only: tuple[str, ...]) -> None:
     from trencadis.backends.conformance import suite
-    from trencadis.backends.conformance.result import line
-    from trencadis.backends.conformance.subject import subject
+    from trencadis.backends.conformance.check_result import line
+    from trencadis.backends.conformance.target import make_target
 
     policy = {"cpu": "padded", "twin": "twin"}.get(device, "")
-    made = subject("cuda" if device == "twin" else device, path, policy=policy, quick=True)
+    made = make_target("cuda" if device == "twin" else device, path, policy=policy, quick=True)
     report = suite.run(made, only)
     assert not report.failures() and report.count("pass") == len(only), "\n".join(line(r) for r in report.results)
 

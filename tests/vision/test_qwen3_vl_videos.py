@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hostile.altered import altered
+from tests.hostile.altered_config import altered
 from tests.oracles import qwen_vl_utils
 from tests.oracles.transformers_model import Oracle, assert_same
 from tests.oracles.video_chats import chat
 from tests.traffic import video_clips
-from tests.vision.forms import qwen3_vl
+from tests.vision.vision_checkpoints import qwen3_vl
 from trencadis import LLM, SamplingParams
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.core.models.registry import image_processor
-from trencadis.multimodal.options import MediaOptions
-from trencadis.multimodal.processor import Prepared
-from trencadis.multimodal.videos.clips import clip_frames, clip_size
-from trencadis.multimodal.videos.items import PreparedVideo
-from trencadis.multimodal.videos.sampling import FrameLimits
-from trencadis.multimodal.videos.spoken import expand_apart, spoken_times
+from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.processor import PreparedImage
+from trencadis.multimodal.videos.frame_sampling import FrameLimits
+from trencadis.multimodal.videos.hf_frame_sampling import clip_frame_size, sample_clip_frames
+from trencadis.multimodal.videos.prepared_video import PreparedVideo
+from trencadis.multimodal.videos.text_timestamps import expand_with_timestamps, format_timestamps
 
 LIMITS = FrameLimits(factor=32, cell=32, windows=False, clip=(4096, 25_165_824))
 LEAST, MOST = 8192, 200_000
@@ -58,7 +58,7 @@ def same_clips(count: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(count):
         frames, rate = int(rng.integers(2, 2000)), float(rng.choice([1.0, 10.0, 23.976, 25.0, 29.97, 60.0]))
-        found = clip_frames(frames, rate, LIMITS)
+        found = sample_clip_frames(frames, rate, LIMITS)
         want = sampled(frames, rate)
         assert list(found.indices) == want + want[-1:] * (len(want) % 2)
         height, width = (int(n) for n in np.exp(rng.uniform(np.log(20), np.log(2000), 2)))
@@ -66,9 +66,9 @@ def same_clips(count: int) -> None:
             least, most = 4096, int(rng.integers(100_000, 25_165_824))
             limits = FrameLimits(factor=32, cell=32, windows=False, clip=(least, most))
             size = smart_resize(len(want), height, width, 2, 32, least, most)
-            assert clip_size(height, width, found, limits) == size
+            assert clip_frame_size(height, width, found, limits) == size
         video = PreparedVideo("", (), found.indices, found.fps, 1.0, frames, found.rate)
-        assert spoken_times(video) == words(want, rate)
+        assert format_timestamps(video) == words(want, rate)
 
 
 def test_frames_sizes_and_times_equal_the_processors() -> None:
@@ -81,32 +81,36 @@ def test_twenty_thousand_clips() -> None:
 
 
 def test_options_of_a_request_hold() -> None:
-    asked = MediaOptions(nframes=6, max_pixels=64 * 64)
-    found = clip_frames(50, 10.0, LIMITS, asked)
+    requested = MediaOptions(nframes=6, max_pixels=64 * 64)
+    found = sample_clip_frames(50, 10.0, LIMITS, requested)
     assert len(found.indices) == 6 and (found.indices[0], found.indices[-1]) == (0, 49)
-    assert clip_size(300, 300, found, LIMITS, asked) == (64, 64)
-    assert clip_frames(3, 10.0, LIMITS).indices == (0, 1, 2, 2) and clip_frames(1, 10.0, LIMITS).indices == (0, 0)
+    assert clip_frame_size(300, 300, found, LIMITS, requested) == (64, 64)
+    assert sample_clip_frames(3, 10.0, LIMITS).indices == (0, 1, 2, 2) and sample_clip_frames(
+        1, 10.0, LIMITS
+    ).indices == (0, 0)
     with pytest.raises(BadRequest, match="3 frames; 6 cannot be taken"):
-        clip_frames(3, 10.0, LIMITS, asked)
+        sample_clip_frames(3, 10.0, LIMITS, requested)
     with pytest.raises(BadRequest, match="min_pixels=9000 is above the limit of 4096 a frame"):
-        clip_size(300, 300, found, LIMITS, MediaOptions(min_pixels=9000, max_pixels=4096))
+        clip_frame_size(300, 300, found, LIMITS, MediaOptions(min_pixels=9000, max_pixels=4096))
 
 
 def test_patches_stand_apart_between_marks_of_their_own() -> None:
     """The marks around a video's own token go; where there are none, a video is put as it is."""
     empty = np.zeros((0, 1536), np.uint8)
-    patch = Prepared("p", empty, (1, 2, 4), 2, 64, (32, 64))
-    still = Prepared("s", empty, (1, 2, 2), 1, 64, (32, 32))
+    patch = PreparedImage("p", empty, (1, 2, 4), 2, 64, (32, 64))
+    still = PreparedImage("s", empty, (1, 2, 2), 1, 64, (32, 32))
     video = PreparedVideo("v", (patch, patch), (0, 1, 2, 3), 2.0, 1.0, 4, 2.0)
     image, clip, first, last = 90, 91, 92, 93
     want = [5, 7, first, clip, clip, last, 8, first, clip, clip, last, 6, first, image, last]
     for around in ((first, clip, last), (clip,)):
         tokens = [5, *around, 6, first, image, last]
         places = [tokens.index(clip), tokens.index(image)]
-        out, spans = expand_apart(tokens, image, [video, still], places, clip, None, [[7], [8]], (first, last))
+        out, spans = expand_with_timestamps(
+            tokens, image, [video, still], places, clip, None, [[7], [8]], (first, last)
+        )
         assert out == want and [(s.offset, s.length) for s in spans] == [(3, 2), (8, 2), (13, 1)]
     with pytest.raises(ValueError, match="place 1 holds no media token"):
-        expand_apart([5, image], image, [video], [1], clip, None, [[7], [8]], (first, last))
+        expand_with_timestamps([5, image], image, [video], [1], clip, None, [[7], [8]], (first, last))
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +144,21 @@ def inputs_of(oracle: Oracle, array: np.ndarray, rate: float) -> dict[str, Any]:
 
 
 def same_answers(path: Path, cases: list[tuple[int, float, int, int]], **flags: Any) -> None:
-    oracle, asked = Oracle(path), []
+    oracle, requested = Oracle(path), []
     for seed, (count, rate, height, width) in enumerate(cases):
         array = video_clips.frames(np.random.default_rng(seed), count, height, width)
         inputs = inputs_of(oracle, array, rate)
-        asked.append((video_clips.animation(array, "WEBP", round(1000 / rate)), inputs, oracle.answer(inputs, 6)))
+        requested.append((video_clips.animation(array, "WEBP", round(1000 / rate)), inputs, oracle.answer(inputs, 6)))
     llm = LLM(
         str(path), dtype="float32", max_model_len=2048, max_num_seqs=2, kv_cache_memory_bytes=32 << 20,
         mm_processor_kwargs=PIXELS, **{"max_num_batched_tokens": 256, **flags},
     )  # fmt: skip
     try:
-        messages = [chat(data) for data, _, _ in asked]
+        messages = [chat(data) for data, _, _ in requested]
         got = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
-        for output, (_, inputs, _) in zip(got, asked, strict=True):
+        for output, (_, inputs, _) in zip(got, requested, strict=True):
             assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
-        assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, asked, strict=True)])
+        assert_same([(o.outputs[0].token_ids, answer) for o, (_, _, answer) in zip(got, requested, strict=True)])
     finally:
         llm.close()
 

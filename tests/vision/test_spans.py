@@ -11,17 +11,17 @@ import pytest
 
 from tests.engine.test_schedules import play
 from tests.oracles.shadow_engine import ScheduleDriver, shadow_engine
-from trencadis.core.kv.arena import Arena, rows_of_run
-from trencadis.core.kv.prefix import Chain
-from trencadis.core.kv.spans import MediaSpan, TokenRun, rows_at_once
-from trencadis.core.layout import RESERVED_ROWS
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
+from trencadis.core.kv.media_spans import MediaSpan, TokenRun, rows_at_once
 from trencadis.core.request import Request, SamplingParams
+from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import ImageOutline, TakenRows
-from trencadis.multimodal.videos.items import encoder_items
-from trencadis.server.prompts.media import Expanded
+from trencadis.multimodal.processor import ImageGeometry, PlaceholderRun
+from trencadis.multimodal.videos.prepared_video import encoder_items
+from trencadis.server.prompts.multimodal_inputs import ExpandedPrompt
 from trencadis.server.prompts.prompt import Prompt
-from trencadis.server.records.contents import shown_prompt
+from trencadis.server.records.logged_prompt import render_prompt
 
 IMAGE = 59
 
@@ -44,7 +44,7 @@ def beside(at: int, digests: list[str], lines: int = 2, width: int = 2) -> list[
 
 
 def tiled(request: Request, rng: random.Random) -> Request:
-    """``request`` with a picture of one to three tiles a row of tiles behind its text, where there is room."""
+    """``request`` with an image of one to three tiles a row of tiles behind its text, where there is room."""
     tokens, spans = list(request.tokens), list(request.spans)
     for _ in range(rng.randint(0, 2)):
         tokens += [rng.randrange(1, 9)] * rng.randint(0, 3)
@@ -75,7 +75,7 @@ def test_ten_thousand_requests_of_tiles(depth: int) -> None:
     assert preempted > 100
 
 
-def test_a_tile_that_two_pictures_share_is_encoded_once() -> None:
+def test_a_tile_that_two_images_share_is_encoded_once() -> None:
     engine, _ = shadow_engine(blocks=40, size=8, rows=40, depth=1)
     driver = ScheduleDriver(engine, random.Random(0), 96)
     params = SamplingParams(temperature=0, max_tokens=4)
@@ -88,7 +88,7 @@ def test_a_tile_that_two_pictures_share_is_encoded_once() -> None:
     assert engine.scheduler.totals.mm_queries == 6, "tiles are counted one by one"
 
 
-def test_equal_tiles_of_one_picture_stay_pinned_until_the_last_ends() -> None:
+def test_equal_tiles_of_one_image_stay_pinned_until_the_last_ends() -> None:
     """The one that ends first must not end the pin of the other, whose rows a later chunk reads."""
     engine, _ = shadow_engine(blocks=60, size=8, rows=6, depth=0, tokens=5, caching=False)
     driver = ScheduleDriver(engine, random.Random(1), 96, media_delay=0)
@@ -99,7 +99,7 @@ def test_equal_tiles_of_one_picture_stay_pinned_until_the_last_ends() -> None:
     seq = engine.life.requests["r"][0]
     held = 0
     while engine.life.requests:
-        driver.turn()
+        driver.run_step()
         if 4 <= seq.computed < 23:
             assert engine.scheduler.arena.pinned_by(seq.key) == {"aa"}
             held += 1
@@ -118,7 +118,7 @@ def test_rows_that_a_token_needs_together() -> None:
     assert rows_at_once([*beside(0, ["a", "b"]), *beside(10, ["c"])]) == 8
 
 
-def test_a_picture_whose_tiles_do_not_fit_together_is_refused() -> None:
+def test_an_image_whose_tiles_do_not_fit_together_is_refused() -> None:
     engine, _ = shadow_engine(blocks=40, size=8, rows=2 + 7, depth=0)
     engine.add(Request("r", [0] * 12, SamplingParams(), beside(0, ["a1", "b2"])))
     ended = engine.step()[0]
@@ -126,7 +126,7 @@ def test_a_picture_whose_tiles_do_not_fit_together_is_refused() -> None:
 
 
 def keys(spans: list[MediaSpan], size: int = 4) -> list[bytes]:
-    chain = Chain(Request("r", [0] * 16, SamplingParams(), spans), size)
+    chain = BlockHashChain(Request("r", [0] * 16, SamplingParams(), spans), size)
     chain.extend([0] * 16, 16)
     return chain.keys
 
@@ -148,7 +148,7 @@ def test_prefix_keys_name_item_row_and_place() -> None:
 
 
 def test_a_constant_row_is_never_handed_out() -> None:
-    arena = Arena(RESERVED_ROWS + 3 + 4, RESERVED_ROWS + 3)
+    arena = EncoderCache(RESERVED_ROWS + 3 + 4, RESERVED_ROWS + 3)
     rows = arena.put("a", 4, 1)
     assert rows is not None and sorted(rows.tolist()) == [5, 6, 7, 8] and arena.put("b", 1, 1) is None
     assert rows_of_run(TokenRun(0, 3, 0, 2), rows).tolist() == [RESERVED_ROWS + 2] * 3
@@ -157,43 +157,43 @@ def test_a_constant_row_is_never_handed_out() -> None:
 
 LAYOUT = (
     "<a>",
-    TakenRows(0, 0, 2),
-    TakenRows(1, 0, 2),
-    TakenRows(1, 0, 1, 0),
-    TakenRows(0, 2, 2),
-    TakenRows(1, 2, 2),
-    TakenRows(1, 0, 1, 0),
+    PlaceholderRun(0, 0, 2),
+    PlaceholderRun(1, 0, 2),
+    PlaceholderRun(1, 0, 1, 0),
+    PlaceholderRun(0, 2, 2),
+    PlaceholderRun(1, 2, 2),
+    PlaceholderRun(1, 0, 1, 0),
     "<b>",
 )
 
 
 def test_a_layout_becomes_tokens_and_spans() -> None:
-    outline = ImageOutline((28, 56), (2, 2, 2), 10, 128, 0, 4, LAYOUT)
+    outline = ImageGeometry((28, 56), (2, 2, 2), 10, 128, 0, 4, LAYOUT)
     pixels = np.arange(8 * 12, dtype=np.uint8).reshape(8, 12)
-    one = outline.prepared(pixels, "d", (30, 60))
+    one = outline.make_prepared(pixels, "d", (30, 60))
     assert [i.tokens for i in one.items] == [4, 4] and one.tokens == 10 and outline.patches == 8
     assert one.items[0].digest != one.items[1].digest and (one.items[1].pixels == pixels[4:]).all()
     text = {"<a>": [50, 51], "<b>": [52]}
     out, spans = expand_placeholders([1, IMAGE, 2], IMAGE, [one], [1], -1, text.__getitem__)
     assert out == [1, 50, 51, *[IMAGE] * 10, 52, 2]
-    assert [s.each() for s in spans] == [
+    assert [s.list_runs() for s in spans] == [
         (TokenRun(3, 2, 0), TokenRun(8, 2, 2)),
         (TokenRun(5, 2, 0), TokenRun(7, 1, 0, 0), TokenRun(10, 2, 2), TokenRun(12, 1, 0, 0)),
     ]
-    assert [(s.offset, s.length, s.held, s.slots) for s in spans] == [(3, 7, 4, 64), (5, 8, 4, 64)]
+    assert [(s.offset, s.length, s.arena_rows, s.slots) for s in spans] == [(3, 7, 4, 64), (5, 8, 4, 64)]
     assert [i.digest for i in encoder_items([one])] == [s.digest for s in spans]
 
 
 def test_tiles_one_behind_the_other_have_one_run() -> None:
-    """Such spans are those of whole pictures, which cost a step nothing more."""
-    outline = ImageOutline((28, 56), (2, 2, 2), 8, 128, 0, 4, (TakenRows(0, 0, 4), TakenRows(1, 0, 4)))
-    one = outline.prepared(np.zeros((8, 12), np.uint8), "d", (30, 60))
+    """Such spans are those of whole images, which cost a step nothing more."""
+    outline = ImageGeometry((28, 56), (2, 2, 2), 8, 128, 0, 4, (PlaceholderRun(0, 0, 4), PlaceholderRun(1, 0, 4)))
+    one = outline.make_prepared(np.zeros((8, 12), np.uint8), "d", (30, 60))
     _, spans = expand_placeholders([IMAGE], IMAGE, [one], [0])
     assert [(s.offset, s.length, s.runs, s.rows) for s in spans] == [(0, 4, (), 0), (4, 4, (), 0)]
     assert spans[0].digest == spans[1].digest, "equal tiles are one item of the arena"
 
 
-def test_the_log_shows_a_picture_of_tiles_once() -> None:
+def test_the_log_shows_an_image_of_tiles_once() -> None:
     class Words:
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             return " ".join(map(str, ids))
@@ -201,5 +201,5 @@ def test_the_log_shows_a_picture_of_tiles_once() -> None:
     words: Any = Words()
     tokens = [1, *[IMAGE] * 10, 2, IMAGE, IMAGE, 3]
     spans = [*beside(1, ["a1", "b2"]), MediaSpan(12, 2, "c", (1, 2, 2), 64)]
-    prompt = Prompt(tokens, expanded=Expanded(tokens, spans))
-    assert shown_prompt(prompt, words, None) == f"1 {IMAGE} 2 {IMAGE} 3"
+    prompt = Prompt(tokens, expanded=ExpandedPrompt(tokens, spans))
+    assert render_prompt(prompt, words, None) == f"1 {IMAGE} 2 {IMAGE} 3"

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hostile.altered import altered
-from tests.oracles.transformers_model import assert_same, conversation, picture
-from tests.vision.rig import DEVICES, VARIANTS, FamilyRig
-from tests.vision.tiled import COMPARED, asked_of, prepared, rows_of_transformers, same_values, worst_row
+from tests.hostile.altered_config import altered
+from tests.oracles.transformers_model import assert_same, conversation, make_image
+from tests.vision.family_harness import DEVICES, VARIANTS, FamilyHarness
+from tests.vision.tiled_families import COMPARED, ask, prepared, rows_of_transformers, same_values, worst_row
 from trencadis import LLM, SamplingParams
 from trencadis.core.buckets import ENCODER_SLOTS, Bucket, Stage
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.launches.runner import Runner, StepPending
+from trencadis.core.launches.model_runner import ModelRunner, PendingStep
 from trencadis.core.models.decoder import Decoder
 from trencadis.core.models.registry import image_needs, image_processor
-from trencadis.core.scheduling.packer import Packer
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.core.step import Encode
 
 BAR = 1e-5
@@ -46,32 +46,32 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
-def rigs(made: Any) -> Callable[[str, str, str], FamilyRig]:
-    def rig(family: str, form: str, device: str) -> FamilyRig:
+def harnesses(made: Any) -> Callable[[str, str, str], FamilyHarness]:
+    def harness(family: str, form: str, device: str) -> FamilyHarness:
         side = getattr(load_config(made(family, form)).vision, "side", 7)
-        return FamilyRig(made(family, form), device, 4096, side**2 + 1)
+        return FamilyHarness(made(family, form), device, 4096, side**2 + 1)
 
-    return cache(rig)
+    return cache(harness)
 
 
-def packings(family: str, path: Path, rig: FamilyRig, model: Any, count: int, seed: int) -> float:
+def packings(family: str, path: Path, harness: FamilyHarness, model: Any, count: int, seed: int) -> float:
     rng, worst = np.random.default_rng(seed), 0.0
     for _ in range(count):
-        shown = [picture(rng, high=400) for _ in range(int(rng.integers(1, 4)))]
+        shown = [make_image(rng, high=400) for _ in range(int(rng.integers(1, 4)))]
         pairs = [(prepared(path, p), rows_of_transformers(COMPARED[family], path, model, p)) for p in shown]
         while sum(one.slots for one, _ in pairs) > 3840:
             pairs.pop()
-        worst = max(worst, worst_row(rig, pairs, rng, 64 * int(rng.integers(0, 4))))
+        worst = max(worst, worst_row(harness, pairs, rng, 64 * int(rng.integers(0, 4))))
     return worst
 
 
 @pytest.mark.parametrize(("family", "form"), FIRST)
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_the_tower_equal_transformers(
-    family: str, form: str, device: str, rigs: Any, oracle: Any, made: Any
+    family: str, form: str, device: str, harnesses: Any, oracle: Any, made: Any
 ) -> None:
     path = made(family, form)
-    worst = packings(family, path, rigs(family, form, device), oracle(path), 1, 1)
+    worst = packings(family, path, harnesses(family, form, device), oracle(path), 1, 1)
     print(f"{family}, {device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -79,9 +79,9 @@ def test_rows_of_the_tower_equal_transformers(
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "form"), EACH)
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_hundred_pictures(family: str, form: str, device: str, rigs: Any, oracle: Any, made: Any) -> None:
+def test_two_hundred_images(family: str, form: str, device: str, harnesses: Any, oracle: Any, made: Any) -> None:
     path = made(family, form)
-    worst = packings(family, path, rigs(family, form, device), oracle(path), 10 if device == "twin" else 34, 4)
+    worst = packings(family, path, harnesses(family, form, device), oracle(path), 10 if device == "twin" else 34, 4)
     print(f"{family} {form}, {device}: worst {worst:.1e} of the largest value")
     assert worst <= BAR
 
@@ -89,25 +89,25 @@ def test_two_hundred_pictures(family: str, form: str, device: str, rigs: Any, or
 @pytest.mark.parametrize(("family", "form"), FIRST)
 def test_pixels_equal_the_processors_bit_for_bit(family: str, form: str, made: Any) -> None:
     for seed in range(6):
-        same_values(COMPARED[family], made(family, form), picture(np.random.default_rng(seed), high=500))
+        same_values(COMPARED[family], made(family, form), make_image(np.random.default_rng(seed), high=500))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "form"), EACH)
-def test_pixels_of_two_hundred_pictures(family: str, form: str, made: Any) -> None:
+def test_pixels_of_two_hundred_images(family: str, form: str, made: Any) -> None:
     for seed in range(200):
-        same_values(COMPARED[family], made(family, form), picture(np.random.default_rng(seed), high=3000))
+        same_values(COMPARED[family], made(family, form), make_image(np.random.default_rng(seed), high=3000))
 
 
 def same_sizes(family: str, path: Path, count: int) -> None:
     """Tokens of random sizes, aspects up to 200."""
     rng, ours = np.random.default_rng(5), image_processor(load_config(path), {})
-    theirs = COMPARED[family].processor(path)
+    reference = COMPARED[family].processor(path)
     for _ in range(count):
         height = int(np.exp(rng.uniform(0, np.log(6000))))
         width = int(np.clip(height * np.exp(rng.uniform(-np.log(200), np.log(200))), -(-height // 200), 200 * height))
-        made = ours.sizes(height, width)
-        assert made.tokens == COMPARED[family].tokens(theirs, ours, height, width), (height, width)
+        made = ours.compute_geometry(height, width)
+        assert made.tokens == COMPARED[family].tokens(reference, ours, height, width), (height, width)
         assert made.slots == made.grid[0] * made.item.slots and made.item.slots % 64 == 0
 
 
@@ -123,15 +123,15 @@ def test_tokens_of_twenty_thousand_sizes(family: str, form: str, made: Any) -> N
 
 
 def chats(family: str, path: Path, oracle: Any, seeds: range, **flags: Any) -> None:
-    theirs = COMPARED[family].processor(path)
+    reference = COMPARED[family].processor(path)
     llm = LLM(str(path), **{**BASE, **flags})
     try:
         conversations, wanted = [], []
         for seed in seeds:
             messages, images = conversation(np.random.default_rng(seed), high=300)
-            text = theirs.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             conversations.append(messages)
-            wanted.append(asked_of(COMPARED[family], path, oracle(path), text, images, 6))
+            wanted.append(ask(COMPARED[family], path, oracle(path), text, images, 6))
         got = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
         assert [o.prompt_token_ids for o in got] == [ids for ids, _ in wanted]
         assert sum(o.num_image_tokens > 0 for o in got) >= len(got) // 2
@@ -173,14 +173,14 @@ MISTAKES = [(family, form, name) for family, form in FIRST for name in COMPARED[
 
 @pytest.mark.parametrize(("family", "form", "name"), MISTAKES)
 def test_a_mistake_shows(
-    family: str, form: str, name: str, rigs: Any, oracle: Any, made: Any, monkeypatch: Any
+    family: str, form: str, name: str, harnesses: Any, oracle: Any, made: Any, monkeypatch: Any
 ) -> None:
-    path, rig = made(family, form), rigs(family, form, "cpu")
-    image = picture(np.random.default_rng(2), low=100, high=300)
+    path, harness = made(family, form), harnesses(family, form, "cpu")
+    image = make_image(np.random.default_rng(2), low=100, high=300)
     pair = prepared(path, image), rows_of_transformers(COMPARED[family], path, oracle(path), image)
-    assert worst_row(rig, [pair], np.random.default_rng(0)) <= BAR
-    monkeypatch.setattr(*COMPARED[family].mistakes[name](rig.model, rig.backend.ops))
-    assert not worst_row(rig, [pair], np.random.default_rng(0)) < 10 * BAR
+    assert worst_row(harness, [pair], np.random.default_rng(0)) <= BAR
+    monkeypatch.setattr(*COMPARED[family].mistakes[name](harness.model, harness.backend.ops))
+    assert not worst_row(harness, [pair], np.random.default_rng(0)) < 10 * BAR
 
 
 ALTERED = [("config.json", f, *one) for f in FAMILIES for one in COMPARED[f].altered]
@@ -205,46 +205,46 @@ def test_options_and_shapes_that_do_not_apply_are_refused(family: str, form: str
     with pytest.raises(StartupError, match="no windows"):
         image_needs(config, {}, "resize")
     with pytest.raises(BadRequest, match="aspect ratio"):
-        image_processor(config, {}).sizes(1, 10_000)
+        image_processor(config, {}).compute_geometry(1, 10_000)
 
 
 @pytest.mark.parametrize(("family", "form"), FIRST)
 def test_no_number_of_tiles_misses(family: str, form: str, made: Any) -> None:
-    """Launches of multiples of the tile; a picture of more tiles than the largest launch is spread over several."""
+    """Launches of multiples of the tile; an image of more tiles than the largest launch is spread over several."""
     from trencadis.backends.hpu.policy import policy
 
     config = load_config(made(family, form))
     needs = image_needs(config, {})
     if not needs.tile:
-        pytest.skip("its pictures have any size")
+        pytest.skip("its images have any size")
     plan = make_plan(
         policy(""), ShapeLimits(16, 2048, 2048, 128, needs.slots, needs.tile, needs.tile), BucketOptions(), config
     )
     sizes = plan.sizes(Stage.VISION)
     assert all(size % needs.tile == 0 for size in sizes)
-    packer = Packer(plan, ENCODER_SLOTS)
+    packer = ImagePacker(plan, ENCODER_SLOTS)
     for count in (1, 2, 3, 5, 13, 40, 101):
         waiting = [needs.tile] * count
         while waiting:
             chosen = packer.choose(waiting)
-            assert chosen and plan.planned(Stage.VISION, (needs.tile * len(chosen),))
+            assert chosen and plan.is_within_boundaries(Stage.VISION, (needs.tile * len(chosen),))
             waiting = waiting[len(chosen) :]
 
 
 @pytest.mark.parametrize(("family", "form"), FIRST)
-def test_weights_are_counted_exactly(family: str, form: str, made: Any, rigs: Any) -> None:
+def test_weights_are_counted_exactly(family: str, form: str, made: Any, harnesses: Any) -> None:
     """What plans say of the tower is what the loaded model holds."""
-    config, model = load_config(made(family, form)), rigs(family, form, "cpu").model
+    config, model = load_config(made(family, form)), harnesses(family, form, "cpu").model
     assert config.vision is not None
-    assert 4 * config.vision.held(1) == model.nbytes() - Decoder.nbytes(model)
+    assert 4 * config.vision.count_rank_weights(1) == model.nbytes() - Decoder.nbytes(model)
 
 
 @pytest.mark.parametrize(("family", "form"), FIRST)
 def test_a_raw_prompt_with_a_file_answers_as_transformers(family: str, form: str, made: Any, oracle: Any) -> None:
     """A file is decoded by a worker, to which the processor travels as JSON and which tells no digest of a tile."""
-    path, image, mark = made(family, form), picture(np.random.default_rng(8), high=300), COMPARED[family].image
-    text = f"USER: {mark}\nWhat is in the picture? ASSISTANT:"
-    ids, answer = asked_of(COMPARED[family], path, oracle(path), text, [image], 6)
+    path, image, mark = made(family, form), make_image(np.random.default_rng(8), high=300), COMPARED[family].image
+    text = f"USER: {mark}\nWhat is in the image? ASSISTANT:"
+    ids, answer = ask(COMPARED[family], path, oracle(path), text, [image], 6)
     file = BytesIO()
     image.save(file, "PNG")
     llm = LLM(str(path), **BASE)
@@ -274,17 +274,19 @@ def test_other_parts_of_a_processor_are_no_settings(made: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("family", "form"), [*FIRST, ("idefics3", "cells of 9")])
-def test_real_slots_of_many_items_are_counted(family: str, form: str, made: Any, rigs: Any) -> None:
+def test_real_slots_of_many_items_are_counted(family: str, form: str, made: Any, harnesses: Any) -> None:
     """Cells need not divide a window, and rows of tiles stand closer than their slots."""
-    rig = rigs(family, form, "cpu")
-    one = prepared(made(family, form), picture(np.random.default_rng(3), high=200))
+    harness = harnesses(family, form, "cpu")
+    one = prepared(made(family, form), make_image(np.random.default_rng(3), high=200))
     tile = (one.items or (one,))[0]
     items = [
         Encode(str(i), tile.grid, tile.slots, tile.pixels, np.arange(tile.tokens, dtype=np.int32) + 3)
         for i in range(16)
     ]
-    pending = StepPending(1, {})
-    Runner(rig.backend, rig.model, rig.plan)._encode(items, Bucket(Stage.VISION, (17 * tile.slots,)), pending)
+    pending = PendingStep(1, {})
+    ModelRunner(harness.backend, harness.model, harness.plan)._encode(
+        items, Bucket(Stage.VISION, (17 * tile.slots,)), pending
+    )
     stats = pending.stats[0]
-    seen = getattr(rig.model.tower, "class_token", False)
+    seen = getattr(harness.model.tower, "class_token", False)
     assert (stats.real, stats.items, stats.needed) == (16 * (len(tile.pixels) + seen), 16, 16 * tile.slots)

@@ -1,4 +1,4 @@
-"""Plans of the families of tiles and lines: what is counted is what a start takes, and no picture compiles anything."""
+"""Plans of the families of tiles and lines: what is counted is what a start takes, and no image compiles anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vision import test_plans
-from tests.vision.tiled import COMPARED
+from tests.vision.tiled_families import COMPARED
 
 CLIP: dict[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
@@ -114,12 +114,12 @@ def test_a_plan_of_tiles_is_the_start(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("family", COMPARED)
 def test_nothing_compiles_in_300_requests(family: str, written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
-    found = test_plans.served(written(family), "llava", 300, 768)  # two pictures of Idefics3 take more than 384
+    found = test_plans.served(written(family), "llava", 300, 768)  # two images of Idefics3 take more than 384
     print(f"\n{family}: {found} compilations in 300 requests")
     assert found == 0
 
 
-def test_a_picture_of_tiles_compiles_nothing(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share of the above: pictures of up to 13 tiles, spread over launches."""
+def test_an_image_of_tiles_compiles_nothing(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of the above: images of up to 13 tiles, spread over launches."""
     monkeypatch.setenv("TRENCADIS_HPU_EMULATOR", "1")
     assert test_plans.served(written("internvl"), "llava", 4) == 0

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trencadis.backends.cpu.reference import PlainWeight
+from trencadis.backends.cpu.reference_ops import PlainWeight
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.attn import SingleAttn
-from trencadis.backends.cuda.kernels.layers import attend, skinny
-from trencadis.backends.cuda.kernels.peers import shards, sums
+from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
+from trencadis.backends.cuda.kernels.layers import fused_decode_attention, skinny_gemm
+from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_reduce
 from trencadis.core.backend import LayerKV, Rotary
 
 Case = tuple[str, Callable[[], None]]
@@ -56,8 +56,8 @@ def layers(arch: int) -> Iterator[Case]:
 def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
     hidden, inner, heads, kv_heads, d, bias = sizes
     x = torch.empty(ROWS, hidden, dtype=dtype)
-    total, arrived = torch.empty_like(x), torch.empty(skinny.COUNTERS, dtype=torch.int32)
-    first, later = skinny.NormOf(x[0], 1e-6), skinny.NormOf(x[0], 1e-6, x, total)
+    total, arrived = torch.empty_like(x), torch.empty(skinny_gemm.COUNTERS, dtype=torch.int32)
+    first, later = skinny_gemm.NormOf(x[0], 1e-6), skinny_gemm.NormOf(x[0], 1e-6, x, total)
 
     def weight(features: int, columns: int, biased: bool = False) -> PlainWeight:
         held = torch.empty(features, columns, dtype=dtype)  # never touched
@@ -67,8 +67,10 @@ def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
     gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
     seen, inside = torch.empty(ROWS, heads * d, dtype=dtype), torch.empty(ROWS, inner, dtype=dtype)
 
-    def run(given: Tensor, w: PlainWeight, norm: skinny.NormOf | None = None, **options: Any) -> Callable[[], None]:
-        return lambda: (skinny.product(given, w, arrived, norm, **options), None)[1]
+    def run(
+        given: Tensor, w: PlainWeight, norm: skinny_gemm.NormOf | None = None, **options: Any
+    ) -> Callable[[], None]:
+        return lambda: (skinny_gemm.product(given, w, arrived, norm, **options), None)[1]
 
     yield "qkv", run(x, qkv, first)
     yield "qkv of ranks", run(x, qkv, later)
@@ -80,18 +82,27 @@ def products(sizes: LayerSizes, dtype: torch.dtype) -> Iterator[Case]:
 def sums_of_ranks(arch: int) -> Iterator[Case]:
     """Sums over 2, 4 and 8 ranks, with a residual and without; in two steps over 4 and 8."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for world, way in ((2, sums), (4, sums), (8, sums), (4, shards), (8, shards)):
+        for world, way in (
+            (2, one_shot_reduce),
+            (4, one_shot_reduce),
+            (8, one_shot_reduce),
+            (4, two_shot_reduce),
+            (8, two_shot_reduce),
+        ):
             tables = [torch.empty(world, dtype=torch.int64) for _ in range(2)]
-            room = sums.PeerRoom(1, world, *tables, torch.empty(256, dtype=torch.int32), way.MOST)
+            room = one_shot_reduce.PeerBuffers(1, world, *tables, torch.empty(256, dtype=torch.int32), way.MOST)
             x = torch.empty(ROWS, 8192, dtype=dtype)
             for residual in (None, x):
 
                 def run(
-                    x: Tensor = x, room: sums.PeerRoom = room, residual: Tensor | None = residual, way: Any = way
+                    x: Tensor = x,
+                    room: one_shot_reduce.PeerBuffers = room,
+                    residual: Tensor | None = residual,
+                    way: Any = way,
                 ) -> None:
                     way.all_reduce(x, room, residual)
 
-                name = f"{str(dtype).removeprefix('torch.')}, {world} ranks" + ", two steps" * (way is shards)
+                name = f"{str(dtype).removeprefix('torch.')}, {world} ranks" + ", two steps" * (way is two_shot_reduce)
                 yield name if residual is None else f"{name} and residual", run
 
 
@@ -102,8 +113,12 @@ def attention(d: int, dtype: torch.dtype, extra: str) -> Callable[[], None]:
         cache = LayerKV(*(torch.empty(4, BLOCK, groups, d, dtype=dtype) for _ in range(2)))
         sizes = (ROWS + 2, ROWS + 1, 64, ROWS, ROWS + 2, *(parts,) * 5, parts // 2, parts // 2, parts // 2 + 1)
         ints = [torch.empty(n, dtype=torch.int64 if i == 3 else torch.int32) for i, n in enumerate(sizes)]
-        norms = attend.HeadNorms(factors[0].to(dtype), factors[1].to(dtype), 1e-6) if extra == "norms" else None
+        norms = (
+            fused_decode_attention.HeadNorms(factors[0].to(dtype), factors[1].to(dtype), 1e-6)
+            if extra == "norms"
+            else None
+        )
         window = WINDOW if extra == "window" else 0
-        attend.attend(qkv, Rotary(factors, factors), cache, SingleAttn(*ints), 0.1, window, norms)
+        fused_decode_attention.attend(qkv, Rotary(factors, factors), cache, SingleAttn(*ints), 0.1, window, norms)
 
     return run

@@ -1,1 +1,1 @@
-"""Draws pictures, asks about them, and trains the bundled demo checkpoint on the answers."""
+"""Draws images, asks about them, and trains the bundled demo checkpoint on the answers."""

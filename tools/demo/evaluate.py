@@ -26,7 +26,7 @@ def item_row(item: Item, encode: Encoder) -> Row:
     """All wordings of one question as branches of one row."""
     row = Row()
     root = row.add(-1, encode(f"<|im_start|>system\n{SYSTEM}{IM_END}"))
-    prefix = row.add(root, encode(USER) + image_ids(item.grid) * len(item.pictures))
+    prefix = row.add(root, encode(USER) + image_ids(item.grid) * len(item.images))
     for words in item.wordings:
         ids, spans = turn(encode, words, item.answer)
         row.add(prefix, ids, spans, item.kind)
@@ -46,7 +46,7 @@ def exact(model: DemoModel, item: Item, encode: Encoder) -> list[bool]:
 
     It does so exactly when every token of the answer is the best one after the tokens before it.
     """
-    batch = collate([item_row(item, encode)], item.pictures, item.grid)
+    batch = collate([item_row(item, encode)], item.images, item.grid)
     best = model.logits(hidden_states(model, batch).flatten(0, 1)[batch.sources]).argmax(-1)
     wrong = torch.zeros(len(batch.tags)).index_add(0, batch.groups, (best != batch.targets).float())
     return [bool(w == 0) for w in wrong]

@@ -93,7 +93,7 @@ def worst_difference(folder: Path, rounds: int = 6) -> float:
     """The largest gap between this model's logits and those of transformers, both in float32."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     ours = from_hub(folder)
     encode = Encoder(tokenizer.build())
     rng = Random(99)
@@ -112,7 +112,7 @@ def worst_difference(folder: Path, rounds: int = 6) -> float:
         mine = ours.logits(hidden)[0, :length]
         pixels = batch.patches.reshape(-1, 3, 1, _FRAME).expand(-1, -1, 2, -1).reshape(-1, 6 * _FRAME)
         ids = batch.ids[:, :length]
-        yours = theirs(
+        yours = reference(
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels,
             image_grid_thw=torch.tensor([[1, grid[0] * 2, grid[1] * 2]] * len(shown)),
             mm_token_type_ids=(ids == c.IDS["<|image_pad|>"]).int(),

@@ -56,9 +56,9 @@ def cells(model: DemoModel, features: Tensor, what: Tensor, colour: Tensor, cent
 
 
 def places(model: DemoModel, features: Tensor, centre: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Row and column of the cell and centre of the thing in it, as fractions of the picture.
+    """Row and column of the cell and centre of the thing in it, as fractions of the image.
 
-    Only the tower sees the whole picture at once: a decoder token knows nothing of the cells after it.
+    Only the tower sees the whole image at once: a decoder token knows nothing of the cells after it.
     """
     h, w = grid
     guess = model.aux_place(features).float()
@@ -87,7 +87,7 @@ def named_classes() -> tuple[Tensor, Tensor]:
     return shapes, colours
 
 
-def _asked(batch: Batch) -> Tensor:
+def _question_mask(batch: Batch) -> Tensor:
     """Which tokens are words of questions for a shape or a colour, [rows, length]."""
     shapes, colours = named_classes()
     asked = (shapes[batch.ids] > 0) | (colours[batch.ids] >= 0)
@@ -101,7 +101,7 @@ def recalls(scores: Tensor, batch: Batch, near: int = 17) -> Tensor:
     begins = torch.cat([torch.ones(1, dtype=torch.bool), batch.groups[1:] != batch.groups[:-1]])
     r, p = batch.sources[begins] // length, batch.sources[begins] % length
     back = p[:, None] - torch.arange(length)
-    right = _asked(batch)[r] & (back > 0) & (back < near) & (batch.mask[r, 0, 0, p] == 0)
+    right = _question_mask(batch)[r] & (back > 0) & (back < near) & (batch.mask[r, 0, 0, p] == 0)
     keep = right.any(1)
     if not bool(keep.any()):
         return scores.new_zeros((), dtype=torch.float32)
@@ -120,8 +120,8 @@ def mentions(
     shapes, colours = named_classes()
     rows, length = batch.ids.shape
     at = (batch.ids == c.IDS["<|image_pad|>"]).nonzero()[:, 1].view(rows, -1)  # places of the cells
-    asked = _asked(batch)
-    asked &= batch.mask[:, 0, 0].gather(2, at[:, None, -1:].expand(-1, length, 1))[..., 0] == 0  # the picture is seen
+    asked = _question_mask(batch)
+    asked &= batch.mask[:, 0, 0].gather(2, at[:, None, -1:].expand(-1, length, 1))[..., 0] == 0  # the image is seen
     r, p = asked.nonzero().unbind(1)
     word = batch.ids[r, p]
     what, colour = batch.what.view(rows, -1)[r], batch.colour.view(rows, -1)[r]

@@ -25,7 +25,7 @@ class Tables:
 
 @lru_cache(maxsize=256)
 def tables(grid: tuple[int, int], dtype: torch.dtype) -> Tables:
-    """Rotary tables and window mask of a picture of so many cells, patches in the order of the merger."""
+    """Rotary tables and window mask of an image of so many cells, patches in the order of the merger."""
     h, w = grid
     row, col, y, x = torch.meshgrid(torch.arange(h), torch.arange(w), torch.arange(2), torch.arange(2), indexing="ij")
     high, wide = (row * 2 + y).reshape(-1).float(), (col * 2 + x).reshape(-1).float()
@@ -80,7 +80,7 @@ class VisionBlock(nn.Module):
         self.mlp = Mlp(c.VISION, c.VISION_MLP, bias=True)
 
     def forward(self, x: Tensor, t: Tables, windowed: bool) -> Tensor:
-        """`x` is [pictures, patches, width]."""
+        """`x` is [images, patches, width]."""
         m, n, _ = x.shape
         qkv = self.qkv(_norm(x, self.norm1)).view(m, n, 3 * c.VISION_HEADS, c.VISION_HEAD)
         qk = _rotate(qkv[:, :, : 2 * c.VISION_HEADS], t.cos, t.sin).transpose(1, 2)
@@ -99,7 +99,7 @@ class Vision(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # both frames of a still picture are equal, so their two weights are trained as one sum
+        # both frames of a still image are equal, so their two weights are trained as one sum
         self.patch = nn.Linear(3 * c.PATCH * c.PATCH, c.VISION, bias=False)
         self.blocks = nn.ModuleList(VisionBlock() for _ in range(c.VISION_LAYERS))
         self.norm = nn.Parameter(torch.ones(c.VISION))
@@ -107,7 +107,7 @@ class Vision(nn.Module):
         self.merge2 = nn.Linear(4 * c.VISION, c.TEXT)
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
-        """[pictures, patches, 588] to [pictures, cells, text width]."""
+        """[images, patches, 588] to [images, cells, text width]."""
         t = tables(grid, patches.dtype)
         windowed = grid[0] > c.WINDOW or grid[1] > c.WINDOW
         x = self.patch(patches)

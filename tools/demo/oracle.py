@@ -22,20 +22,20 @@ def agreement(folder: Path, count: int) -> str:
     from transformers import Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encode, ours = Encoder(words), from_hub(folder)
     same = right = 0
-    asked = items(count, "oracle")
-    for item in asked:
-        ids = encode(f"<|im_start|>system\n{SYSTEM}{IM_END}{USER}") + image_ids(item.grid) * len(item.pictures)
+    requested = items(count, "oracle")
+    for item in requested:
+        ids = encode(f"<|im_start|>system\n{SYSTEM}{IM_END}{USER}") + image_ids(item.grid) * len(item.images)
         tokens = torch.tensor([ids + encode(item.wordings[1]) + encode(ASSISTANT)])
         extra = {}
-        if item.pictures:
-            seen = processor(images=[Image.fromarray(p.pixels) for p in item.pictures], return_tensors="pt")
+        if item.images:
+            seen = processor(images=[Image.fromarray(p.pixels) for p in item.images], return_tensors="pt")
             extra = {**seen, "mm_token_type_ids": (tokens == c.IDS["<|image_pad|>"]).int()}
-        out = theirs.generate(
+        out = reference.generate(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=48, do_sample=False, **extra
         )
         answer = words.decode(out[0, tokens.shape[1] :].tolist(), skip_special_tokens=True)
@@ -43,6 +43,6 @@ def agreement(folder: Path, count: int) -> str:
         right += good
         same += good == exact(ours, item, encode)[1]
     return (
-        f"transformers' own greedy generation, asked {len(asked)} of such questions in unseen wordings, is right "
-        f"on {100 * right / len(asked):.1f} % and agrees with `evaluate` on {same} of {len(asked)}."
+        f"transformers' own greedy generation, asked {len(requested)} of such questions in unseen wordings, is right "
+        f"on {100 * right / len(requested):.1f} % and agrees with `evaluate` on {same} of {len(requested)}."
     )

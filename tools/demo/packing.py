@@ -1,4 +1,4 @@
-"""Packs pictures and their questions into rows: a shared prefix, and branches that see it and themselves alone."""
+"""Packs images and their questions into rows: a shared prefix, and branches that see it and themselves alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Batch:
     """Rows of one grid, as tensors."""
 
     grid: tuple[int, int]
-    patches: Tensor | None  # [pictures, patches, 588] float32
+    patches: Tensor | None  # [images, patches, 588] float32
     ids: Tensor  # [rows, length]
     positions: Tensor  # [3, rows, length]
     mask: Tensor  # [rows, 1, 1, length, length] float32, added to scores
@@ -65,9 +65,9 @@ class Batch:
     targets: Tensor  # the tokens they predict
     groups: Tensor  # the answer that each target belongs to
     tags: list[str]  # kind of each answer
-    what: Tensor  # [pictures, cells]
-    colour: Tensor  # [pictures, cells]
-    centre: Tensor  # [pictures, cells, 2]
+    what: Tensor  # [images, cells]
+    colour: Tensor  # [images, cells]
+    centre: Tensor  # [images, cells, 2]
 
 
 class Encoder:
@@ -82,7 +82,7 @@ class Encoder:
 
 
 def image_ids(grid: tuple[int, int]) -> list[int]:
-    """The tokens of one picture."""
+    """The tokens of one image."""
     return [c.IDS["<|vision_start|>"], *[c.IDS["<|image_pad|>"]] * (grid[0] * grid[1]), c.IDS["<|vision_end|>"]]
 
 
@@ -103,23 +103,23 @@ def turn(
     return before + wanted + encode("\n"), [(len(before), len(before) + len(wanted))]
 
 
-def _ask(pictures: list[Picture], rng: Random) -> tuple[str, str, str]:
-    scenes = [p.scene for p in pictures]
+def _ask(images: list[Picture], rng: Random) -> tuple[str, str, str]:
+    scenes = [p.scene for p in images]
     q = questions.about(scenes[0], rng) if len(scenes) == 1 else questions.about_pair(scenes[0], scenes[1], rng)
     return phrasings.ask(q.intent, q.slots, rng), q.answer, q.kind
 
 
-def training_row(pictures: list[Picture], grid: tuple[int, int], encode: Encoder, rng: Random, room: int) -> Row:
+def training_row(images: list[Picture], grid: tuple[int, int], encode: Encoder, rng: Random, room: int) -> Row:
     """A prefix with about `room` tokens of questions."""
     row = Row()
     system = SYSTEM if rng.random() < 0.9 else rng.choice(OTHER_SYSTEMS)
     root = row.add(-1, encode(f"<|im_start|>system\n{system}{IM_END}"))
-    pads = image_ids(grid) * len(pictures)
+    pads = image_ids(grid) * len(images)
     used = 0
     branch = -1
     late = rng.random() < 0.16
-    if late:  # the question stands before the picture; what follows are later turns
-        question, answer, tag = _ask(pictures, rng)
+    if late:  # the question stands before the image; what follows are later turns
+        question, answer, tag = _ask(images, rng)
         prefix = row.add(root, encode(USER) + encode(question) + pads)
         ids, spans = turn(encode, None, answer)
         branch = row.add(prefix, ids, spans, tag)
@@ -131,7 +131,7 @@ def training_row(pictures: list[Picture], grid: tuple[int, int], encode: Encoder
             used += len(ids)
             row.add(root, ids, spans, "text")
             continue
-        question, answer, tag = _ask(pictures, rng)
+        question, answer, tag = _ask(images, rng)
         later = late or (branch >= 0 and rng.random() < 0.15)
         parent = branch if later else prefix
         ids, spans = turn(encode, question, answer, USER if later else "")
@@ -142,7 +142,7 @@ def training_row(pictures: list[Picture], grid: tuple[int, int], encode: Encoder
 
 
 def _positions(row: Row, grid: tuple[int, int]) -> NDArray[np.int64]:
-    """Positions where pictures take as many steps as their longer side has cells."""
+    """Positions where images take as many steps as their longer side has cells."""
     h, w = grid
     pad = c.IDS["<|image_pad|>"]
     block = np.stack(np.broadcast_arrays(0, np.arange(h)[:, None], np.arange(w)[None])).reshape(3, -1)
@@ -174,8 +174,8 @@ def _visible(row: Row, length: int) -> NDArray[np.bool_]:
     return sees[of[:, None], of[None]] & np.tri(length, dtype=bool)
 
 
-def collate(rows: list[Row], pictures: list[Picture], grid: tuple[int, int]) -> Batch:
-    """Tensors of the rows; `pictures` in the order of the rows."""
+def collate(rows: list[Row], images: list[Picture], grid: tuple[int, int]) -> Batch:
+    """Tensors of the rows; `images` in the order of the rows."""
     lengths = [sum(len(s.ids) for s in row.segments) for row in rows]
     length = -(-max(lengths) // 16) * 16
     ids = np.full((len(rows), length), c.IDS["<|endoftext|>"])
@@ -198,7 +198,7 @@ def collate(rows: list[Row], pictures: list[Picture], grid: tuple[int, int]) -> 
                 tags.append(segment.tag)
             start += len(segment.ids)
     score = torch.zeros(mask.shape).masked_fill_(~torch.from_numpy(mask), -1e4)[:, None, None]
-    stack = np.stack([patchify(p.pixels) for p in pictures]) if pictures else None
+    stack = np.stack([patchify(p.pixels) for p in images]) if images else None
     return Batch(
         grid,
         None if stack is None else torch.from_numpy(stack),
@@ -209,7 +209,7 @@ def collate(rows: list[Row], pictures: list[Picture], grid: tuple[int, int]) -> 
         torch.tensor(targets),
         torch.tensor(groups),
         tags,
-        torch.from_numpy(np.stack([p.what for p in pictures])) if pictures else torch.empty(0),
-        torch.from_numpy(np.stack([p.colour for p in pictures])) if pictures else torch.empty(0),
-        torch.from_numpy(np.stack([p.centre for p in pictures])) if pictures else torch.empty(0),
+        torch.from_numpy(np.stack([p.what for p in images])) if images else torch.empty(0),
+        torch.from_numpy(np.stack([p.colour for p in images])) if images else torch.empty(0),
+        torch.from_numpy(np.stack([p.centre for p in images])) if images else torch.empty(0),
     )

@@ -1,4 +1,4 @@
-"""Draws the grid, pictures and questions of a training step; they grow harder with progress."""
+"""Draws the grid, images and questions of a training step; they grow harder with progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from demo.pictures.scene import MAX_CELLS, MAX_SIDE, Picture
 
 @dataclass(frozen=True)
 class Mix:
-    """How often each sort of picture is drawn."""
+    """How often each sort of image is drawn."""
 
     shapes: float = 0.72
     number: float = 0.21
     photo: float = 0.07
-    pairs: float = 0.09  # steps about two pictures
+    pairs: float = 0.09  # steps about two images
 
 
 def sample_grid(rng: Random, most: int) -> tuple[int, int]:
@@ -30,8 +30,8 @@ def sample_grid(rng: Random, most: int) -> tuple[int, int]:
             return h, w
 
 
-def picture(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) -> Picture:
-    """One picture of any sort."""
+def make_image(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) -> Picture:
+    """One image of any sort."""
     kind = rng.choices(("shapes", "number", "photo"), (mix.shapes, mix.number, mix.photo))[0]
     if kind == "number":
         return drawing.draw_number(grid, rng)
@@ -42,7 +42,7 @@ def picture(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) 
 
 
 def pair(grid: tuple[int, int], rng: Random) -> list[Picture]:
-    """Two pictures of one shape each, often alike in shape or colour."""
+    """Two images of one shape each, often alike in shape or colour."""
     first = drawing.draw_shapes(grid, 1, rng)
     like = first.scene.things[0] if rng.random() < 0.55 else None
     return [first, drawing.draw_shapes(grid, 1, rng, like)]
@@ -57,13 +57,13 @@ def training_batch(rng: Random, encode: Encoder, mix: Mix, progress: float, cost
     cells = grid[0] * grid[1] * (2 if two else 1)
     count = max(3, round(cost / (1.7 * cells + 290)))
     things = 2 if ramp < 0.3 else 4
-    shown = [pair(grid, rng) if two else [picture(grid, rng, mix, things)] for _ in range(count)]
+    shown = [pair(grid, rng) if two else [make_image(grid, rng, mix, things)] for _ in range(count)]
     rows = [training_row(p, grid, encode, rng, 230) for p in shown]
     return collate(rows, [p for group in shown for p in group], grid)
 
 
 def vision_batch(rng: Random, mix: Mix, progress: float, cost: float) -> tuple[tuple[int, int], list[Picture]]:
-    """Pictures without questions, for the first stage."""
+    """Images without questions, for the first stage."""
     most = round(24 + (MAX_CELLS - 24) * min(1.0, progress / 0.5))
     grid = sample_grid(rng, most)
-    return grid, [picture(grid, rng, mix) for _ in range(max(4, round(cost / (grid[0] * grid[1]))))]
+    return grid, [make_image(grid, rng, mix) for _ in range(max(4, round(cost / (grid[0] * grid[1]))))]

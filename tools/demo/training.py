@@ -145,11 +145,11 @@ def _loss(
     if not now.vision_only:
         batch = training_batch(rng, encode, Mix(), now.progress, 2600.0)
         return losses.joint(model, batch, labels, now.auxiliary)
-    grid, pictures = vision_batch(rng, Mix(), now.progress, 450.0)
-    patches = torch.from_numpy(np.stack([patchify(p.pixels) for p in pictures]))
+    grid, images = vision_batch(rng, Mix(), now.progress, 450.0)
+    patches = torch.from_numpy(np.stack([patchify(p.pixels) for p in images]))
     features = model.vision(patches.to(model.embed.dtype), grid)
     what, colour, centre = (
-        torch.from_numpy(np.stack([getattr(p, k) for p in pictures])) for k in ("what", "colour", "centre")
+        torch.from_numpy(np.stack([getattr(p, k) for p in images])) for k in ("what", "colour", "centre")
     )
     return losses.cells(model, features, what, colour, centre, grid, labels)
 

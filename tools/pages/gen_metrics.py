@@ -15,17 +15,17 @@ sys.path.insert(0, str(ROOT))
 from prometheus_client import CollectorRegistry, Metric  # noqa: E402
 
 from trencadis.core.config import EngineConfig  # noqa: E402
+from trencadis.core.engine_stats import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.core.progress import Warming  # noqa: E402
-from trencadis.core.report import BucketUse, EngineInfo, EngineStats, GraphCounters  # noqa: E402
 from trencadis.server.admission import Admission  # noqa: E402
-from trencadis.server.engine.protocol import EngineClient  # noqa: E402
-from trencadis.server.metrics import hidden  # noqa: E402
-from trencadis.server.metrics.processes import ROLES, ProcessesCollector  # noqa: E402
-from trencadis.server.metrics.registry import Metrics  # noqa: E402
-from trencadis.server.metrics.sleep import SleepCollector  # noqa: E402
-from trencadis.server.metrics.tenants import TenantCollector  # noqa: E402
-from trencadis.server.metrics.traces import TraceCollector  # noqa: E402
-from trencadis.server.tenants.registry import Tenants  # noqa: E402
+from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
+from trencadis.server.metrics import deprecated_metrics  # noqa: E402
+from trencadis.server.metrics.process_metrics import ROLES, ProcessesCollector  # noqa: E402
+from trencadis.server.metrics.prometheus import PrometheusMetrics  # noqa: E402
+from trencadis.server.metrics.sleep_metrics import SleepCollector  # noqa: E402
+from trencadis.server.metrics.tenant_metrics import TenantCollector  # noqa: E402
+from trencadis.server.metrics.trace_metrics import TraceCollector  # noqa: E402
+from trencadis.server.tenants.tenant_registry import TenantRegistry  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 HEAD = f"""\
@@ -62,7 +62,7 @@ def page() -> str:
     """The page."""
     registry = server_registry()
     families = sorted(registry.collect(), key=lambda f: f.name)
-    old = {f"vllm:{name}" for name in hidden.NAMES}
+    old = {f"vllm:{name}" for name in deprecated_metrics.NAMES}
     parts = [HEAD]
     left = [f for f in families if not f.name.startswith(("process_", "python_")) and f.name not in old]
     for title, pattern in GROUPS.items():
@@ -101,13 +101,13 @@ def server_registry() -> CollectorRegistry:
     uses = [BucketUse("vision", 1, 1, 0.0, "vision[64]", "planned", miss="skip")]
     stats = EngineStats(buckets=uses, graphs=graphs)
     engine = SimpleNamespace(
-        stats=stats, info=info, restarts=0, observers=[], sleep_level=0, under_way="", on_operation=[]
+        stats=stats, info=info, restarts=0, observers=[], sleep_level=0, sleep_operation="", on_operation=[]
     )
-    made = Metrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
+    made = PrometheusMetrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
     made.on_stats(stats)
     made.registry.register(ProcessesCollector())
     account = SimpleNamespace(used=_Zeros(), own=0, rejected={"concurrency": 0})
-    made.registry.register(TenantCollector(cast(Tenants, SimpleNamespace(accounts={"ann": account}))))
+    made.registry.register(TenantCollector(cast(TenantRegistry, SimpleNamespace(accounts={"ann": account}))))
     SleepCollector(made.registry, cast(EngineClient, engine))
     made.registry.register(TraceCollector(SimpleNamespace(sent=0, dropped=0, cpu_seconds=0.0)))
     return made.registry

@@ -14,13 +14,13 @@ from trencadis.core.devices import likely
 from trencadis.core.errors import StartupError
 from trencadis.ray_serve.replica import ServedReplica
 from trencadis.server.config import argv
-from trencadis.server.config.settings import resolve
+from trencadis.server.config.resolve_settings import resolve_settings
 
 DEPLOYMENT = "deployment"
 
-CHOICE = (
+ROUTING_NOTE = (
     "Ray Serve chooses a replica before it has read a request: the shorter queue of two at random, whatever prefixes "
-    "and pictures replicas hold; --data-parallel-backend ray is one server whose router knows them"
+    "and images replicas hold; --data-parallel-backend ray is one server whose router knows them"
 )
 
 log = logging.getLogger("trencadis.server")
@@ -44,18 +44,18 @@ def build(args: Mapping[str, Any]) -> Any:
     given = dict(args)
     options = given.pop(DEPLOYMENT, {})
     options = json.loads(options) if isinstance(options, str) else dict(options)
-    line = words(given)
-    engine = check(line)
+    line = to_command_line(given)
+    engine = check_flags(line)
     options.setdefault("name", "trencadis")
     options.setdefault("ray_actor_options", actor_options(engine))
     options.setdefault("max_ongoing_requests", 2 * (engine.max_num_seqs or 128))
     options.setdefault("graceful_shutdown_timeout_s", 600.0)
     if options.get("num_replicas", 1) != 1 or options.get("autoscaling_config"):
-        log.info("%s", CHOICE)
+        log.info("%s", ROUTING_NOTE)
     return serve.deployment(**options)(ServedReplica).bind(line)
 
 
-def words(flags: Mapping[str, Any]) -> list[str]:
+def to_command_line(flags: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line."""
     found: list[str] = []
     for name, value in flags.items():
@@ -72,13 +72,13 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check(line: list[str]) -> EngineConfig:
+def check_flags(line: list[str]) -> EngineConfig:
     """What the flags say, checked where the application is built and not in a replica that dies of them.
 
     Raises:
         StartupError: a flag is wrong, or contradicts Ray Serve.
     """
-    settings = resolve(argv.parse(line), os.environ)
+    settings = resolve_settings(argv.parse(line), os.environ)
     server, engine = settings.server, settings.engine
     if engine.distributed_executor_backend == "ray" or engine.nnodes > 1:
         raise StartupError(

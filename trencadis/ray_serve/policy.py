@@ -10,16 +10,16 @@ from typing import Any
 WAIT, KV_USE = "wait_seconds", "kv_use"
 """What replicas report (``ServedReplica.record_autoscaling_stats``)."""
 
-MOST_WAIT = 1.0
+MAX_WAIT = 1.0
 """Seconds of wait at which another replica is worth its start."""
 
-MOST_KV = 0.85
+MAX_KV_USE = 0.85
 """Share of the KV blocks in use from which requests are soon preempted."""
 
-IDLE = 0.5
+IDLE_LOAD = 0.5
 """Load below which a replica may go, if the others can take its share."""
 
-CALM = 120.0
+DOWNSCALE_SECONDS = 120.0
 """Seconds of such a load before one goes: it drains, and its caches are gone."""
 
 
@@ -35,27 +35,29 @@ def scale(context: Any) -> tuple[int, dict[str, Any]]:
     now = context.current_time or time.time()
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     count = max(context.current_num_replicas, 1)
-    load = load_of(context.aggregated_metrics or {}, count)
+    load = compute_load(context.aggregated_metrics or {}, count)
     since = (context.policy_state or {}).get("calm_since")
     wanted = count
     if load > 1:
         wanted, since = math.ceil(count * min(load, 2.0)), None
-    elif load < IDLE and count > 1 and load * count / (count - 1) < 1:
+    elif load < IDLE_LOAD and count > 1 and load * count / (count - 1) < 1:
         since = now if since is None else since
-        if now - since >= CALM:
+        if now - since >= DOWNSCALE_SECONDS:
             wanted, since = count - 1, now
     else:
         since = None
     return max(least, min(wanted, most)), {"calm_since": since}
 
 
-def load_of(metrics: Mapping[str, Mapping[Any, float]], count: int) -> float:
-    """1: as much as ``count`` replicas should have. Replicas that report nothing yet count as empty."""
+def compute_load(metrics: Mapping[str, Mapping[Any, float]], count: int) -> float:
+    """Returns the load of ``count`` replicas; 1 means exactly as much as they should have. Replicas that report
+    nothing yet count as empty.
+    """
     waits, uses = metrics.get(WAIT, {}).values(), metrics.get(KV_USE, {}).values()
-    return max(sum(waits) / count / MOST_WAIT, sum(uses) / count / MOST_KV)
+    return max(sum(waits) / count / MAX_WAIT, sum(uses) / count / MAX_KV_USE)
 
 
-class WaitGauge:
+class WaitEstimator:
     """Predicts the wait of a new request by Little's law: those that wait, over how many begin a second."""
 
     SPAN = 10.0
@@ -64,7 +66,7 @@ class WaitGauge:
     def __init__(self) -> None:
         self._begun, self._at, self._rate = 0, 0.0, 0.0
 
-    def wait(self, submitted: int, waiting: int, now: float) -> float:
+    def estimate(self, submitted: int, waiting: int, now: float) -> float:
         """Seconds; ``submitted``: requests so far, which begins anew with an engine."""
         begun = submitted - waiting
         if self._at and now > self._at and begun >= self._begun:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
-from trencadis.ray_serve.policy import KV_USE, WAIT, WaitGauge
+from trencadis.ray_serve.policy import KV_USE, WAIT, WaitEstimator
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from trencadis.server.engine.spawn import EngineHandle
 
-LOOK = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks at an engine that loads."""
 
-CHUNKS = 64
+MAX_QUEUED_PIECES = 64
 """Pieces of an answer that may wait for their reader."""
 
 
@@ -32,31 +32,31 @@ class ServedReplica:
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        from trencadis.core.links.elsewhere import on_this_machine
-        from trencadis.server.cli import logs, run
+        from trencadis.core.links.placement import on_this_machine
+        from trencadis.server.cli import logging_setup, serve
         from trencadis.server.config import argv
-        from trencadis.server.config.settings import resolve
-        from trencadis.server.fleet.start import start
+        from trencadis.server.config.resolve_settings import resolve_settings
+        from trencadis.server.fleet.start_engines import start_engines
 
-        self._failed, self._gauge = "", WaitGauge()
-        settings = run.find_model(resolve(argv.parse(list(words)), os.environ))
-        logs.setup(settings.engine.log_level, settings.server, settings.engine.log_format)
-        self._patience = settings.server.shutdown_timeout
+        self._failed, self._wait_estimator = "", WaitEstimator()
+        settings = serve.find_model(resolve_settings(argv.parse(list(words)), os.environ))
+        logging_setup.set_up_logging(settings.engine.log_level, settings.server, settings.engine.log_format)
+        self._drain_timeout = settings.server.shutdown_timeout
         server = settings.server
         self._handles: list[EngineHandle] = []
-        engines = start(on_this_machine(settings.engine), server.data_parallel_size, "mp", self._handles.append)
-        self.supervisor = run.supervise(server, engines.configs, engines.handles, server.sleep_after)
-        self.supervisor.on_fatal = self._fatal
-        self.app: Any = run.find_app(settings.server.app)(settings, self.supervisor)
-        self._life = self.app.router.lifespan_context(self.app)
-        await self._life.__aenter__()
+        engines = start_engines(on_this_machine(settings.engine), server.data_parallel_size, "mp", self._handles.append)
+        self.supervisor = serve.supervise(server, engines.configs, engines.handles, server.sleep_after)
+        self.supervisor.on_fatal = self._on_fatal
+        self.app: Any = serve.find_app(settings.server.app)(settings, self.supervisor)
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        await self._lifespan.__aenter__()
         self.supervisor.start()
         while not self.supervisor.ready:
             if self._failed:
                 raise StartupError(self._failed)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
-    def _fatal(self, message: str, code: int) -> None:
+    def _on_fatal(self, message: str, code: int) -> None:
         self._failed = message
 
     async def __call__(self, request: Request) -> StreamingResponse:
@@ -64,7 +64,7 @@ class ServedReplica:
         from starlette.responses import StreamingResponse
 
         begun: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        pieces: asyncio.Queue[bytes | None] = asyncio.Queue(CHUNKS)
+        pieces: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_QUEUED_PIECES)
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -103,13 +103,13 @@ class ServedReplica:
         """Figures for ``trencadis.ray_serve.policy``."""
         stats, links = self.supervisor.stats, getattr(self.supervisor, "engines", [self.supervisor])
         waiting = max(stats.waiting - stats.deferred, 0)
-        wait = self._gauge.wait(sum(one.link.submitted for one in links), waiting, time.monotonic())
+        wait = self._wait_estimator.estimate(sum(one.link.submitted for one in links), waiting, time.monotonic())
         return {WAIT: wait, KV_USE: stats.kv_used / stats.kv_total if stats.kv_total else 0.0}
 
     async def __del__(self) -> None:
         """Finishes what runs, and ends the engine."""
         if not hasattr(self, "supervisor"):
             return
-        await self.supervisor.drain(self._patience)
+        await self.supervisor.drain(self._drain_timeout)
         await self.supervisor.stop()
-        await self._life.__aexit__(None, None, None)
+        await self._lifespan.__aexit__(None, None, None)

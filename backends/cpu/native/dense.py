@@ -18,7 +18,7 @@ from trencadis.backends.cpu.native import threads
 from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
 from trencadis.backends.cpu.native.layouts import DenseLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES
-from trencadis.core.layout import aligned
+from trencadis.core.shared_constants import align_up
 
 ROWS = 128
 """Most rows of a call: ``DENSE_ROWS`` of dense.h. oneDNN is as fast from there on."""
@@ -33,7 +33,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1}
 """Types by their numbers in panels.h."""
 
 LAST = 0x7FFFFFFF
-"""A code's low 32 bits are this less the place."""
+"""A code's low 32 bits are this less the output's index."""
 
 NONE = -(1 << 63) | LAST
 """The code of no output."""
@@ -65,8 +65,8 @@ def panels_of(packed: Tensor, weight: Tensor, bias: Tensor | None, table: Kernel
     outputs, inputs = weight.shape
     if not most_rows(table, weight.dtype) or inputs % 2 or not outputs:
         return None
-    depth, size = aligned(inputs, UNITS[weight.dtype]), weight.element_size()
-    if torch.ops.mkldnn._nbytes(packed) != aligned(outputs, PANEL) * depth * size:
+    depth, size = align_up(inputs, UNITS[weight.dtype]), weight.element_size()
+    if torch.ops.mkldnn._nbytes(packed) != align_up(outputs, PANEL) * depth * size:
         return None
     if not _lies(torch.ops.mkldnn.data_ptr(packed), weight, depth):
         return None
@@ -82,7 +82,7 @@ def panels_at(
     """
     if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
         return None
-    depth = aligned(inputs, UNITS[dtype])
+    depth = align_up(inputs, UNITS[dtype])
     own = None if bias is None else bias.data_ptr()
     layout = DenseLayout(at, own, inputs, depth, outputs, CODES[dtype])  # the rest is the call's
     layout.pairs = table.bfloat16_pairs
@@ -95,7 +95,7 @@ def table_of(p: Panels) -> Tensor:
     """The weight where it lies, without what fills its rows up: [panels, in / pair, PANEL, pair]."""
     layout, packed, _ = p.held
     pair = 2 if p.dtype == torch.bfloat16 else 1
-    count = aligned(p.outputs, PANEL) * layout.depth
+    count = align_up(p.outputs, PANEL) * layout.depth
     raw: Any = (ctypes.c_uint8 * (count * p.dtype.itemsize)).from_address(layout.weight)
     whole = torch.frombuffer(raw, dtype=p.dtype).view(-1, layout.depth // pair, PANEL, pair)
     table = whole[:, : layout.inputs // pair]
@@ -123,7 +123,7 @@ def _lies(at: int, weight: Tensor, depth: int) -> bool:
     return True
 
 
-def serves(x: Tensor, p: Panels) -> bool:
+def is_supported(x: Tensor, p: Panels) -> bool:
     """Whether ``product`` takes these rows."""
     return 0 < len(x) <= p.most_rows and x.dtype == p.dtype and x.stride(1) == 1
 
@@ -142,7 +142,7 @@ def product(x: Tensor, p: Panels) -> Tensor:
 def best(x: Tensor, p: Panels, outputs: int, scale: float) -> Tensor:
     """int64 [n]: a code of the best of the first ``outputs`` outputs of each row, all multiplied by ``scale``.
 
-    The larger code is the better output: by value, no number above all, and then by the lower place.
+    The larger code is the better output: by value, no number above all, and then by the lower index.
     """
     x = x.contiguous()
     found = torch.full((len(x),), NONE, dtype=torch.int64)

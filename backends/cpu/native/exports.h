@@ -30,6 +30,6 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
                             int64_t outputs, float scale, int kind, int threads);
 EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads);
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads);
-EXPORT void trencadis_turn(const Turn *p, int64_t n, int kind, int threads);
+EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads);
 
 #endif

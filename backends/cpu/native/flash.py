@@ -32,16 +32,16 @@ class Span:
     """Queries in the rows ``queries`` that attend to keys in the slots ``keys``.
 
     Args:
-        place: of the first key; the others follow.
-        own: place of the first query; the others follow.
-        upto: int32 [queries], the last place that each query sees; None: its own.
+        position: of the first key; the others follow.
+        own: position of the first query; the others follow.
+        upto: int32 [queries], the last position that each query sees; None: its own.
         whole: every query sees every key.
     """
 
     queries: Where
     keys: Where
-    place: int = 0
-    own: int = 0
+    first_key: int = 0
+    first_query: int = 0
     upto: Tensor | None = None
     whole: bool = False
 
@@ -49,7 +49,7 @@ class Span:
         """``Span`` of flash.h."""
         assert self.upto is None or (self.upto.dtype == torch.int32 and self.upto.is_contiguous())
         upto = 0 if self.upto is None else self.upto.data_ptr()
-        return (*_lies(self.queries), *_lies(self.keys), self.place, self.own, upto, int(self.whole))
+        return (*_lies(self.queries), *_lies(self.keys), self.first_key, self.first_query, upto, int(self.whole))
 
 
 def _lies(where: Where) -> tuple[int, int, int]:
@@ -60,7 +60,7 @@ def _lies(where: Where) -> tuple[int, int, int]:
     return 0, len(where), where.data_ptr()
 
 
-def serves(q: Tensor, table: KernelTable) -> bool:
+def is_supported(q: Tensor, table: KernelTable) -> bool:
     """Whether the kernel attends to values of ``q``'s type and size of a head."""
     return q.shape[-1] <= WIDEST and table.serves(Op.ATTENTION, DTYPE_NAMES.get(q.dtype, ""))
 
@@ -80,7 +80,7 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written where spans name queries.
 
-    A query's bits depend on itself and on the keys that it sees, at their places. Softmax and sums are float32.
+    A query's bits depend on itself and on the keys that it sees, at their positions. Softmax and sums are float32.
     """
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype

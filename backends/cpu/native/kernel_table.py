@@ -159,7 +159,7 @@ def table_of(
 
 def available_kinds() -> tuple[str, ...]:
     """The kinds of own kernels that this CPU can run, the fastest last; none where they are not built."""
-    have = library.found()
+    have = library.load_library()
     return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
 
 
@@ -169,7 +169,7 @@ LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 def onednn_features() -> frozenset[str]:
     """``library.FEATURES`` of this CPU, without those of AVX-512 and AMX where a variable keeps oneDNN from them."""
-    features = library.found().features
+    features = library.load_library().features
     limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
     if limit in ("ALL", "DEFAULT") or "AMX" in limit:
         return features
@@ -180,7 +180,7 @@ def onednn_features() -> frozenset[str]:
 
 @cache
 def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
-    return table_of(kind, library.found().features, why, every_row, onednn_features())
+    return table_of(kind, library.load_library().features, why, every_row, onednn_features())
 
 
 def chosen_table(every_row: bool = False) -> KernelTable:
@@ -189,7 +189,7 @@ def chosen_table(every_row: bool = False) -> KernelTable:
     Raises:
         StartupError: the variable names kernels that cannot serve here.
     """
-    asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.found()
+    asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.load_library()
     missing = have.why or "the CPU has no AVX2"
     left_out = f"; {library.report_left_out()}" if have.left_out and kinds else ""
     if asked == "auto":

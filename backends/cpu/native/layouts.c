@@ -30,8 +30,8 @@ static const int64_t attend[] = {A(q),      A(out),   A(k),         A(v),      A
                                  A(heads),  A(groups), A(size),     A(block),  A(width),   A(stride),    A(kept_count),
                                  A(scale),  A(type),   A(codes),    A(kept_type), A(starts), A(part)};
 
-#define T(field) AT(Turn, field)
-static const int64_t turn[] = {T(q),     T(k),     T(v),      T(cos),   T(sin),    T(out),   T(keys),   T(values), T(slot),
+#define T(field) AT(Rotary, field)
+static const int64_t rotate[] = {T(q),     T(k),     T(v),      T(cos),   T(sin),    T(out),   T(keys),   T(values), T(slot),
                                T(q_row), T(q_head), T(k_row), T(k_head), T(v_row), T(heads), T(groups), T(size),   T(type)};
 
 #define F(field) AT(Flash, field)
@@ -48,7 +48,7 @@ static const struct {
     const int64_t *offsets;
     size_t fields, size;
 } structures[] = {STRUCTURE(PanelWeight, panel_weight), STRUCTURE(Dense, dense), STRUCTURE(Pack, pack),
-                  STRUCTURE(Attend, attend),            STRUCTURE(Turn, turn),   STRUCTURE(Flash, flash),
+                  STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
                   STRUCTURE(Span, span)};
 
 /* Bytes of a structure by its number, whose fields' places are written to offsets [most]; -1: it has another number of

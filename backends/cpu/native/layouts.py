@@ -55,7 +55,7 @@ class AttendLayout(ctypes.Structure):
     ]
 
 
-class TurnLayout(ctypes.Structure):
+class RotaryLayout(ctypes.Structure):
     """``Turn`` of panels.h."""
 
     _fields_ = [
@@ -90,7 +90,7 @@ class SpanLayout(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Layout, DenseLayout, PackCall, AttendLayout, TurnLayout, FlashLayout, SpanLayout)
+STRUCTURES = (Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout)
 """By their numbers in layouts.c."""
 
 

@@ -37,7 +37,7 @@ OPERATIONS = ("linear", "quantised_linear", "pack", "rowwise", "rotary", "decode
 BUILD = "`pip install -e .` (or of a wheel for this machine) with a C compiler builds them"
 
 
-class Found(NamedTuple):
+class LibraryStatus(NamedTuple):
     """The library and what the CPU has of ``FEATURES``, or why there is none.
 
     Args:
@@ -52,26 +52,28 @@ class Found(NamedTuple):
 
 
 @cache
-def found() -> Found:
+def load_library() -> LibraryStatus:
     """Loads the library once a process."""
-    return load(Path(__file__).parent)
+    return open_library(Path(__file__).parent)
 
 
-def load(folder: Path) -> Found:
+def open_library(folder: Path) -> LibraryStatus:
     """The library in ``folder``; a file that is missing, broken or of other sources is a reason and no error."""
     files = sorted(folder.glob("_panels*.so"))
     if not files:
-        return Found(None, frozenset(), f"they are not built; {BUILD}")
+        return LibraryStatus(None, frozenset(), f"they are not built; {BUILD}")
     try:
         library = ctypes.CDLL(str(files[0]))
         version = library.trencadis_panels_version()
     except (OSError, AttributeError) as error:
-        return Found(None, frozenset(), f"{files[0].name} does not load ({str(error)[:120]}); {BUILD}")
+        return LibraryStatus(None, frozenset(), f"{files[0].name} does not load ({str(error)[:120]}); {BUILD}")
     if version != VERSION:
-        return Found(None, frozenset(), f"{files[0].name} was built from other sources; {BUILD} again")
+        return LibraryStatus(None, frozenset(), f"{files[0].name} was built from other sources; {BUILD} again")
     differs = find_difference(library)
     if differs:
-        return Found(None, frozenset(), f"{files[0].name} has another {differs} than this Python; {BUILD} again")
+        return LibraryStatus(
+            None, frozenset(), f"{files[0].name} has another {differs} than this Python; {BUILD} again"
+        )
     library.trencadis_launches.restype = ctypes.c_uint64
     library.trencadis_left_out.restype = ctypes.c_char_p
     missing = tuple(f"{name}.c" for name in library.trencadis_left_out().decode().split())
@@ -82,12 +84,12 @@ def load(folder: Path) -> Found:
         if bits >> number & 1 and not any(f"{source}.c" in missing for source in NEEDS.get(name, ()))
     )
     why = "" if features else f"the C compiler refused {', '.join(missing)}" if bits else "the CPU has no AVX2"
-    return Found(library, features, why, missing)
+    return LibraryStatus(library, features, why, missing)
 
 
 def report_left_out() -> str:
     """What to tell users of an installation of which some kernels are missing; "": all are there."""
-    have = found()
+    have = load_library()
     if have.left_out:
         return f"kernels are left out, since the C compiler refused {', '.join(have.left_out)}"
     return "" if have.library is not None else have.why
@@ -102,7 +104,7 @@ def main() -> None:
 
 def count_launches(operation: str, kind: int) -> int:
     """How many launches of an operation of ``OPERATIONS`` kernels of this kind (by number) have served so far."""
-    count: int = found().library.trencadis_launches(OPERATIONS.index(operation), kind)
+    count: int = load_library().library.trencadis_launches(OPERATIONS.index(operation), kind)
     return count
 
 

@@ -93,10 +93,10 @@ typedef struct {
     const float *cos, *sin; /* [n][size], of which the second half is as the first */
     void *out;              /* [n][heads + groups][size] */
     void *keys, *values;    /* [slots][groups][size] */
-    const int64_t *slot;    /* [n]: where k, turned, and v are stored; NULL: nowhere */
+    const int64_t *slot;    /* [n]: where k, rotated, and v are stored; NULL: nowhere */
     int64_t q_row, q_head, k_row, k_head, v_row; /* heads of v lie together */
     int64_t heads, groups, size, type;
-} Turn;
+} Rotary;
 
 typedef struct {
     void (*round)(const Product *, int64_t first, int64_t last, float *row);
@@ -104,7 +104,7 @@ typedef struct {
     void (*rows)(const Rows *, int64_t first, int64_t last);
     void (*attend)(const Attend *, int64_t first, int64_t last); /* items */
     void (*join)(const Attend *, int64_t first, int64_t last);   /* pairs of a row and a KV head */
-    void (*turn)(const Turn *, int64_t first, int64_t last);     /* rows */
+    void (*rotate)(const Rotary *, int64_t first, int64_t last);     /* rows */
     void (*flash)(Flash *, float *work);                         /* the items that are left */
     void (*flash_pairs)(Flash *, float *work);                   /* as pairs of bfloat16; NULL: not here */
 } Kernels;

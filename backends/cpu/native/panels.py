@@ -17,8 +17,8 @@ from torch.nn import functional
 from trencadis.backends.cpu.native import kernel_table, library, threads
 from trencadis.backends.cpu.native.kernel_table import BFLOAT16, FLOAT16, FLOAT32
 from trencadis.backends.cpu.native.layouts import Layout
-from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, filled, panel_columns
-from trencadis.core.quant.tensor import SLAB, QTensor
+from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, fill_up, panel_columns
 
 STEP = 8
 """Columns are a multiple of this."""
@@ -85,7 +85,7 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
         return None
     library.log_quantised_kernels(f"own kernels ({table.kind})")
-    slots, group, of = _arranged(q)
+    slots, group, of = _arrange_columns(q)
     if group > LONGEST:
         return None
     scale, zero = q.scale, q.zero
@@ -96,7 +96,7 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     if zero is None and not q.scheme.symmetric:
         zero = torch.zeros_like(scale, dtype=torch.int8)  # as the scheme is priced
     points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
-    columns = len(slots) if slots is not None else filled(q.shape[1], STEP)
+    columns = len(slots) if slots is not None else fill_up(q.shape[1], STEP)
     return PanelWeight(
         _codes(q, slots, columns, middle),
         None if parts is None else _by_panel(parts),
@@ -106,22 +106,22 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     )  # fmt: skip
 
 
-def _arranged(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
+def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
     """(the input's column of each kept column or None, columns of a group, the group of each kept group or None)."""
     columns = q.shape[1]
     if q.scale.shape[1] == 1:
-        return None, filled(columns, STEP), None
+        return None, fill_up(columns, STEP), None
     kept = panel_columns(columns, q.group)
     if q.order is None and not kept.gathered:
         return None, kept.group, None
     where = torch.argsort(q.columns(), stable=True)
     sizes: list[int] = torch.bincount(q.columns(), minlength=q.scale.shape[1]).tolist()
     if not q.shared and all(n == sizes[0] for n in sizes[:-1]) and 0 < sizes[-1] <= sizes[0]:
-        group, of = filled(sizes[0], STEP), None
-        counts = [*(group for _ in sizes[:-1]), filled(sizes[-1], STEP)]
+        group, of = fill_up(sizes[0], STEP), None
+        counts = [*(group for _ in sizes[:-1]), fill_up(sizes[-1], STEP)]
     else:
         group = CELL
-        counts = [filled(n, CELL) for n in sizes]
+        counts = [fill_up(n, CELL) for n in sizes]
         if q.shared:  # up to what it is priced at
             sizes.append(0)
             counts.append(cut_columns(columns, q.scale.shape[1]) - sum(counts))
@@ -136,7 +136,7 @@ def _arranged(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
 def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tensor:
     """uint8 [panels, bytes] of int8 [out, in], some panels at a time."""
     rows, bits = q.shape[0], q.scheme.bits
-    out = torch.empty((filled(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
+    out = torch.empty((fill_up(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
     step = max(SLAB // 4 // (columns * PANEL), 1)
     for first in range(0, len(out), step):
         part = q.data[first * PANEL : (first + step) * PANEL]
@@ -192,7 +192,7 @@ def product(x: Tensor, w: PanelWeight) -> Tensor:
     return out
 
 
-def decoded(w: PanelWeight) -> Tensor:
+def dequantise(w: PanelWeight) -> Tensor:
     """float32 [out, in]: what the kernels multiply by, for tests."""
     panels = len(w.codes)
     if w.bits == 4:

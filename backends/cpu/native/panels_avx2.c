@@ -1,5 +1,5 @@
 /* Kernels of CPUs with AVX2 alone. Two products are added in 16 bits, so activations beside 8-bit codes have 7 bits:
-   2 * 255 * 63 fits, 2 * 255 * 127 does not. Codes of 4 bits are at most 15 and leave room for 8. */
+   2 * 255 * 63 fits, 2 * 255 * 127 does not. Codes of 4 bits are at most 15 and allow 8. */
 
 #include "panels.h"
 
@@ -18,11 +18,11 @@
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
-#include "turn.inc"
+#include "rotate.inc"
 
 #define PAIRS 0
 #include "flash.inc"
 
-const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, turn, flash_floats, 0};
+const Kernels panels_avx2 = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0};
 
 #endif

@@ -21,7 +21,7 @@
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
-#include "turn.inc"
+#include "rotate.inc"
 
 #define PAIRS 0
 #include "flash.inc"
@@ -32,6 +32,6 @@
 #define FLASH_PAIRS 0
 #endif
 
-const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, FLASH_PAIRS};
+const Kernels panels_avx512_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats, FLASH_PAIRS};
 
 #endif

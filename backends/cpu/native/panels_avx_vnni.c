@@ -21,11 +21,11 @@
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
-#include "turn.inc"
+#include "rotate.inc"
 
 #define PAIRS 0
 #include "flash.inc"
 
-const Kernels panels_avx_vnni = {round_rows, multiply, rows, attend, join, turn, flash_floats, 0};
+const Kernels panels_avx_vnni = {round_rows, multiply, rows, attend, join, rotate, flash_floats, 0};
 
 #endif

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from trencadis.backends.cpu.native import threads
-from trencadis.backends.cpu.native.library import found
+from trencadis.backends.cpu.native.library import load_library
 
 log = logging.getLogger("trencadis.engine")
 
@@ -136,4 +136,6 @@ class ThreadUse:
 
 def thread_use(count: int, own_rows: int) -> ThreadUse | None:
     """The threads of an engine that was given ``count``; None: one alone, or no library whose launches are timed."""
-    return ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and found().library is not None else None
+    return (
+        ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and load_library().library is not None else None
+    )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trencadis.backends.cpu.native.library import found
+from trencadis.backends.cpu.native.library import load_library
 
 GOMP_PARALLEL = "GOMP_parallel"
 """Of GCC's interface, which Intel's and LLVM's runtimes have too."""
@@ -52,7 +52,7 @@ class Calls(NamedTuple):
     rows: Callable[..., None]
     attend: Callable[..., int]
     flash: Callable[..., int]
-    turn: Callable[..., None]
+    rotate: Callable[..., None]
     dense: Callable[..., None]
     pack: Callable[..., None]
     pin: Callable[..., None]
@@ -62,7 +62,7 @@ class Calls(NamedTuple):
 @cache
 def calls() -> Calls:
     """The library's functions."""
-    library = found().library
+    library = load_library().library
     runtime = openmp()
     if runtime is not None:
         library.trencadis_pool_of_torch(*(ctypes.cast(f, ctypes.c_void_p) for f in runtime))
@@ -76,8 +76,8 @@ def calls() -> Calls:
     attend.argtypes, attend.restype = (pointer, number, number), number
     flash = library.trencadis_flash
     flash.argtypes, flash.restype = (pointer, number, number), number
-    turn = library.trencadis_turn
-    turn.argtypes, turn.restype = (pointer, size, number, number), None
+    rotate = library.trencadis_rotary
+    rotate.argtypes, rotate.restype = (pointer, size, number, number), None
     dense = library.trencadis_dense
     dense.argtypes = (*(pointer,) * 4, size, size, size, ctypes.c_float, number, number)
     dense.restype = None
@@ -85,7 +85,7 @@ def calls() -> Calls:
     pack.argtypes, pack.restype = (pointer, size, number, number), None
     pin = library.trencadis_pool_pin
     pin.argtypes, pin.restype = (pointer, number), None
-    return Calls(linear, rows, attend, flash, turn, dense, pack, pin, pool())
+    return Calls(linear, rows, attend, flash, rotate, dense, pack, pin, pool())
 
 
 def pool() -> PoolCalls:
@@ -102,16 +102,16 @@ def pool() -> PoolCalls:
         ("patient", None, number),
         ("hold", None, number, size, number),
     ):
-        call = getattr(found().library, f"trencadis_pool_{name}")
+        call = getattr(load_library().library, f"trencadis_pool_{name}")
         call.argtypes, call.restype = arguments, result
         made.append(call)
     return PoolCalls(*made)
 
 
-def keep_to(cpus: Sequence[int]) -> None:
+def pin_threads(cpus: Sequence[int]) -> None:
     """Keeps threads to one of ``cpus`` each, the caller and threads that it starts later to all of them."""
     os.sched_setaffinity(0, cpus)
-    if found().library is not None:
+    if load_library().library is not None:
         calls().pin((ctypes.c_int * len(cpus))(*cpus), len(cpus))
     keep_torch_to(cpus)
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trencadis.backends.cuda.kernels import norm
-from trencadis.backends.cuda.kernels.norm import summed
+from trencadis.backends.cuda.kernels import rms_norm
+from trencadis.backends.cuda.kernels.rms_norm import add_residual
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -22,13 +22,13 @@ def _layer_norm(
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = summed(x, residual, total, row + at, inside, ADD)
+    value = add_residual(x, residual, total, row + at, inside, ADD)
     wide = value.to(tl.float32)
-    apart = tl.where(inside, wide - tl.sum(wide, 0) / WIDTH, 0.0)
-    scale = tl.rsqrt(tl.sum(apart * apart, 0) / WIDTH + eps)
-    turned = apart * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    turned += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + at, turned.to(value.dtype), mask=inside)
+    centred = tl.where(inside, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    scaled = centred * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scaled += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + at, scaled.to(value.dtype), mask=inside)
 
 
 def launch(
@@ -38,7 +38,7 @@ def launch(
 
     Without a residual ``total`` is not written.
     """
-    norm.check(x, residual, weight)
+    rms_norm.check(x, residual, weight)
     assert bias.shape == weight.shape and bias.dtype == x.dtype and bias.is_contiguous()
     n, width = x.shape
     if n:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from trencadis.backends.cuda.host_layers import HostLayerOps
-from trencadis.backends.cuda.kernels.attn import ItemAttn
-from trencadis.backends.cuda.launches.buffers import Buffers
-from trencadis.backends.cuda.libraries.choice import Chosen
-from trencadis.backends.cuda.libraries.flash import FlashLaunch
-from trencadis.backends.cuda.libraries.infer import InferLaunch, InferRooms
-from trencadis.backends.cuda.libraries.launch import LibraryLaunch
-from trencadis.backends.cuda.protocol import Runtime
+from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers
+from trencadis.backends.cuda.libraries.flash_attn import FlashAttnLaunch
+from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, FlashInferWorkspaces
+from trencadis.backends.cuda.libraries.library_launch import LibraryLaunch
+from trencadis.backends.cuda.libraries.selector import SelectedLibrary
+from trencadis.backends.cuda.runtime_protocol import Runtime
 from trencadis.core.backend import Attn, Body, LayerKV
 from trencadis.core.buckets import Stage
 
@@ -31,39 +31,39 @@ class LibraryAttention:
     whole_layers = False
     """Layers run op by op, so that their attention is the library's."""
 
-    found: Chosen
+    found: SelectedLibrary
     launch: LibraryLaunch | None = None
     """Of the launch that runs now."""
 
-    _said: frozenset[str] = frozenset()
+    _logged: frozenset[str] = frozenset()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        why = self._unserved(kv, attn, window)
+        why = self._unsupported_reason(kv, attn, window)
         if not why and self.launch is not None:
             return self.launch.attend(q, kv, scale, window)
-        if why and why not in self._said:
-            self._said |= {why}
+        if why and why not in self._logged:
+            self._logged |= {why}
             log.info("%s does not attend to %s: this engine's own kernels do", self.found.label, why)
         out: Tensor = super().attend(q, k, v, kv, attn, scale, window)  # type: ignore[misc]
         return out
 
-    def _unserved(self, kv: LayerKV, attn: Attn, window: int) -> str:
+    def _unsupported_reason(self, kv: LayerKV, attn: Attn, window: int) -> str:
         if kv.k_scale is not None:
             return "an 8-bit KV cache"
         if getattr(attn, "upto", None) is not None:
-            return "tokens that see behind their own place"
+            return "tokens that see keys after their own position"
         if window and not self.found.limits.windows:
             return "layers with a window of keys"
         return ""
 
 
-def with_library(ops: type[T], found: Chosen) -> type[T]:
+def with_library(ops: type[T], found: SelectedLibrary) -> type[T]:
     """``ops`` whose attention is the library's."""
     made: Any = type(f"Library{ops.__name__}", (LibraryAttention, ops), {"found": found})
     return made  # type: ignore[no-any-return]
 
 
-class Library:
+class AttentionLibraryAdapter:
     """``protocol.AttentionLibrary``.
 
     Args:
@@ -73,24 +73,24 @@ class Library:
 
     def __init__(self, ops: Any, runtime: Runtime, head_dim: int, dtype: torch.dtype) -> None:
         self.ops, self._runtime, self._head_dim, self._dtype = ops, runtime, head_dim, dtype
-        self._rooms = InferRooms(runtime)
+        self._workspaces = FlashInferWorkspaces(runtime)
 
-    def joined(self, buffers: Buffers, body: Body) -> Body:
-        """``body`` with the library's launches; a bucket of text is planned whenever its buffers are filled."""
+    def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
+        """Wraps ``body`` with the library's launches; text buckets are planned whenever their buffers are filled."""
         if buffers.bucket.stage not in (Stage.PREFILL, Stage.DECODE):
             return body
         launch = self._launch(buffers)
         if launch.plans:
-            buffers.beside = launch.plan
-        return self._around(launch, body)
+            buffers.on_copy = launch.plan
+        return self._wrap(launch, body)
 
-    def _launch(self, buffers: Buffers) -> LibraryLaunch:
+    def _launch(self, buffers: InputBuffers) -> LibraryLaunch:
         found, bucket, sizes = self.ops.found, buffers.bucket, buffers.sizes
         if found.kind == "flashinfer":
-            return InferLaunch(found.calls, buffers, self._runtime, self._rooms, self._head_dim, self._dtype)
-        return FlashLaunch(found.calls["attend"], found.kind == "flash3", bucket, sizes)
+            return FlashInferLaunch(found.calls, buffers, self._runtime, self._workspaces, self._head_dim, self._dtype)
+        return FlashAttnLaunch(found.calls["attend"], found.kind == "flash3", bucket, sizes)
 
-    def _around(self, launch: LibraryLaunch, body: Body) -> Callable[[Any], Any]:
+    def _wrap(self, launch: LibraryLaunch, body: Body) -> Callable[[Any], Any]:
         def run(inputs: Any) -> Any:
             attn: ItemAttn = inputs.attn
             self.ops.launch = launch

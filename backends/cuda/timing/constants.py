@@ -62,7 +62,7 @@ SCALED = (
 
 
 @cache
-def stored() -> dict[str, Any]:
+def load_constants() -> dict[str, Any]:
     """constants.json: name -> [value, source, where the figure was read again, or "not found"]."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
@@ -70,7 +70,7 @@ def stored() -> dict[str, Any]:
 
 def cards() -> list[str]:
     """Cards that there are figures of."""
-    return list(stored()["cards"])
+    return list(load_constants()["cards"])
 
 
 def card(name: str) -> CardTimes:
@@ -79,24 +79,24 @@ def card(name: str) -> CardTimes:
     Raises:
         StartupError: there are none.
     """
-    if name not in stored()["cards"]:
+    if name not in load_constants()["cards"]:
         raise StartupError(f"--card {name[:40]}: there are figures of {', '.join(cards())}")
     values = {key: float(value) for key, (value, *_) in _of(name).items()}
-    host = tuple((int(rows), float(value)) for rows, (value, _) in stored()["host"].items())
+    host = tuple((int(rows), float(value)) for rows, (value, _) in load_constants()["host"].items())
     return CardTimes(name=name, host=host, **values)
 
 
 def sources(name: str) -> dict[str, str]:
     """Where each constant of a card is from; what was looked for elsewhere and not found is marked."""
     marks = {"not found": " (not found again)"}
-    return {key: source + marks.get(place, "") for key, (_, source, place) in _of(name).items()}
+    return {key: source + marks.get(confirmation, "") for key, (_, source, confirmation) in _of(name).items()}
 
 
-def seen(name: str) -> dict[str, str]:
-    """Where each constant of a card was read again, apart from its source; ``not found``: nowhere."""
-    return {key: place for key, (_, _, place) in _of(name).items()}
+def list_confirmations(name: str) -> dict[str, str]:
+    """Returns, per constant of a card, where its value was confirmed besides its source; ``not found``: nowhere."""
+    return {key: confirmation for key, (_, _, confirmation) in _of(name).items()}
 
 
 def _of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = stored()["cards"][name] | stored()["shared"]
+    found: dict[str, Any] = load_constants()["cards"][name] | load_constants()["shared"]
     return found

@@ -42,16 +42,16 @@ def run(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -> Timeline:
     host = free = begun = busy = longest = 0.0
     ended: list[float] = []
     taken: list[HostStep] = []
-    for place, (work, device) in enumerate(steps):
+    for index, (work, device) in enumerate(steps):
         host += work.before
         start = max(host, free)
-        if place:
+        if index:
             longest = max(longest, start - free)
         else:
             begun = start
         free, busy = start + device, busy + device
         ended.append(free)
         taken.append(work)
-        if place >= depth:
-            host = max(host, ended[place - depth]) + taken[place - depth].after
+        if index >= depth:
+            host = max(host, ended[index - depth]) + taken[index - depth].after
     return Timeline(len(ended), free - begun, busy, longest)

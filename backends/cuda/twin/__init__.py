@@ -1,1 +1,1 @@
-"""A CPU twin of an NVIDIA device: runtime, ops and the tape that stands for a graph."""
+"""A CPU twin of an NVIDIA device: runtime, ops and the recording that replaces a graph."""

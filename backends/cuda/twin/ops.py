@@ -13,10 +13,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trencadis.backends.cpu.ops import CpuOps
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.host_layers import HostLayerOps
-from trencadis.backends.cuda.twin.device import TwinMemory
-from trencadis.backends.cuda.weights.coded import NEWEST, CodedWeight, coded_weight, decoded, product
+from trencadis.backends.cuda.twin.twin_runtime import TwinMemory
+from trencadis.backends.cuda.weights.quantised_weight import (
+    NEWEST,
+    QuantisedWeight,
+    dequantise,
+    pack_quantised_weight,
+    product,
+)
 from trencadis.core.backend import (
     Attn,
     ExpertWeights,
@@ -27,9 +33,9 @@ from trencadis.core.backend import (
     Segments,
     Weight,
 )
-from trencadis.core.launches.tensors import SeenTensors
-from trencadis.core.layout import ZERO_BLOCK
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.launches.launch_tensors import CrossAttentionTensors
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.shared_constants import ZERO_BLOCK
 
 BY_LENGTH = CpuOps()
 _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-untyped-call]
@@ -38,26 +44,26 @@ _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-unt
 class TwinOps(HostLayerOps, ReferenceOps):
     """``core.backend.Ops`` that charges weights to the twin's memory."""
 
-    def __init__(self, books: TwinMemory) -> None:
-        self._books = books
+    def __init__(self, memory: TwinMemory) -> None:
+        self._memory = memory
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        self._books.take(weight.nbytes + (0 if bias is None else bias.nbytes))
+        self._memory.take(weight.nbytes + (0 if bias is None else bias.nbytes))
         return super().pack_weight(weight, bias)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
         """As a card keeps it."""
-        packed = coded_weight(q, bias, NEWEST)
-        self._books.take(packed.nbytes + (0 if bias is None else bias.nbytes))
+        packed = pack_quantised_weight(q, bias, NEWEST)
+        self._memory.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
-        self._books.take(sum(t.nbytes for t in (*gate_up, *down)))
+        self._memory.take(sum(t.nbytes for t in (*gate_up, *down)))
         return super().pack_experts(gate_up, down)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
         """One call to a graph, as the kernel is."""
-        if not isinstance(w, CodedWeight):
+        if not isinstance(w, QuantisedWeight):
             return super().linear(x, w)
         held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias
         numbers = w.kind, w.columns, w.group, w.rounds, w.in_features
@@ -75,9 +81,11 @@ class TwinOps(HostLayerOps, ReferenceOps):
 
     gathers = False
 
-    def attend_pictures(self, q: Tensor, held: Tensor, rows: Tensor | None, seen: SeenTensors, scale: float) -> Tensor:
-        """As far as any token sees into each picture."""
-        found = seen.reach, seen.times, seen.unit_row  # type: ignore[attr-defined]
+    def cross_attend(
+        self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
+    ) -> Tensor:
+        """As far as any token sees into each image."""
+        found = images.reach, images.times, images.unit_row  # type: ignore[attr-defined]
         out: Tensor = torch.ops.trencadis_twin.attend_pictures(q, held, *found, scale)
         return out
 
@@ -87,8 +95,8 @@ class TwinOps(HostLayerOps, ReferenceOps):
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
         """Padding slots of a real window give zeros; a padding window is an image of its own."""
-        ghost = seg.ghost
-        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, ghost, scale)
+        padding_window = seg.padding_window
+        out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, padding_window, scale)
         return out
 
 
@@ -101,11 +109,11 @@ def _attend(
     return BY_LENGTH.attend(q, k, v, kv, Attn(row_start, context, table, row_start, upto), scale, window)
 
 
-def _attend_pictures(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_row: Tensor, scale: float) -> Tensor:
+def _cross_attend(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_row: Tensor, scale: float) -> Tensor:
     length = max(int(reach.max()), 1)
     rows = (unit_row[:, None] + torch.arange(length, dtype=unit_row.dtype)).flatten().long()
-    seen = SeenTensors(unit_row, reach, times, reach[:, 0])
-    return BY_LENGTH.attend_pictures(q, held, rows, seen, scale)
+    seen = CrossAttentionTensors(unit_row, reach, times, reach[:, 0])
+    return BY_LENGTH.cross_attend(q, held, rows, seen, scale)
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
@@ -125,48 +133,48 @@ def _attend_windows(q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tens
 
 
 def _attend_images(
-    q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, ghost: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, segment: Tensor, real: Tensor, padding_window: Tensor | None, scale: float
 ) -> Tensor:
-    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real, ghost), scale)
+    return BY_LENGTH.attend_images(q, k, v, Segments(segment, real, padding_window), scale)
 
 
 _DECODED = WeakTensorKeyDictionary()
 """Codes -> their values: a product of the twin decodes them once, a kernel every time."""
 
 
-def _coded(
+def _quantised_linear(
     x: Tensor, codes: Tensor, factor: Tensor, scale: Tensor | None, zero: Tensor | None, gather: Tensor | None,
     bias: Tensor | None, kind: int, columns: int, group: int, rounds: bool, inputs: int,
 ) -> Tensor:  # fmt: skip
-    w = CodedWeight(
+    w = QuantisedWeight(
         codes, factor, scale, zero, gather, bias, kind, columns, group, rounds, codes.shape[0], inputs
     )  # fmt: skip
     if codes not in _DECODED:
-        _DECODED[codes] = decoded(w)
+        _DECODED[codes] = dequantise(w)
     return product(x, w, _DECODED[codes])
 
 
-def _offer(schema: str, function: Callable[..., Tensor]) -> None:
+def _register_op(schema: str, function: Callable[..., Tensor]) -> None:
     """An operator of ``schema``, one call to a graph."""
     _KERNELS.define(schema)  # type: ignore[no-untyped-call]
     _KERNELS.impl(schema.partition("(")[0], function, "CPU")  # type: ignore[no-untyped-call]
 
 
-_offer(
+_register_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? kept, Tensor? pairs, "
     "Tensor row_start, Tensor context, Tensor blocks, Tensor block_start, Tensor? upto, "
     "float scale, int window) -> Tensor",
     _attend,
 )
-_offer(
+_register_op(
     "attend_pictures(Tensor q, Tensor held, Tensor reach, Tensor times, Tensor unit_row, float scale) -> Tensor",
-    _attend_pictures,
+    _cross_attend,
 )
 _SEGMENTS = "(Tensor q, Tensor k, Tensor v, Tensor segment, Tensor real, float scale) -> Tensor"
-_offer("attend_windows" + _SEGMENTS, _attend_windows)
-_offer("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
-_offer(
+_register_op("attend_windows" + _SEGMENTS, _attend_windows)
+_register_op("attend_images" + _SEGMENTS.replace("Tensor real", "Tensor real, Tensor? ghost"), _attend_images)
+_register_op(
     "coded(Tensor x, Tensor codes, Tensor factor, Tensor? scale, Tensor? zero, Tensor? gather, Tensor? bias, int kind, "
     "int columns, int group, bool rounds, int inputs) -> Tensor",
-    _coded,
+    _quantised_linear,
 )

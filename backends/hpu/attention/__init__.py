@@ -1,1 +1,1 @@
-"""Attention over rectangles: prompts without and with context, decoding over a flat list of blocks, pictures."""
+"""Attention over rectangles: prompts without and with context, decoding over a flat list of blocks, images."""

@@ -82,23 +82,25 @@ def times(a: Tensor, b: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor
     return kernels.product(a, b)
 
 
-def weights(scores: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """softmax(scores * scale) over the last dimension, for the keys that are ``seen``."""
-    return (scores * scale).masked_fill(~seen, lowest(scores.dtype)).softmax(-1)
+def weights(scores: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """softmax(scores * scale) over the last dimension, for the keys that are ``visible``."""
+    return (scores * scale).masked_fill(~visible, lowest(scores.dtype)).softmax(-1)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[R, h, S, d] over [R, g, T, d]; ``seen`` is a boolean that broadcasts to [R, 1, S, T]."""
-    share = weights(_folded_scores(q, k, fp32, kernels), scale, seen[:, :, None])
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """[R, h, S, d] over [R, g, T, d]; ``visible`` is a boolean that broadcasts to [R, 1, S, T]."""
+    share = weights(_folded_scores(q, k, fp32, kernels), scale, visible[:, :, None])
     return (share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
 
 
 def plain_part(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> AttentionPart:
     """As ``plain``, with its statistics."""
     scores = _folded_scores(q, k, fp32, kernels) * scale
-    scores = scores.masked_fill(~seen[:, :, None], lowest(scores.dtype))
+    scores = scores.masked_fill(~visible[:, :, None], lowest(scores.dtype))
     high = scores.amax(-1, keepdim=True)
     share = (scores - high).exp()
     stats = (*q.shape[:3], 1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trencadis.backends.hpu.emulator.pool import Pool
-from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.address_space import AddressSpace
+from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
 
 KINDS = ("tensors", "graphs", "workspace", "not returned")
@@ -18,7 +18,7 @@ class Allocator:
 
     def __init__(self, profile: Profile) -> None:
         self.total = profile.total
-        self.pool = Pool(profile.total, profile.moves)
+        self.pool = AddressSpace(profile.total, profile.moves)
         self.used = dict.fromkeys(KINDS, 0)
         self._pieces: dict[tuple[str, int], list[int]] = {}
 
@@ -27,26 +27,26 @@ class Allocator:
         """Bytes that can still be taken, if they lie together."""
         return self.total - sum(self.used.values())
 
-    def take(self, kind: str, count: int, what: str = "") -> int:
+    def allocate(self, kind: str, count: int, what: str = "") -> int:
         """Charges ``count`` bytes and returns their piece; raises EmulatedOutOfMemory where no piece holds them."""
-        at = self.pool.take(count) if count <= self.free else None
+        at = self.pool.allocate(count) if count <= self.free else None
         if at is None:
             raise EmulatedOutOfMemory(count, self.free, what or kind, self.pool.largest)
         self.used[kind] += count
         self._pieces.setdefault((kind, count), []).append(at)
         return at
 
-    def book(self, count: int) -> None:
-        """Charges KV blocks that nothing backs, for good."""
-        self.take("tensors", count, "KV blocks that nothing backs")
+    def reserve(self, count: int) -> None:
+        """Reserves bytes of KV blocks that have no real memory, permanently."""
+        self.allocate("tensors", count, "KV blocks that nothing backs")
 
-    def give(self, kind: str, count: int, piece: int | None = None) -> None:
+    def release(self, kind: str, count: int, piece: int | None = None) -> None:
         """Returns a piece of ``count`` bytes; None: any that was taken for them."""
         self.used[kind] -= count
         held = self._pieces[kind, count]
         found = held[-1] if piece is None else piece
         held.remove(found)
-        self.pool.give(found)
+        self.pool.release(found)
 
     def grow_workspace(self, need: int) -> None:
         """The workspace is shared by all launches and never shrinks; it grows into what is free below it."""
@@ -58,7 +58,7 @@ class Allocator:
         self.used["workspace"] += more
 
 
-class Live:
+class LiveBytes:
     """Bytes of a launch's own tensors: now, at their most, and those that a graph of the launch would keep.
 
     A graph keeps what crosses a cut, each tensor once: the outputs of its recipes that something still holds then.
@@ -84,7 +84,7 @@ class Live:
             self.fresh -= count
 
     def cut(self) -> None:
-        """What is alive and was not kept yet is, from here on."""
+        """Marks everything that is alive now as kept by the graph."""
         self.kept += self.fresh
         self.fresh = 0
         self.cuts += 1
@@ -97,8 +97,8 @@ class Store:
         live: the launch whose workspace holds it; None: a tensor of its own.
     """
 
-    def __init__(self, allocator: Allocator, count: int, live: Live | None) -> None:
-        self.piece = allocator.take("tensors", count, f"a tensor of {count} bytes") if live is None else None
+    def __init__(self, allocator: Allocator, count: int, live: LiveBytes | None) -> None:
+        self.piece = allocator.allocate("tensors", count, f"a tensor of {count} bytes") if live is None else None
         if live is not None:
             live.add(count)
         self.allocator, self.bytes, self.live = allocator, count, live
@@ -107,7 +107,7 @@ class Store:
         self.untouched = False  # still the zeros that it was made of
         self.captured = False  # a graph reads it, or writes to it
 
-    def shadow(self) -> Any:
+    def meta_storage(self) -> Any:
         """A storage without values on torch's meta device: views of this storage stay views of each other there."""
         if self.twin is None:
             self.twin = torch.empty(self.bytes, dtype=torch.uint8, device="meta").untyped_storage()
@@ -126,4 +126,4 @@ class Store:
         if self.live is not None:
             self.live.drop(self.bytes, self.born)
         elif self.piece is not None:
-            self.allocator.give("tensors", self.bytes, self.piece)
+            self.allocator.release("tensors", self.bytes, self.piece)

@@ -29,11 +29,11 @@ class EmulatedFaults:
     counts: dict[str, int] = field(default_factory=dict)
 
     def next(self, kind: str) -> None:
-        """The next ``kind`` runs out of memory."""
+        """Makes the next ``kind`` run out of memory."""
         self.out_of_memory.add((kind, self.counts.get(kind, 0) + 1))
 
     def reach(self, kind: str, free: int) -> None:
-        """Counts one more ``kind`` and fails it where that was asked for."""
+        """Counts a ``kind`` and fails it if a fault was requested for that number."""
         number = self.counts[kind] = self.counts.get(kind, 0) + 1
         if (kind, number) in self.crash:
             os.kill(os.getpid(), signal.SIGKILL)

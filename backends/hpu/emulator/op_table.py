@@ -27,7 +27,9 @@ NO_BOOL = {"full": 1, "mul": 1}
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One operation: its place in a compiled graph, whether eager and lazy mode have it, the types it is known for."""
+    """One operation: its treatment in a compiled graph, whether eager and lazy mode have it, the types it is known
+    for.
+    """
 
     compiled: str
     present: bool

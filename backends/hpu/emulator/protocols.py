@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
 
-from trencadis.backends.hpu.emulator.allocator import Allocator, Live
-from trencadis.backends.hpu.emulator.clock import Clock
-from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.allocator import Allocator, LiveBytes
+from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.compile_clock import Clock
 
 
 @runtime_checkable
@@ -32,11 +32,11 @@ class LaunchHost(TensorOwner, Protocol):
     """The launch that is open; it writes None there when it ends."""
 
 
-class TapePlace(Protocol):
-    """A tensor's place on the tape that made it."""
+class RecordedValue(Protocol):
+    """A value in the recording that made it."""
 
     @property
-    def tape(self) -> Any: ...
+    def recording(self) -> Any: ...
 
     @property
     def index(self) -> int: ...
@@ -45,7 +45,7 @@ class TapePlace(Protocol):
 class RecipeScope(Protocol):
     """The open launch, as a repeated layer sees it."""
 
-    live: Live
+    live: LiveBytes
     collective: int
 
     def collect(self, row: Hashable) -> None:

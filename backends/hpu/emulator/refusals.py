@@ -35,12 +35,12 @@ class Refused(RuntimeError):
         super().__init__(f"{op}: {why}; {remedy} ({self.line})")
 
     def at(self, line: str) -> Refused:
-        """The same refusal of what ``line`` did when it was captured."""
+        """Returns the same error with the line of code that was captured."""
         return Refused(self.op, self.why, self.remedy, line)
 
 
 class EmulatedOutOfMemory(RuntimeError):
-    """The emulated device has no room left, or none in one piece (``largest``: bytes of the largest)."""
+    """The emulated device has no memory left, or none in one piece (``largest``: bytes of the largest)."""
 
     def __init__(self, wanted: int, free: int, what: str, largest: int | None = None) -> None:
         split = f", the largest piece of them {largest}" if largest is not None and wanted <= free else ""
@@ -100,7 +100,7 @@ def too_many_ops(count: int, limit: int) -> Refused:
     return Refused("cut", f"{count} operations without a graph cut (limit {limit})", 'call ops.cut("layer") more often')
 
 
-def resized(op: str) -> Refused:
+def resized_tensor(op: str) -> Refused:
     return Refused(op, "makes a tensor of another size outside a launch", "make it on the host and copy it with .to()")
 
 

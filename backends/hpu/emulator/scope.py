@@ -8,25 +8,25 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.allocator import Live
+from trencadis.backends.hpu.emulator.allocator import LiveBytes
+from trencadis.backends.hpu.emulator.capture_recording import CaptureRecording
+from trencadis.backends.hpu.emulator.device_tensor import flatten
+from trencadis.backends.hpu.emulator.layer_reuse import LayerReuse, leaf_key
 from trencadis.backends.hpu.emulator.protocols import LaunchHost
-from trencadis.backends.hpu.emulator.repeats import Repeats, leaf_key
-from trencadis.backends.hpu.emulator.tape import RecordedTape
-from trencadis.backends.hpu.emulator.tensor import flatten
 
 
 class Scope(TorchDispatchMode):
-    """One launch: the recipe being collected, the memory it takes, and the tape where it is captured.
+    """One launch: the recipe being collected, the memory it takes, and the recording where it is captured.
 
     Args:
-        tape: where a capture is recorded; None: an ordinary run.
-        shadow: run on tensors without values (captures, and everything in compile-only mode).
+        recording: where a capture is recorded; None: an ordinary run.
+        on_meta: run on tensors without values (captures, and everything in compile-only mode).
     """
 
-    def __init__(self, device: LaunchHost, tape: RecordedTape | None, shadow: bool) -> None:
+    def __init__(self, device: LaunchHost, recording: CaptureRecording | None, on_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.tape, self.shadow = device, tape, shadow
-        self.live = Live()
+        self.device, self.recording, self.on_meta = device, recording, on_meta
+        self.live = LiveBytes()
         self.collective = 0
         """Bytes that collectives left in place: a graph keeps them even where it keeps no other tensor."""
         self.ops = 0
@@ -35,12 +35,12 @@ class Scope(TorchDispatchMode):
         """Inside a compiled graph, whose recipes are counted when it is compiled."""
         self.region = False
         """Inside what would be a compiled graph, on a card without values."""
-        self.repeats = Repeats()
+        self.layer_reuse = LayerReuse()
         self._recipe: list[Hashable] = []
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Yes: before 2.10 torch compiles nothing while a mode of a user's is entered, even if it is set aside."""
+        """Returns True: torch before 2.10 compiles nothing while a user's dispatch mode is active."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +60,7 @@ class Scope(TorchDispatchMode):
 
     def collect(self, row: Hashable) -> None:
         """``add`` with the operation's row of the recipe."""
-        self.repeats.note(row)
+        self.layer_reuse.note(row)
         self._recipe.append(row)
         self.ops += 1
         limit = self.device.profile.max_ops
@@ -69,14 +69,14 @@ class Scope(TorchDispatchMode):
 
     def cut(self) -> None:
         """``mark_step``: what is alive now goes from one recipe to the next."""
-        self.repeats.cut(self.live.fresh)
+        self.layer_reuse.cut(self.live.fresh)
         self.live.cut()
         self._end()
 
     def _end(self) -> None:
         """Ends a recipe; one that was never seen before is compiled."""
         if self._recipe:
-            self.compiled += self.device.clock.recipe(tuple(self._recipe), len(self._recipe))
+            self.compiled += self.device.clock.run_recipe(tuple(self._recipe), len(self._recipe))
             self._recipe = []
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.queue import Queue
-from trencadis.backends.hpu.emulator.tensor import DeviceTensor
-from trencadis.backends.hpu.emulator.widths import check_host
+from trencadis.backends.hpu.emulator.device_queue import DeviceQueue
+from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor
+from trencadis.backends.hpu.emulator.int32_range import check_host
 
 GARBAGE = 123
 """What host memory of whole numbers holds before a copy to it is finished."""
@@ -33,7 +33,7 @@ class Transfers:
     its source late, and a fetch that does not block is finished by a thread of the host.
     """
 
-    def __init__(self, queue: Queue, computes: bool) -> None:
+    def __init__(self, queue: DeviceQueue, computes: bool) -> None:
         self.queue, self.computes = queue, computes
         self.counts = CopyCounts()
         self._pinned: set[int] = set()
@@ -54,7 +54,7 @@ class Transfers:
         """
         return tensor.data_ptr() in self._pinned
 
-    def up(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
+    def upload(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
         """Host to card. The source is read when the copy runs."""
         check_host(source)
         self.counts.up += 1
@@ -63,7 +63,7 @@ class Transfers:
         if not non_blocking:
             self.queue.wait()
 
-    def down(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+    def download(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
         """Card to host. One that does not block leaves garbage in ordinary memory for a while."""
         pinned = self.is_pinned(target)
         self.counts.down += 1
@@ -75,13 +75,13 @@ class Transfers:
             return
         buffer = torch.empty_like(target)
         target.fill_(float("nan") if target.is_floating_point() else GARBAGE)
-        self.queue.push_down(lambda: self._staged(target, buffer, source))
+        self.queue.push_down(lambda: self._copy_staged(target, buffer, source))
 
-    def within(self, target: DeviceTensor, source: DeviceTensor, non_blocking: bool) -> None:
+    def copy_on_device(self, target: DeviceTensor, source: DeviceTensor, non_blocking: bool) -> None:
         """On the card."""
         self._enqueue(lambda: self.copy(target, source), non_blocking)
 
-    def _staged(self, target: Tensor, buffer: Tensor, source: DeviceTensor) -> None:
+    def _copy_staged(self, target: Tensor, buffer: Tensor, source: DeviceTensor) -> None:
         self.copy(buffer, source)
         self.queue.land_later(lambda: target.copy_(buffer))
 

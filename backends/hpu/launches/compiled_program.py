@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import LaunchForm
-from trencadis.backends.hpu.launches.program import HpuProgram, LaunchContexts
-from trencadis.backends.hpu.launches.regions import own_code, part
+from trencadis.backends.hpu.launches.compiled_regions import own_code, part
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.launches.hpu_program import HpuProgram, LaunchContexts
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.launches.inputs import LaunchForm
-from trencadis.backends.hpu.launches.packing import typed
-from trencadis.backends.hpu.launches.program import BodyModule, HpuProgram, LaunchContexts
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.launches.hpu_program import BodyModule, HpuProgram, LaunchContexts
+from trencadis.backends.hpu.launches.input_packing import cast_inputs
 from trencadis.backends.hpu.ops import HpuOps
 from trencadis.core.backend import Body, ProgramState
 from trencadis.core.buckets import Bucket
@@ -29,7 +29,7 @@ class GraphProgram(HpuProgram):
         contexts: LaunchContexts,
     ) -> None:
         super().__init__(bucket, bridge, form, contexts)
-        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(typed(self.static.types, body), ops))
+        self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
 
     def run(self) -> Any:
         """One launch beside the graph."""

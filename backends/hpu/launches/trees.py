@@ -18,10 +18,10 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def rebuilt(tree: Any, make: Callable[[Any], Any]) -> Any:
+def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
     """``tree`` with ``make`` applied to its arrays or tensors, named tuples kept."""
     if isinstance(tree, tuple):
         kind: Any = type(tree)
-        return kind(*(None if item is None else rebuilt(item, make) for item in tree))
+        return kind(*(None if item is None else rebuild(item, make) for item in tree))
     assert isinstance(tree, np.ndarray | Tensor)
     return make(tree)

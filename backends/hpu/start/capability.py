@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trencadis.backends.hpu.start import environment, machine, stack
+from trencadis.backends.hpu.start import environment, machine, software_stack
 from trencadis.backends.hpu.start.machine import Machine
-from trencadis.backends.hpu.start.stack import PLUGIN, Stack
+from trencadis.backends.hpu.start.software_stack import PLUGIN, Stack
 from trencadis.core.errors import StartupError
 
 
@@ -62,9 +62,9 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
         StartupError: one line about a stack, a mode or a card that cannot be had.
     """
     environment.check_mode(environ)
-    here, found = machine.find(environ), stack.find()
+    here, found = machine.find(environ), software_stack.find()
     if environment.choose(environ, here, found) == environment.EMULATED:
-        asked = environment.asked_mode(environ)
+        asked = environment.requested_mode(environ)
         lazy = asked is not False
         environment.refuse(environ, lazy, world)
         why = "as asked" if asked is not None else environment.GRAPHS
@@ -72,8 +72,8 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
     lazy, why = environment.pick_mode(environ, found)
     running = loaded_mode()
     if running is not None and running != lazy:
-        if environment.asked_mode(environ) is not None:
-            raise StartupError(environment.clash({environment.MODE: "1" if lazy else "0"}, running) or "")
+        if environment.requested_mode(environ) is not None:
+            raise StartupError(environment.mode_conflict({environment.MODE: "1" if lazy else "0"}, running) or "")
         lazy, why = running, "the plug-in was imported before Trencadis could ask for lazy mode; set PT_HPU_LAZY_MODE"
     environment.refuse(environ, lazy, world)
     machine.check_index(environ, here, index, world)
@@ -83,7 +83,7 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
 def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
     """What users of other stacks have and this one lacks."""
     lacks = [] if lazy else ["HPU graphs, which exist in lazy mode alone: launches are compiled and not captured"]
-    driver, plugin = stack.release(here.driver), stack.release(found.plugin)
+    driver, plugin = software_stack.release(here.driver), software_stack.release(found.plugin)
     if driver is not None and plugin is not None and driver != plugin:
         lacks.append(f"a driver of its release: {here.driver} is loaded, and it is of {found.plugin}")
     return tuple(lacks)

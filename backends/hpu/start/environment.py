@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trencadis.backends.hpu.start import machine as machines
-from trencadis.backends.hpu.start import stack as stacks
+from trencadis.backends.hpu.start import software_stack as stacks
 from trencadis.backends.hpu.start.machine import Machine
-from trencadis.backends.hpu.start.stack import PLUGIN, Stack
+from trencadis.backends.hpu.start.software_stack import PLUGIN, Stack
 from trencadis.core.envs import FALSE, TRUE
 from trencadis.core.errors import StartupError
 
@@ -30,7 +30,8 @@ GRAPHS = "graphs exist in lazy mode alone"
 
 
 def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
-    """``real`` or ``emulated``. An emulator never stands in for a card or a plug-in that was meant to be there.
+    """``real`` or ``emulated_variables``. An emulator never stands in for a card or a plug-in that was meant to be
+    there.
 
     Raises:
         StartupError: a Gaudi that cannot be opened, a plug-in that cannot be used or that has no card, or the emulator
@@ -70,16 +71,16 @@ def check_mode(environ: Mapping[str, str]) -> None:
         raise StartupError(f"{MODE}={value} and {BRIDGE_MODE}={named} ask for two modes at once: unset one of them")
 
 
-def asked_mode(environ: Mapping[str, str]) -> bool | None:
+def requested_mode(environ: Mapping[str, str]) -> bool | None:
     """Whether the user asks for lazy mode; None: nothing is said."""
     check_mode(environ)
     value = environ.get(MODE) or {"lazy": "1", "eager": "0"}.get(environ.get(BRIDGE_MODE, "").lower(), "")
     return value == "1" if value else None
 
 
-def lazy_ahead(environ: Mapping[str, str]) -> bool:
+def will_be_lazy(environ: Mapping[str, str]) -> bool:
     """Whether a process with this environment will run in lazy mode, also before anything is settled."""
-    asked = asked_mode(environ)
+    asked = requested_mode(environ)
     if asked is not None:
         return asked
     if environ.get(SWITCH, "").strip().lower() in TRUE or not machines.find(environ).cards:
@@ -95,7 +96,7 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
         StartupError: lazy mode asked for over a torch in which the plug-in has none, or compile mode over one whose
             compiler is too old.
     """
-    asked = asked_mode(environ)
+    asked = requested_mode(environ)
     if asked and not stack.own:
         container = stacks.image(stack.plugin, lazy=True)
         raise StartupError(
@@ -143,14 +144,14 @@ def settle(environ: Mapping[str, str], lazy: bool) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
-def emulated(environ: Mapping[str, str]) -> dict[str, str]:
+def emulated_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The same for a process that emulates: lazy unless the user says otherwise, and no plug-in that loads itself."""
-    lazy = asked_mode(environ) is not False
+    lazy = requested_mode(environ) is not False
     wanted = {**settle(environ, lazy), AUTOLOAD: "0"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
-def unusable(why: str, environ: Mapping[str, str], stack: Stack) -> str:
+def unusable_message(why: str, environ: Mapping[str, str], stack: Stack) -> str:
     """The line about a plug-in that does not load, or lacks what every release of it has."""
     reason = explain(why, stack)
     problem = stack.problem()
@@ -182,8 +183,8 @@ def explain(why: str, stack: Stack) -> str:
     return next((meaning for part, meaning in CAUSES if part in why), "")
 
 
-def clash(environ: Mapping[str, str], lazy: bool) -> str | None:
-    """One line where the imported plug-in runs in another mode than the environment says."""
+def mode_conflict(environ: Mapping[str, str], lazy: bool) -> str | None:
+    """Returns one line if the imported plug-in runs in another mode than the environment requests; else None."""
     asked = environ.get(MODE, "1") != "0"
     if asked == lazy:
         return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.formats.words import signed, unpacked
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.formats.bit_packing import signed, unpack_words
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor
 
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in its word of each of eight neighbouring output features: even ones first."""
 
 
@@ -20,6 +20,6 @@ def read(raw: RawWeight) -> QTensor:
     words = raw.need("qweight", (columns, rows // 8), torch.int32)
     zeros = raw.need("qzeros", (groups, rows // 8), torch.int32)
     scales = raw.need("scales", (groups, rows), torch.float16, torch.bfloat16, torch.float32)
-    data = signed(unpacked(words, 4, 1, PLACES), 4).t().contiguous()
-    zero = signed(unpacked(zeros, 4, 1, PLACES), 4).t().contiguous()
-    return raw.made(data, raw.scales(scales, "scales").t().contiguous(), zero, None)
+    data = signed(unpack_words(words, 4, 1, NIBBLE_ORDER), 4).t().contiguous()
+    zero = signed(unpack_words(zeros, 4, 1, NIBBLE_ORDER), 4).t().contiguous()
+    return raw.make_qtensor(data, raw.scales(scales, "scales").t().contiguous(), zero, None)

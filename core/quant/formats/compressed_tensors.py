@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.formats.words import signed, unpacked
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.formats.bit_packing import signed, unpack_words
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,7 +20,7 @@ SCALES = (torch.bfloat16, torch.float16, torch.float32)
 def read(raw: RawWeight) -> QTensor:
     """A weight in the layout that its tensors show."""
     if raw.get("weight_packed") is not None:
-        return _packed(raw)
+        return _read_packed(raw)
     kinds = FLOAT8 if raw.scheme.kind == "float" else (torch.int8,)
     data = raw.need("weight", raw.shape, *kinds)
     scale = scale_of(raw, "weight_scale")
@@ -29,7 +29,7 @@ def read(raw: RawWeight) -> QTensor:
         zero = None
     else:
         zero = _spread(raw, zero, "weight_zero_point").to(torch.int8)
-    return raw.made(data, scale, zero, raw.order(raw.get("weight_g_idx"), scale.shape[1], "weight_g_idx"))
+    return raw.make_qtensor(data, scale, zero, raw.order(raw.get("weight_g_idx"), scale.shape[1], "weight_g_idx"))
 
 
 def scale_of(raw: RawWeight, suffix: str) -> Tensor:
@@ -57,19 +57,19 @@ def _spread(raw: RawWeight, found: Tensor, suffix: str) -> Tensor:
     return raw.check(suffix, found, (rows, raw.groups()))
 
 
-def _packed(raw: RawWeight) -> QTensor:
+def _read_packed(raw: RawWeight) -> QTensor:
     (rows, columns), bits = raw.shape, raw.scheme.bits
     each = 32 // bits
     words = raw.need("weight_packed", (rows, -(-columns // each)), torch.int32)
     stated = raw.get("weight_shape")
     if stated is not None and stated.tolist() != [rows, columns]:
         raw.refuse(f"has shape {stated.tolist()} in .weight_shape, config.json asks {[rows, columns]}")
-    data = signed(unpacked(words, bits, 1)[:, :columns], bits)
+    data = signed(unpack_words(words, bits, 1)[:, :columns], bits)
     scale = scale_of(raw, "weight_scale")
     zero = None if raw.scheme.symmetric else raw.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
         raw.check("weight_zero_point", zero, (-(-rows // each), scale.shape[1]))
-        zero = signed(unpacked(zero, bits, 0)[:rows], bits)
+        zero = signed(unpack_words(zero, bits, 0)[:rows], bits)
     elif zero is not None:  # older files hold them unpacked
         zero = raw.check("weight_zero_point", zero, (rows, scale.shape[1]), torch.int8)
-    return raw.made(data, scale, zero, raw.order(raw.get("weight_g_idx"), scale.shape[1], "weight_g_idx"))
+    return raw.make_qtensor(data, scale, zero, raw.order(raw.get("weight_g_idx"), scale.shape[1], "weight_g_idx"))

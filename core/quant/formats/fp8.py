@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trencadis.core.quant.formats.compressed_tensors import FLOAT8, scale_of
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor
 
 
 def read(raw: RawWeight) -> QTensor:
@@ -19,4 +19,4 @@ def read(raw: RawWeight) -> QTensor:
     found = raw.get(suffix)
     if found is not None and found.numel() == raw.shape[0] > 1 and raw.scheme.block == 0:
         raw = replace(raw, scheme=replace(raw.scheme, block=1))
-    return raw.made(data, scale_of(raw, suffix), None, None)
+    return raw.make_qtensor(data, scale_of(raw, suffix), None, None)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from trencadis.core.quant.formats.raw import RawWeight
-from trencadis.core.quant.formats.words import signed, unpacked
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.formats.bit_packing import signed, unpack_words
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor
 
 
 def read_v1(raw: RawWeight) -> QTensor:
@@ -30,7 +30,9 @@ def _read(raw: RawWeight, missing: int) -> QTensor:
     words = raw.need("qweight", (columns // each, rows), torch.int32)
     zeros = raw.need("qzeros", (groups, rows // each), torch.int32)
     scales = raw.need("scales", (groups, rows), torch.float16, torch.bfloat16, torch.float32)
-    zero = (unpacked(zeros, bits, 1) + missing) & ((1 << bits) - 1)
-    data = signed(unpacked(words, bits, 0), bits).t().contiguous()
+    zero = (unpack_words(zeros, bits, 1) + missing) & ((1 << bits) - 1)
+    data = signed(unpack_words(words, bits, 0), bits).t().contiguous()
     order = raw.order(raw.get("g_idx"), groups, "g_idx")
-    return raw.made(data, raw.scales(scales, "scales").t().contiguous(), signed(zero, bits).t().contiguous(), order)
+    return raw.make_qtensor(
+        data, raw.scales(scales, "scales").t().contiguous(), signed(zero, bits).t().contiguous(), order
+    )

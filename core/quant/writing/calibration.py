@@ -14,17 +14,17 @@ from trencadis.core import backend as devices
 from trencadis.core.backend import Backend, BackendConfig, ExpertWeights, LayerKV, Weight
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
-from trencadis.core.checkpoint.pooling import Pooling
-from trencadis.core.kv.arena import rows_of_run
-from trencadis.core.launches import persistent
-from trencadis.core.launches.tensors import first_rows
-from trencadis.core.layers.source import Source, StackedPart, stack
-from trencadis.core.layout import RESERVED_BLOCKS
-from trencadis.core.models.collected import Collected
-from trencadis.core.models.decoder import Decoder, Layer
+from trencadis.core.checkpoint.pooling_config import Pooling
+from trencadis.core.kv.encoder_cache import rows_of_run
+from trencadis.core.launches import persistent_tensors
+from trencadis.core.launches.launch_tensors import first_rows
+from trencadis.core.layers.weight_source import StackedPart, WeightSource, stack
+from trencadis.core.models.checkpoint_source import CheckpointSource
+from trencadis.core.models.decoder import Decoder, DecoderLayer
 from trencadis.core.models.registry import family_of, make
-from trencadis.core.quant.tensor import QTensor
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.request import Request
+from trencadis.core.shared_constants import RESERVED_BLOCKS
 from trencadis.core.step import Encode, StepInputs
 
 BLOCK = 128
@@ -46,7 +46,7 @@ class Gram(NamedTuple):
     rows: int
 
 
-class Watching:
+class CalibrationOps:
     """A device's ops that also sum X^T X of the inputs of weights whose names are known.
 
     Experts are watched where the device multiplies them one by one, as a CPU does.
@@ -55,7 +55,7 @@ class Watching:
     def __init__(self, ops: Any) -> None:
         self._ops = ops
         self.names: dict[int, tuple[str, ...]] = {}
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.wanted: frozenset[str] = frozenset()
         self.grams: dict[tuple[str, ...], Gram] = {}
 
@@ -65,7 +65,7 @@ class Watching:
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
         """Notes which modules the weight is made of: those that were asked for since the last one."""
         made = self._ops.pack_weight(weight, bias)
-        self.names[id(made)], self.asked = tuple(self.asked), []
+        self.names[id(made)], self.requested = tuple(self.requested), []
         return cast(Weight, made)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
@@ -74,8 +74,8 @@ class Watching:
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         """Notes which modules each matrix is made of: gates and ups are over one input."""
-        made, asked = self._ops.pack_experts(gate_up, down), self.asked
-        self.asked = []
+        made, asked = self._ops.pack_experts(gate_up, down), self.requested
+        self.requested = []
         for name in asked:
             module, _, part = name.rpartition(".")
             weight = (made.down if part == "down_proj" else made.gate_up)[int(module.rpartition(".")[2])]
@@ -90,7 +90,7 @@ class Watching:
         return self.pack_experts(*plain)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """The device's own, on these ops, so that its products are seen."""
+        """The device's own, on these ops, so that its products are recorded."""
         return cast(Tensor, type(self._ops).experts(self, x, scores, w, top, normalise, kind))
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -103,10 +103,10 @@ class Watching:
         return cast(Tensor, self._ops.linear(x, w))
 
 
-class Overlaid:
-    """A source in which some weights are quantised; it tells ``Watching`` what was asked for."""
+class QuantisedOverlay:
+    """A source in which some weights are quantised; it tells ``CalibrationOps`` what was asked for."""
 
-    def __init__(self, source: Source, ops: Watching, made: Mapping[str, QTensor]) -> None:
+    def __init__(self, source: WeightSource, ops: CalibrationOps, made: Mapping[str, QTensor]) -> None:
         self._source, self._ops, self._made = source, ops, made
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -115,15 +115,15 @@ class Overlaid:
     def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         return self._source.shard(name, shape, dim, start, stop)
 
-    def stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
+    def take_stacked(self, parts: Sequence[StackedPart], inputs: int) -> Tensor:
         return stack(self, parts, inputs)
 
-    def quantised(
+    def take_quantised(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int, own: str = ""
     ) -> QTensor | None:
-        self._ops.asked.append(name)
+        self._ops.requested.append(name)
         made = self._made.get(name)
-        return self._source.quantised(name, shape, dim, start, stop, own) if made is None else made
+        return self._source.take_quantised(name, shape, dim, start, stop, own) if made is None else made
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -157,7 +157,7 @@ class Calibration:
             options={"threads": str(threads)} if threads else None,
         )  # fmt: skip
         self.backend: Any = devices.load("cpu")(settings)
-        self.ops = Watching(self.backend.ops)
+        self.ops = CalibrationOps(self.backend.ops)
         self.backend.ops = self.ops
         self._weights = weights
         self._inputs = [_step(p, self._blocks(len(p.request.tokens)), t, reserved_rows(config)) for p in prompts]
@@ -174,11 +174,11 @@ class Calibration:
         # A model without layers and without a head, whose embedding, tower and frequencies are the checkpoint's.
         config = replace(self.config, text=replace(self.config.text, layers=0), pooling=Pooling())
         model = cast(Decoder, make(config, cast(Backend, self.backend)))
-        self.source = Collected(self._weights, family_of(config.architecture).names, self.backend, self.config)
+        self.source = CheckpointSource(self._weights, family_of(config.architecture).names, self.backend, self.config)
         model.load_from(self.source)
         self._rotary = model.enter.rotary
-        rows = max(sum(s.held for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
-        held = persistent.persistent(
+        rows = max(sum(s.arena_rows for s in p.request.spans) for p in self.prompts) + reserved_rows(config)
+        held = persistent_tensors.allocate_persistent(
             config, self.backend, blocks=0, block_size=BLOCK, arena_rows=rows, seqs=1, tokens=1
         )
         model.bind(held)
@@ -189,9 +189,9 @@ class Calibration:
             def enter(t: Any) -> None:
                 count = len(t.out_row)
                 found = model.enter(t.tokens, t.from_slot, t.positions, t.image_row, held.state.last, held.arena)
-                x, residual, _, _, deep = first_rows(found, count)
+                x, residual, _, _, deepstack_rows = first_rows(found, count)
                 self._states.append((x.clone(), residual))
-                self._parts.append(tuple(held.arena[rows] for rows in deep))
+                self._parts.append(tuple(held.arena[rows] for rows in deepstack_rows))
 
             self._run(self._bucket(inputs), enter, inputs)
 
@@ -221,9 +221,9 @@ class Calibration:
 
     def _through(self, number: int, made: Mapping[str, QTensor], keep: bool) -> None:
         self.ops.names.clear()
-        self.ops.asked.clear()
-        layer = Layer(cast(Backend, self.backend), self.config.text, place=number)
-        layer.load(Overlaid(self.source, self.ops, made), f"layers.{number}")
+        self.ops.requested.clear()
+        layer = DecoderLayer(cast(Backend, self.backend), self.config.text, index=number)
+        layer.load(QuantisedOverlay(self.source, self.ops, made), f"layers.{number}")
         layer.attention.kv = self._cache()
         for at, inputs in enumerate(self._inputs):
 
@@ -242,16 +242,16 @@ class Calibration:
 
     def _cache(self) -> LayerKV:
         one = replace(self.config, text=replace(self.config.text, layers=1))
-        return persistent.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
+        return persistent_tensors.kv_cache(one, self.backend, self._blocks(self.longest), BLOCK)[0]
 
 
 def _images(prompt: Calibrant, row: int) -> list[Encode]:
     """What is encoded for a prompt; rows follow each other in its order, from ``row`` on."""
     found = []
     for span, pixels in zip(prompt.request.spans, prompt.pixels, strict=True):
-        rows = np.arange(row, row + span.held, dtype=np.int32)
+        rows = np.arange(row, row + span.arena_rows, dtype=np.int32)
         found.append(Encode(span.digest, span.grid, span.slots, pixels, rows))
-        row += span.held
+        row += span.arena_rows
     return found
 
 
@@ -262,12 +262,12 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
     image_row, upto = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
     for span in request.spans:
         upto[span.offset : span.end] = span.end - 1
-        for run in span.each():
-            rows = rows_of_run(run, np.arange(row, row + span.held, dtype=np.int32))
+        for run in span.list_runs():
+            rows = rows_of_run(run, np.arange(row, row + span.arena_rows, dtype=np.int32))
             image_row[run.offset : run.offset + run.length] = rows
-        row += span.held
+        row += span.arena_rows
     positions = np.stack([np.arange(n, dtype=np.int32)] * 3)
-    positions[0] *= not 0 < long_from < n  # core/layers/rope.py
+    positions[0] *= not 0 < long_from < n  # core/layers/rotary_embedding.py
     if request.positions is not None:
         positions = np.frombuffer(request.positions, np.int32).reshape(3, n)
     return StepInputs(
@@ -276,5 +276,5 @@ def _step(prompt: Calibrant, blocks: int, text: TextConfig, row: int) -> StepInp
         context=np.zeros(1, np.int32),
         blocks=np.arange(RESERVED_BLOCKS, RESERVED_BLOCKS + blocks, dtype=np.int32)[None],
         slot=np.ones(1, np.int32), adapter=np.zeros(1, np.int32),
-        upto=upto if text.joined else None,
+        upto=upto if text.bidirectional_images else None,
     )  # fmt: skip

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trencadis.core.checkpoint.quant_config import ONLINE_GROUP
-from trencadis.core.quant.formats.words import packed
-from trencadis.core.quant.online import Search
+from trencadis.core.quant.formats.bit_packing import pack_words
+from trencadis.core.quant.online_quant import ScaleSearch
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import Scheme, groups_of
-from trencadis.core.quant.tensor import QTensor
-from trencadis.core.quant.writing.files import Slot
+from trencadis.core.quant.writing.safetensors_writer import TensorSlot
 
 CLIPS = tuple(1 - step / 40 for step in range(17))
 """Shares of a group's largest magnitude that are tried as its range: 1 down to 0.6."""
@@ -46,19 +46,19 @@ class Recipe:
         return Scheme(8, "float" if self.to == "fp8" else "int", activations="token")
 
     @property
-    def search(self) -> Search:
+    def search(self) -> ScaleSearch:
         """The scales that are tried. A float's codes lie closer where values are small, so that clipping never pays."""
-        return Search((1.0,) if self.to == "fp8" else CLIPS, self.scales)
+        return ScaleSearch((1.0,) if self.to == "fp8" else CLIPS, self.scales)
 
-    def slots(self, base: str, shape: tuple[int, int]) -> list[Slot]:
+    def slots(self, base: str, shape: tuple[int, int]) -> list[TensorSlot]:
         """What is stored for the weight [out, in] of module ``base``."""
         rows, columns = shape
-        scale = Slot(f"{base}.weight_scale", self.scales, (rows, groups_of(columns, self.scheme.group)))
+        scale = TensorSlot(f"{base}.weight_scale", self.scales, (rows, groups_of(columns, self.scheme.group)))
         if self.to == "int4":
-            words = Slot(f"{base}.weight_packed", torch.int32, (rows, -(-columns // 8)))
-            return [words, scale, Slot(f"{base}.weight_shape", torch.int64, (2,))]
+            words = TensorSlot(f"{base}.weight_packed", torch.int32, (rows, -(-columns // 8)))
+            return [words, scale, TensorSlot(f"{base}.weight_shape", torch.int64, (2,))]
         kind = torch.float8_e4m3fn if self.to == "fp8" else torch.int8
-        return [Slot(f"{base}.weight", kind, shape), scale]
+        return [TensorSlot(f"{base}.weight", kind, shape), scale]
 
     def tensors(self, base: str, q: QTensor) -> dict[str, Tensor]:
         """The tensors of ``slots``."""
@@ -66,7 +66,7 @@ class Recipe:
         if self.to != "int4":
             return found | {f"{base}.weight": q.data}
         parts = [q.data[start : start + STRIPE] for start in range(0, len(q.data), STRIPE)]
-        words = torch.cat([packed(part.short() + 8, 4, 1) for part in parts])
+        words = torch.cat([pack_words(part.short() + 8, 4, 1) for part in parts])
         return found | {f"{base}.weight_packed": words, f"{base}.weight_shape": torch.tensor(q.shape)}
 
     def config(self, ignore: list[str]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ def make_backend(cfg: BackendConfig) -> Backend:
     return NumpyBackend(cfg)
 
 
-def pick_dtype(asked: str, stored: str) -> torch.dtype:
+def pick_dtype(requested: str, stored: str) -> torch.dtype:
     """float32, whatever is stored: numpy has no bfloat16."""
-    if asked not in ("auto", "float32", "float"):
-        raise StartupError(f"--dtype {asked} is not supported on numpy; use float32")
+    if requested not in ("auto", "float32", "float"):
+        raise StartupError(f"--dtype {requested} is not supported on numpy; use float32")
     return torch.float32
 
 

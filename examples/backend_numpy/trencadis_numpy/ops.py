@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import Attn, LayerKV, Rotary, Segments, Weight
-from trencadis.core.layout import WINDOW_SLOTS
+from trencadis.core.shared_constants import WINDOW_SLOTS
 
 Array = NDArray[Any]
 

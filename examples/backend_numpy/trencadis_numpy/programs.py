@@ -23,7 +23,7 @@ from trencadis.core.backend import (
     VisionTensors,
 )
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.layout import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
+from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS, ZERO_BLOCK
 from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
 
 Array = NDArray[Any]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench.alone import common
-from trencadis.server.bench.flags import OneLineParser
+from trencadis.server.bench.alone import offline_options
+from trencadis.server.bench.bench_flags import OneLineParser
 
 LARGEST_ID = 10_000
 
@@ -41,13 +41,13 @@ def main(words: Sequence[str]) -> int:
         StartupError: a flag is wrong, or the engine cannot start.
     """
     # With its cache, a batch that is repeated would compute no prompt.
-    args, options = common.parsed(parser(), words, enable_prefix_caching=False)
+    args, options = offline_options.parse_engine_args(parser(), words, enable_prefix_caching=False)
     if min(args.input_len, args.output_len, args.batch_size, args.n, args.num_iters) < 1:
         raise StartupError("lengths, --batch-size, --n and --num-iters must be at least 1.")
     from trencadis import BeamSearchParams, SamplingParams
 
-    with common.engine(options) as llm:
-        common.fits(llm, args.input_len + args.output_len, "--input-len and --output-len")
+    with offline_options.make_engine(options) as llm:
+        offline_options.check_lengths(llm, args.input_len + args.output_len, "--input-len and --output-len")
         special = llm.service.tokenizer.special_ids
         known = [i for i in range(min(LARGEST_ID, llm.service.config.text.vocab)) if i not in special]
         drawn = np.random.default_rng(0).choice(known, (args.batch_size, args.input_len))
@@ -69,11 +69,11 @@ def main(words: Sequence[str]) -> int:
         for _ in range(args.num_iters_warmup):
             batch()
         took = [batch() for _ in range(args.num_iters)]
-    found = common.percentiles(took)
+    found = offline_options.compute_percentiles(took)
     print(f"Avg latency: {np.mean(took)} seconds")
     print(f"Std latency: {np.std(took)} seconds")
     for p, value in found.items():
         print(f"{p}% percentile latency: {value} seconds")
     made = {"avg_latency": float(np.mean(took)), "std_latency": float(np.std(took)), "latencies": took}
-    common.save(args.output_json, {**made, "percentiles": found})
+    offline_options.save(args.output_json, {**made, "percentiles": found})
     return 0

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench.alone import common
-from trencadis.server.bench.flags import OneLineParser
+from trencadis.server.bench.alone import offline_options
+from trencadis.server.bench.bench_flags import OneLineParser
 
-ONCE = "trencadis.server.bench.alone.once"
+ONCE = "trencadis.server.bench.alone.startup_child"
 CACHES = ("TRENCADIS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Folders in which earlier starts leave what later ones use."""
-FIGURES = {"startup": ("total_startup_time", "Startup time"), "compilation": ("compilation_time", "Compilation time")}
+REPORTED_TIMES = {
+    "startup": ("total_startup_time", "Startup time"),
+    "compilation": ("compilation_time", "Compilation time"),
+}
 
 
 def parser() -> OneLineParser:
@@ -44,12 +47,12 @@ def main(words: Sequence[str]) -> int:
     Raises:
         StartupError: a flag is wrong, or the engine cannot start.
     """
-    args, options = common.parsed(parser(), words)
+    args, options = offline_options.parse_engine_args(parser(), words)
     if min(args.num_iters_cold, args.num_iters_warm) < 1:
         raise StartupError("--num-iters-cold and --num-iters-warm must be at least 1.")
     cold = []
     for _ in range(args.num_iters_cold):
-        with _empty_caches() as environ:
+        with _use_empty_caches() as environ:
             dropped = forget_pages(options.get("model", ""))
             cold.append(start(options, environ))
     for _ in range(args.num_iters_warmup):
@@ -58,21 +61,21 @@ def main(words: Sequence[str]) -> int:
     made: dict[str, Any] = {"cold_pages_dropped": dropped}
     for phase, runs in (("cold", cold), ("warm", warm)):
         print(f"\n{phase.upper()} STARTUP:")
-        for name, (key, title) in FIGURES.items():
+        for name, (key, title) in REPORTED_TIMES.items():
             values = [run[key] for run in runs]
-            found = common.percentiles(values)
+            found = offline_options.compute_percentiles(values)
             print(f"Avg {title.lower()}: {np.mean(values):.2f} seconds")
             print(f"{title} percentiles:")
             print("\n".join(f"  {p}%: {value:.2f} seconds" for p, value in found.items()))
             made |= {f"avg_{phase}_{name}_time": float(np.mean(values)), f"{phase}_{name}_times": values}
             made[f"{phase}_{name}_percentiles"] = found
         made[f"{phase}_phases"] = [run["phases"] for run in runs]
-    common.save(args.output_json, made)
+    offline_options.save(args.output_json, made)
     return 0
 
 
 @contextlib.contextmanager
-def _empty_caches() -> Iterator[dict[str, str]]:
+def _use_empty_caches() -> Iterator[dict[str, str]]:
     """An environment whose caches are empty folders."""
     with tempfile.TemporaryDirectory(prefix="trencadis-startup-") as folder:
         yield {**os.environ, **{name: str(Path(folder) / name.lower()) for name in CACHES}}

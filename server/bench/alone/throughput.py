@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trencadis.core.errors import StartupError
-from trencadis.server.bench import flags
-from trencadis.server.bench.alone import common
-from trencadis.server.bench.datasets import BenchSample, samples
+from trencadis.server.bench import bench_flags
+from trencadis.server.bench.alone import offline_options
+from trencadis.server.bench.datasets import BenchSample, make_samples
 
 if TYPE_CHECKING:
     from trencadis import LLM
 
 
-def parser() -> flags.OneLineParser:
+def parser() -> bench_flags.OneLineParser:
     """The benchmark's own flags."""
-    made = flags.OneLineParser(
+    made = bench_flags.OneLineParser(
         "trencadis bench throughput", allow_abbrev=False,
         description="Requests and tokens a second. Flags of the engine (--model, --dtype ...) may follow.",
     )  # fmt: skip
     add = made.add_argument
-    flags.dataset(add)
+    bench_flags.add_dataset_flags(add)
     add("--backend", choices=("vllm", "vllm-chat"), default="vllm", help="raw prompts, or messages")
     add("--n", type=int, default=1, help="answers to each prompt")
     add("--output-json", metavar="FILE", help="write the figures there")
@@ -54,13 +54,13 @@ def main(words: Sequence[str]) -> int:
     Raises:
         StartupError: a flag is wrong, or the engine cannot start.
     """
-    args, options = common.parsed(parser(), words)
-    flags.lengths(args)
+    args, options = offline_options.parse_engine_args(parser(), words)
+    bench_flags.apply_length_flags(args)
     if min(args.num_prompts, args.n) < 1:
         raise StartupError("--num-prompts and --n must be at least 1.")
-    with common.engine(options) as llm:
-        asked = asyncio.run(samples(args, EngineCounter(llm)))
-        common.fits(llm, max(one.prompt_tokens + one.output_tokens for one in asked), "the requests")
+    with offline_options.make_engine(options) as llm:
+        asked = asyncio.run(make_samples(args, EngineCounter(llm)))
+        offline_options.check_lengths(llm, max(one.prompt_tokens + one.output_tokens for one in asked), "the requests")
         seconds, outputs = _run(args, llm, asked)
     given = sum(len(one.prompt_token_ids) for one in outputs)
     made = sum(len(choice.token_ids) for one in outputs for choice in one.outputs)
@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
         "elapsed_time": seconds, "num_requests": len(asked), "total_num_tokens": given + made,
         "requests_per_second": rate, "tokens_per_second": total, "output_tokens_per_second": made / seconds,
     }  # fmt: skip
-    common.save(args.output_json, found)
+    offline_options.save(args.output_json, found)
     return 0
 
 
@@ -89,12 +89,12 @@ def _run(args: argparse.Namespace, llm: LLM, asked: Sequence[BenchSample]) -> tu
     ]  # fmt: skip
     bar = not args.disable_tqdm
     if args.backend == "vllm-chat" or any(one.images or one.messages for one in asked):
-        talks = [one.messages or [{"role": "user", "content": _parts(one)}] for one in asked]
+        conversations = [one.messages or [{"role": "user", "content": _parts(one)}] for one in asked]
         begun = time.perf_counter()
-        return _timed(begun, llm.chat(talks, sampling, use_tqdm=bar))
+        return _with_elapsed(begun, llm.chat(conversations, sampling, use_tqdm=bar))
     prompts: list[Any] = [one.prompt for one in asked]
     begun = time.perf_counter()
-    return _timed(begun, llm.generate(prompts, sampling, use_tqdm=bar))
+    return _with_elapsed(begun, llm.generate(prompts, sampling, use_tqdm=bar))
 
 
 def _parts(one: BenchSample) -> list[dict[str, Any]]:
@@ -102,5 +102,5 @@ def _parts(one: BenchSample) -> list[dict[str, Any]]:
     return [{"type": "text", "text": one.prompt}, *images]
 
 
-def _timed(begun: float, outputs: list[Any]) -> tuple[float, list[Any]]:
+def _with_elapsed(begun: float, outputs: list[Any]) -> tuple[float, list[Any]]:
     return time.perf_counter() - begun, outputs

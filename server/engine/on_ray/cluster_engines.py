@@ -1,4 +1,6 @@
-"""Engines of this server on a Ray cluster, for which a process beside this one asks (``broker``). Imports no Ray."""
+"""Engines of this server on a Ray cluster, for which a process beside this one asks (``ray_broker``). Imports no
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from itertools import count
 
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.core.executor.facts import facts_of
+from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
 from trencadis.core.links.link import LinkClosed, PlainLink
-from trencadis.core.process.children import environment
-from trencadis.server.engine.on_ray import broker
-from trencadis.server.engine.on_ray.placed import PlacedEngine
-from trencadis.server.engine.spawn import RAY_TOKEN, EngineEnd, EngineHandle
+from trencadis.core.process.child_process import environment
+from trencadis.server.engine.on_ray import ray_broker
+from trencadis.server.engine.on_ray.ray_engine import RayEngineProcess
+from trencadis.server.engine.spawn import RAY_TOKEN, EngineHandle, EngineProcessHandle
 
 log = logging.getLogger("trencadis.server")
 
-LOST = "the Ray cluster that had a place for engines is gone: `ray status` says whether one runs"
+LOST = "the Ray cluster that had reserved resources for engines is gone: `ray status` says whether one runs"
 
 
-def spawn_broker() -> tuple[EngineEnd, socket.socket]:
+def start_broker_process() -> tuple[EngineProcessHandle, socket.socket]:
     """Starts the process; returns it and our end of its socket."""
     made = environment(os.environ, 1, False)
     if RAY_TOKEN in os.environ:
@@ -36,7 +38,7 @@ def spawn_broker() -> tuple[EngineEnd, socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", broker.__name__, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", ray_broker.__name__, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=made,
@@ -44,7 +46,7 @@ def spawn_broker() -> tuple[EngineEnd, socket.socket]:
     return process, ours
 
 
-class ClusterEngines:
+class RayEngines:
     """Starts and ends engines on the cluster. A broker that has ended is replaced when the next engine is to start.
 
     Args:
@@ -53,50 +55,50 @@ class ClusterEngines:
 
     Attributes:
         host: this node's address, at which engines reach the server.
-        here: whether a leading engine is best on this node.
+        here: whether a multi-node engine is best on this node.
         crowd: engines on the fullest node.
 
     Raises:
         StartupError: there is no cluster, or not as many cards.
     """
 
-    def __init__(self, config: EngineConfig, engines: int, lead: bool = False) -> None:
-        self._asked = broker.Enter(config.without_secrets(), engines, lead)
-        self.facts = dataclasses.astuple(facts_of(config.model))
+    def __init__(self, config: EngineConfig, engines: int, multi_node: bool = False) -> None:
+        self._reservation = ray_broker.ReserveEngines(config.without_secrets(), engines, multi_node)
+        self.fingerprint = dataclasses.astuple(compute_rank_fingerprint(config.model))
         self._lock = threading.Lock()
         self._tokens = count()
-        self._waiting: dict[int, Future[str]] = {}
+        self._pending: dict[int, Future[str]] = {}
         self._lost = self._closed = False
-        self._open()
+        self._start_broker()
 
-    def engine(self, number: int, config: EngineConfig) -> EngineHandle:
+    def start_engine(self, number: int, config: EngineConfig) -> EngineHandle:
         """Starts engine ``number``, and any successor; it comes while the server goes on."""
         ours, theirs = socket.socketpair()
-        return EngineHandle(PlacedEngine(self, number, config, theirs), ours, partial(self.engine, number))
+        return EngineHandle(RayEngineProcess(self, number, config, theirs), ours, partial(self.start_engine, number))
 
-    def begin(self, number: int, dial: bytes, start: bytes) -> tuple[int, Future[str]]:
+    def begin_engine(self, number: int, connect_info: bytes, start: bytes) -> tuple[int, Future[str]]:
         """Starts an engine in an actor; may take seconds.
 
         Returns:
             A token to end it with, and why it does not come, or an empty text once it is on its way.
 
         Raises:
-            StartupError: there is no cluster any more, or no room.
+            StartupError: there is no cluster any more, or not enough free resources.
         """
         with self._lock:
             if self._lost and not self._closed:
                 self._process.wait()
-                self._open()
+                self._start_broker()
             token = next(self._tokens)
-            waits = self._waiting[token] = Future[str]()
-            asked = broker.Take(token, number, dial, start, self.facts)
+            waits = self._pending[token] = Future[str]()
+            asked = ray_broker.StartEngine(token, number, connect_info, start, self.fingerprint)
             self._send(asked)
         return token, waits
 
-    def finish(self, token: int) -> None:
+    def end_engine(self, token: int) -> None:
         """Ends an engine, if it is there."""
-        self._waiting.pop(token, None)
-        self._send(broker.Drop(token))
+        self._pending.pop(token, None)
+        self._send(ray_broker.StopEngine(token))
 
     def close(self) -> None:
         """Gives everything back to Ray."""
@@ -104,51 +106,51 @@ class ClusterEngines:
         self._link.close()
         self._process.wait()
 
-    def _open(self) -> None:
-        """A broker that has found room.
+    def _start_broker(self) -> None:
+        """Starts a broker that has reserved the resources.
 
         Raises:
             StartupError: it has not.
         """
-        self._process, sock = spawn_broker()
+        self._process, sock = start_broker_process()
         self._link = link = PlainLink(sock)
         try:
-            link.send(broker.encode(self._asked))
-            found = broker.decode_up(link.receive())
+            link.send(ray_broker.encode(self._reservation))
+            found = ray_broker.decode_up(link.receive())
         except LinkClosed:
             self._process.wait()
             raise StartupError(LOST) from None
-        if not isinstance(found, broker.Entered):
+        if not isinstance(found, ray_broker.EnginesReserved):
             link.close()
             self._process.wait()
-            raise StartupError(found.message if isinstance(found, broker.Barred) else LOST)
-        self.host, self.here, self.crowd = found.host, found.here, found.crowd
+            raise StartupError(found.message if isinstance(found, ray_broker.ReservationFailed) else LOST)
+        self.host, self.on_this_node, self.max_per_node = found.host, found.on_this_node, found.max_per_node
         self._lost = False
         threading.Thread(target=self._listen, args=(link,), name="broker", daemon=True).start()
 
     def _listen(self, link: PlainLink) -> None:
         with suppress(LinkClosed):
             while True:
-                found = broker.decode_up(link.receive())
-                if isinstance(found, broker.Taken):
-                    self._answer(found.token, found.said)
+                found = ray_broker.decode_up(link.receive())
+                if isinstance(found, ray_broker.EngineStarted):
+                    self._resolve(found.token, found.error)
         if not self._closed:
             log.error("%s; the engines there will end, and be asked for again", LOST)
         with self._lock:
-            self._lost, waiting = True, list(self._waiting)
+            self._lost, waiting = True, list(self._pending)
         link.close()
         for token in waiting:
-            self._answer(token, LOST)
+            self._resolve(token, LOST)
 
-    def _answer(self, token: int, said: str) -> None:
-        waits = self._waiting.pop(token, None)
+    def _resolve(self, token: int, said: str) -> None:
+        waits = self._pending.pop(token, None)
         if waits is not None:
             with suppress(InvalidStateError):
                 waits.set_result(said)
 
-    def _send(self, message: broker.Take | broker.Drop) -> None:
+    def _send(self, message: ray_broker.StartEngine | ray_broker.StopEngine) -> None:
         try:
-            self._link.send(broker.encode(message))
+            self._link.send(ray_broker.encode(message))
         except LinkClosed:
-            if isinstance(message, broker.Take):
-                self._answer(message.token, LOST)
+            if isinstance(message, ray_broker.StartEngine):
+                self._resolve(message.token, LOST)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.routes.body import BodyRoute
+from trencadis.server.routes.request_body import BodyRoute
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 
@@ -30,7 +30,7 @@ FIELDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Paths, and the fields that a body for them has; a pooling server's first route takes the others."""
 
 
-def invocations(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
+def make_router(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
     """The route over the endpoints of ``routers``; ``otherwise``: the path of a body with no known field."""
     known: Mapping[str, Endpoint] = {
         route.path: route.endpoint for one in routers for route in one.routes if isinstance(route, APIRoute)
@@ -45,12 +45,12 @@ def invocations(routers: Iterable[APIRouter], otherwise: str) -> APIRouter:
         if path not in known:
             raise BadRequest("The body fits no route of this server; give messages or prompt.")
         endpoint = known[path]
-        return await endpoint(parsed(endpoint, body), http)
+        return await endpoint(parse_request(endpoint, body), http)
 
     return made
 
 
-def parsed(endpoint: Endpoint, body: dict[str, Any]) -> BaseModel:
+def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> BaseModel:
     """The request that ``endpoint`` takes.
 
     Raises:

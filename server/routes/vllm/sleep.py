@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 from trencadis.core.errors import BadRequest
-from trencadis.server.engine.protocol import EngineClient, replicas
-from trencadis.server.routes.state import AppState
+from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.routes.app_state import AppState
 
 Mode = Literal["wait", "abort", "keep"]
 Tag = Literal["weights", "kv_cache", "scheduling"]
@@ -22,8 +22,8 @@ def router(state: AppState) -> APIRouter:
     if not state.settings.config.enable_sleep_mode:
         return routes
 
-    def chosen(rank: int) -> EngineClient:
-        engines = replicas(state.engine)
+    def select_engines(rank: int) -> EngineClient:
+        engines = get_replicas(state.engine)
         if rank >= len(engines):
             raise BadRequest(f"rank must be below {len(engines)}, the number of engines.", param="rank")
         return state.engine if rank < 0 else engines[rank]
@@ -38,13 +38,13 @@ def router(state: AppState) -> APIRouter:
             raise BadRequest("level must be 1 or 2; both end the engine's process.", param="level")
         if mode == "keep":
             raise BadRequest("Requests that run cannot be kept: mode is wait or abort.", param="mode")
-        await chosen(rank).sleep(level, mode == "abort")
+        await select_engines(rank).sleep(level, mode == "abort")
         return JSONResponse({"status": "sleeping", "level": level})
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[Tag] | None, Query()] = None, rank: int = -1) -> Response:
         """Answers once the engine takes requests; weights and blocks come back together, whatever the tags."""
-        await chosen(rank).wake()
+        await select_engines(rank).wake()
         return JSONResponse({"status": "awake", "tags": tags})
 
     @routes.get("/is_sleeping")

@@ -11,15 +11,15 @@ import pytest
 from benchmarks.gpu.times import MODELS, text_of
 from benchmarks.host.step import Load
 from benchmarks.host.timeline import played, recorded
-from trencadis.backends.cuda.timing import constants, report
-from trencadis.backends.cuda.timing.kernels import COLLECTIVE, PRODUCT, TapeKernel, seconds, time_of
-from trencadis.backends.cuda.timing.tape import DecodeTapes
+from trencadis.backends.cuda.timing import constants, time_report
+from trencadis.backends.cuda.timing.kernel_recorder import DecodeRecorder
+from trencadis.backends.cuda.timing.kernel_times import COLLECTIVE, PRODUCT, RecordedKernel, seconds, time_of
 from trencadis.backends.cuda.timing.timeline import HostStep, run
 from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.devices import timer
 from trencadis.core.errors import StartupError
-from trencadis.core.shapes.costs import layers_values
-from trencadis.server.plan.command import main as plan
+from trencadis.core.shapes.launch_costs import layers_values
+from trencadis.server.plan.plan_command import main as plan
 
 
 def steps(before: float, after: float, device: float, count: int = 50) -> list[tuple[HostStep, float]]:
@@ -54,25 +54,25 @@ def test_every_constant_cites_where_it_is_from() -> None:
         for key, source in found.items():
             said = re.search(r"\d{4}|data sheet|white paper|github\.com|the same two points|device query", source)
             assert len(source) > 20 and said, (name, key, source)
-        checked = constants.seen(name)
+        checked = constants.list_confirmations(name)
         assert all(len(place) > 8 for place in checked.values())
         assert [key for key, place in checked.items() if place == "not found"] == ["graph"]
         assert "(not found again)" in found["graph"]
         shares = constants.card(name)
         assert all(0 < getattr(shares, key) <= 1 for key in constants.SCALED if key.endswith("share"))
-    assert all(len(source) > 20 for _, source in constants.stored()["host"].values())
+    assert all(len(source) > 20 for _, source in constants.load_constants()["host"].values())
     with pytest.raises(StartupError, match="--card V100: there are figures of A100"):
         constants.card("V100")
 
 
 def test_a_kernel_takes_the_longer_of_reading_and_computing() -> None:
     on = constants.card("H100")
-    reads = seconds(TapeKernel("mm", PRODUCT, 1 << 30, 1), on)
+    reads = seconds(RecordedKernel("mm", PRODUCT, 1 << 30, 1), on)
     assert reads == pytest.approx((1 << 30) / (3.35e12 * 0.78))
-    assert seconds(TapeKernel("mm", PRODUCT, 1, 10**15), on) == pytest.approx(10**15 / (9.89e14 * 0.75))
-    assert seconds(TapeKernel("all_reduce", COLLECTIVE, 1 << 19), on) == pytest.approx(21e-6, rel=0.01)
-    assert seconds(TapeKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(39e-6, rel=0.01)
-    assert time_of([TapeKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * on.gap)
+    assert seconds(RecordedKernel("mm", PRODUCT, 1, 10**15), on) == pytest.approx(10**15 / (9.89e14 * 0.75))
+    assert seconds(RecordedKernel("all_reduce", COLLECTIVE, 1 << 19), on) == pytest.approx(21e-6, rel=0.01)
+    assert seconds(RecordedKernel("all_reduce", COLLECTIVE, 4 << 20), on) == pytest.approx(39e-6, rel=0.01)
+    assert time_of([RecordedKernel("mm", PRODUCT, 0)] * 10, on).total == pytest.approx(10 * on.gap)
 
 
 def llama() -> ModelConfig:
@@ -96,7 +96,7 @@ def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
     make, ranks = MODELS.get(name, (llama, 1))
     model = make()
     text, context = model.text, 1000
-    found = DecodeTapes(model, ranks).step(rows, context)
+    found = DecodeRecorder(model, ranks).step(rows, context)
     counts = Counter(k.name for k in found)
     layer = {**dict.fromkeys([*LAYER[4], *LAYER[32]], 0), **LAYER[rows]}
     assert {n: counts[n] / text.layers for n in layer if n != "_rms_norm"} == {
@@ -118,16 +118,16 @@ def test_a_tape_holds_what_serving_launches(name: str, rows: int) -> None:
 
 
 def test_parts_add_up_and_constants_move_a_step_the_right_way() -> None:
-    tape = DecodeTapes(MODELS["3B"][0]()).step(2, 500)
+    tape = DecodeRecorder(MODELS["3B"][0]()).step(2, 500)
     on = constants.card("H100")
-    device, line = report.step_time(tape, 2, on)
-    shares = report.parts(device, line)
+    device, line = time_report.step_time(tape, 2, on)
+    shares = time_report.parts(device, line)
     assert sum(shares.values()) == pytest.approx(line.step, rel=1e-3)
-    moved = report.sensitivity(tape, 2, on, 1)
+    moved = time_report.sensitivity(tape, 2, on, 1)
     assert moved["bandwidth"][0] > 0.5 and moved["bandwidth"][1] < 0 < moved["gap"][1]
     slow = replace(on, host=tuple((n, 100 * s) for n, s in on.host))
-    device, line = report.step_time(tape, 2, slow)
-    assert line.idle > 0.5 and max(report.parts(device, line).items(), key=lambda one: one[1])[0] == "host"
+    device, line = time_report.step_time(tape, 2, slow)
+    assert line.idle > 0.5 and max(time_report.parts(device, line).items(), key=lambda one: one[1])[0] == "host"
 
 
 def test_what_limits_each_model_is_said() -> None:
@@ -135,8 +135,8 @@ def test_what_limits_each_model_is_said() -> None:
     said = {}
     for name, rows in (("3B", 1), ("7B", 32), ("72B", 32)):
         make, ranks = MODELS[name]
-        found = report.times(make(), ranks, "H100", [rows])
-        text = "\n".join(report.lines(found))
+        found = time_report.times(make(), ranks, "H100", [rows])
+        text = "\n".join(time_report.lines(found))
         assert "limit: " in text and "a constant 50 % less / more: " in text and "nothing measured here" in text
         load = found["loads"][0]
         said[name] = load["limit"], load["parts"]
@@ -148,8 +148,13 @@ def test_what_limits_each_model_is_said() -> None:
 def test_plan_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cuda", "--memory", "80GiB", "--time", "--card", "H200"]
     assert plan(words) == 0
-    told = capsys.readouterr().out
-    assert "decoding on H200" in told and told.count(" rows: TPOT ") == 3 and "limit: " in told and "sources:" in told
+    reported = capsys.readouterr().out
+    assert (
+        "decoding on H200" in reported
+        and reported.count(" rows: TPOT ") == 3
+        and "limit: " in reported
+        and "sources:" in reported
+    )
 
 
 def test_other_devices_have_no_figures() -> None:

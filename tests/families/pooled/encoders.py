@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tests.fakes.checkpoints import randomise
-from tests.families.forms import rename
-from tests.families.pooled.shared import PoolingModel, classes_of, loaded, scores_of, sentence_files
+from tests.families.pooled.pooled_case import PoolingModel, classes_of, loaded, scores_of, sentence_files
+from tests.families.text_checkpoints import rename
 from tests.pooling.oracle import Float64
 
 VOCAB = 320

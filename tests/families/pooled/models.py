@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.fakes.checkpoints import bare, classifier, randomise, text_settings, write_tokenizer
 from tests.families.pooled.encoders import ENCODERS
-from tests.families.pooled.shared import PoolingModel, classes_of, last_of, loaded, scores_of, sentence_files
+from tests.families.pooled.pooled_case import PoolingModel, classes_of, last_of, loaded, scores_of, sentence_files
 from tests.pooling.oracle import Float64
 
 STEP = 77

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from tests.families.pooled.encoders import ENCODERS, VOCAB, encoder, first_of, pair_logit
-from tests.families.pooled.shared import loaded
-from tests.hostile.altered import GONE, altered, verdict
+from tests.families.pooled.pooled_case import loaded
+from tests.hostile.altered_config import GONE, altered, verdict
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM
-from trencadis.backends.conformance.family.by_hand import ByHand
-from trencadis.backends.conformance.family.suite import CheckedModel, run
+from trencadis.backends.conformance.family.family_checks import CheckedModel, run
+from trencadis.backends.conformance.family.recompute import RecomputedModel
 from trencadis.backends.cpu import pick_policy
 from trencadis.core.checkpoint.model_config import PRE, RMS, ImageNeeds, ModelConfig
 from trencadis.core.checkpoint.pooler_config import load_model
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import BadRequest, StartupError
-from trencadis.core.memory.estimate import Sized
-from trencadis.core.models.collected import Collected
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.startup.dry_run import shape_limits
 
 BASE: dict[str, Any] = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory_bytes=8 << 20)
@@ -50,23 +50,23 @@ def test_texts_are_read_and_cut_as_transformers_does(name: str, made: Any) -> No
     from transformers import AutoTokenizer
 
     path = made(name)
-    theirs = AutoTokenizer.from_pretrained(path)
+    reference = AutoTokenizer.from_pretrained(path)
     with LLM(path, **BASE) as llm:
         service, wait = llm.llm_engine.service, llm.llm_engine.wait
         for text in TEXTS:
             (output,) = llm.embed(text, use_tqdm=False)
-            ids = theirs(text)["input_ids"]
+            ids = reference(text)["input_ids"]
             assert output.prompt_token_ids == ids
             assert cosine(output.outputs.embedding, first_of(path, ids)) > LEAST_COSINE
             for side in ("right", "left"):
-                theirs.truncation_side = side
+                reference.truncation_side = side
                 for most in (3, 6, len(ids)):
-                    cut = wait(service.raw_prompt(text, truncate=most, truncation_side=side)).tokens
-                    assert cut == theirs(text, truncation=True, max_length=most)["input_ids"]
+                    cut = wait(service.make_raw_prompt(text, truncate=most, truncation_side=side)).tokens
+                    assert cut == reference(text, truncation=True, max_length=most)["input_ids"]
         long = "red circle " * 200
-        theirs.truncation_side = "right"
+        reference.truncation_side = "right"
         (output,) = llm.embed(long, tokenization_kwargs={"truncate_prompt_tokens": -1}, use_tqdm=False)
-        assert output.prompt_token_ids == theirs(long, truncation=True, max_length=160)["input_ids"]
+        assert output.prompt_token_ids == reference(long, truncation=True, max_length=160)["input_ids"]
         with pytest.raises(BadRequest, match="160"):
             llm.embed(long, use_tqdm=False)
 
@@ -102,11 +102,11 @@ def test_padding_ids_in_a_prompt_take_no_position(made: Any) -> None:
 def test_a_prompt_is_one_chunk_and_no_prefix_is_reused(made: Any) -> None:
     """Among others that fill the step, twice, so that cached blocks would be met."""
     path, rng = made("bge"), np.random.default_rng(0)
-    asked = [[int(t) for t in rng.integers(5, 300, n)] for n in (150, 90, 60, 159, 1, 17)] * 2
+    requested = [[int(t) for t in rng.integers(5, 300, n)] for n in (150, 90, 60, 159, 1, 17)] * 2
     with LLM(path, **{**BASE, "max_num_batched_tokens": 160, "num_gpu_blocks_override": 14}) as llm:
-        outputs = llm.embed([{"prompt_token_ids": ids} for ids in asked], use_tqdm=False)
+        outputs = llm.embed([{"prompt_token_ids": ids} for ids in requested], use_tqdm=False)
         llm.engine.scheduler.check()
-    for ids, output in zip(asked, outputs, strict=True):
+    for ids, output in zip(requested, outputs, strict=True):
         assert output.num_cached_tokens == 0
         assert cosine(output.outputs.embedding, first_of(path, ids)) > LEAST_COSINE
 
@@ -136,7 +136,7 @@ def test_a_step_holds_the_longest_prompt_unless_a_flag_says_otherwise(made: Any)
 
 
 def rows(config: ModelConfig, ids: Sequence[int]) -> torch.Tensor:
-    return ByHand(config).logits(list(ids), len(ids))
+    return RecomputedModel(config).logits(list(ids), len(ids))
 
 
 def wanted(path: Path, ids: Sequence[int]) -> torch.Tensor:
@@ -182,28 +182,30 @@ def test_a_norm_of_the_embeddings_that_is_dropped_shows(made: Any, monkeypatch: 
     """Or a layer's two norms swapped, or a token type that is forgotten."""
     path, ids = made("bge"), [*range(9, 50)]
     config, want = load_model(EngineConfig(str(path))), wanted(path, ids)
-    take = Collected.take
-    for theirs, ours in (
+    take = CheckpointSource.take
+    for reference, ours in (
         ("layers.0.input_layernorm", "layers.0.post_attention_layernorm"),
         ("embed_norm", "layers.0.input_layernorm"),
         ("self_attn.q_proj.bias", "self_attn.k_proj.bias"),
     ):
 
-        def swapped(self: Any, name: str, shape: Any, a: str = theirs, b: str = ours) -> Any:
+        def swapped(self: Any, name: str, shape: Any, a: str = reference, b: str = ours) -> Any:
             return take(self, name.replace(a, b), shape)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Collected, "take", swapped)
-            patch.setattr(Collected, "shard", lambda s, n, sh, d, i, j, f=swapped: f(s, n, sh).narrow(d, i, j - i))
+            patch.setattr(CheckpointSource, "take", swapped)
+            patch.setattr(
+                CheckpointSource, "shard", lambda s, n, sh, d, i, j, f=swapped: f(s, n, sh).narrow(d, i, j - i)
+            )
             assert float((rows(config, ids) - want).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_weights_by_formula_are_the_models_bytes(name: str, made: Any) -> None:
     config = load_model(EngineConfig(str(made(name))))
-    model = ByHand(config).model
+    model = RecomputedModel(config).model
     frequencies = model.enter.rotary.nbytes()
-    assert Sized(config, itemsize=4).weights() == model.nbytes() + frequencies
+    assert MemoryEstimator(config, itemsize=4).weights() == model.nbytes() + frequencies
 
 
 def test_check_model_passes(made: Any) -> None:
@@ -242,10 +244,10 @@ def problems(source: Path, tmp_path: Path, picked: list[tuple[str, Any, str]]) -
         def ours(path: Path = path) -> torch.Tensor:
             return rows(load_model(EngineConfig(str(path))), ids)
 
-        def theirs(path: Path = path) -> torch.Tensor:
+        def reference(path: Path = path) -> torch.Tensor:
             return wanted(path, ids)
 
-        found = verdict(ours, theirs, key)
+        found = verdict(ours, reference, key)
         if found != expected:
             lines.append(f"{key} = {'(none)' if value is GONE else value!r}: {found}, expected: {expected}")
     return lines

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.families.pooled.models import MODELS, STEP
-from tests.families.pooled.shared import PoolingModel
+from tests.families.pooled.pooled_case import PoolingModel
 from tests.pooling.oracle import LEAST_COSINE, cosine
 from trencadis import LLM, PoolingParams
-from trencadis.backends.conformance.family.suite import CheckedModel, run
+from trencadis.backends.conformance.family.family_checks import CheckedModel, run
 from trencadis.core.checkpoint import pooler_config
 from trencadis.core.errors import BadRequest
 
@@ -79,13 +79,13 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return found
 
 
-def worst(llm: LLM, path: Path, model: PoolingModel, asked: list[list[int]]) -> tuple[float, float]:
+def worst(llm: LLM, path: Path, model: PoolingModel, requested: list[list[int]]) -> tuple[float, float]:
     """The largest difference to transformers as a share of the largest value, and the least cosine of a vector."""
     far, near = 0.0, 1.0
-    batches = [asked[i : i + BATCH] for i in range(0, len(asked), BATCH)]
-    alone = [llm.encode({"prompt_token_ids": ids}, use_tqdm=False)[0] for ids in asked]
+    batches = [requested[i : i + BATCH] for i in range(0, len(requested), BATCH)]
+    alone = [llm.encode({"prompt_token_ids": ids}, use_tqdm=False)[0] for ids in requested]
     together = [o for b in batches for o in llm.encode([{"prompt_token_ids": ids} for ids in b], use_tqdm=False)]
-    for ids, *outputs in zip(asked, alone, together, strict=True):
+    for ids, *outputs in zip(requested, alone, together, strict=True):
         want = model.wants(path, ids)
         for output in outputs:
             got = output.outputs.data
@@ -165,9 +165,9 @@ def test_a_mistake_in_the_settings_shows(mistake: str, made: Any, monkeypatch: A
         return changed
 
     monkeypatch.setattr(pooler_config, "pooling_of", mistaken)
-    asked = [[*range(20 + i, 60), STEP, STEP + 1, 9, 8] for i in range(2)]
+    requested = [[*range(20 + i, 60), STEP, STEP + 1, 9, 8] for i in range(2)]
     with engine(path, model, "cpu", monkeypatch, tmp_path) as llm:
-        for ids in asked:
+        for ids in requested:
             got = llm.encode({"prompt_token_ids": ids}, use_tqdm=False)[0].outputs.data
             want = model.wants(path, ids)
             assert got.shape != want.shape or np.abs(got - want).max() > 1e-3 * np.abs(want).max()
@@ -179,9 +179,9 @@ def test_every_token_of_an_embedding_model_has_its_own_row(made: Any, monkeypatc
     ids = [int(t) for t in np.random.default_rng(3).integers(5, 300, 60)]
     small = PoolingModel(model.make, model.wants, {"max_num_batched_tokens": 7})
     with engine(path, small, "cpu", monkeypatch, tmp_path) as llm:
-        asked = [{"prompt_token_ids": ids[:n]} for n in (60, 31)]
+        requested = [{"prompt_token_ids": ids[:n]} for n in (60, 31)]
         params = [PoolingParams(task="token_embed"), PoolingParams()]
-        rows, last = (o.outputs.data for o in llm.encode(asked, params, use_tqdm=False))
+        rows, last = (o.outputs.data for o in llm.encode(requested, params, use_tqdm=False))
         assert rows.shape == (60, 64) and last.shape == (64,)
         assert cosine(rows[30], last) > LEAST_COSINE and cosine(rows[59], model.wants(path, ids)) > LEAST_COSINE
         with pytest.raises(BadRequest, match="does 'embed' and 'token_embed'"):

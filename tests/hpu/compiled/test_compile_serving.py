@@ -17,18 +17,18 @@ from tests.oracles.transformers_model import conversation
 from trencadis import LLM, SamplingParams
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
-from trencadis.backends.hpu.emulator.runtime import EmulatedRuntime
-from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.current_device import EmulatedRuntime
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings, settings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings, settings
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
-from trencadis.server.plan.command import plan_for
+from trencadis.server.plan.plan_command import make_plan
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -70,29 +70,29 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         llm.close()
 
 
-def talks(count: int, high: int = 112, seed: int = 0) -> list[Any]:
-    """Conversations with and without pictures."""
+def make_conversations(count: int, high: int = 112, seed: int = 0) -> list[Any]:
+    """Conversations with and without images."""
     return [conversation(np.random.default_rng(seed + i), high=high)[0] for i in range(count)]
 
 
-def answers(llm: LLM, asked: list[Any]) -> list[Any]:
-    return [o.outputs[0].token_ids for p in PARAMS for o in llm.chat(asked, p, use_tqdm=False)]
+def answers(llm: LLM, requested: list[Any]) -> list[Any]:
+    return [o.outputs[0].token_ids for p in PARAMS for o in llm.chat(requested, p, use_tqdm=False)]
 
 
-def on_the_cpu(asked: list[Any], **flags: Any) -> list[Any]:
+def on_the_cpu(requested: list[Any], **flags: Any) -> list[Any]:
     llm = LLM(str(demo_path()), **{**FLAGS, **flags})
-    found = answers(llm, asked)
+    found = answers(llm, requested)
     llm.close()
     return found
 
 
 def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: Any) -> None:
-    asked = talks(4)
+    requested = make_conversations(4)
     llm = compiled()
     info, rank = llm.engine.info(), llm.engine.executor._rank
     regions = rank.backend.hpu_ops.regions.known
     warm = graphs()
-    assert answers(llm, asked) == on_the_cpu(asked)
+    assert answers(llm, requested) == on_the_cpu(requested)
     assert graphs() == warm and rank.graphs.recompiles == 0, "Dynamo's own count and ours"
     kinds = {kind[0] for (_, kind), _ in regions}
     assert {"Layer", "ViTBlock", "Entry", "Exit", "TowerEntry", "TowerExit", "Sampling"} <= kinds
@@ -114,8 +114,8 @@ def test_a_skipped_warmup_says_what_it_costs(compiled: Any, monkeypatch: pytest.
     (line,) = [n for n in llm.engine.info().notes if "warm-up is skipped" in n]
     made = llm.engine.executor._rank.plan
     config = EngineConfig(model=str(demo_path()), device="hpu", **FLAGS)
-    planned = plan_for(config, load_config(demo_path()), 96 << 30)
-    assert planned.plan.buckets == made.buckets and planned.ledger.division.graphs == 0
+    planned = make_plan(config, load_config(demo_path()), 96 << 30)
+    assert planned.plan.buckets == made.buckets and planned.ledger.memory_split.graphs == 0
     assert "graphs: none in compile mode (PT_HPU_LAZY_MODE=0); VLLM_GRAPH_RESERVED_MEM counts 0 there." in planned.notes
     shapes = len(made.buckets)
     assert f"first launch of each of {shapes} shapes waits for the compiler" in line
@@ -133,7 +133,9 @@ class Part:
 
 def test_layers_of_one_shape_share_a_trace_and_full_warmup_ends_compiling() -> None:
     device = EmulatedDevice(profile(""))
-    backend = HpuBackend(BackendConfig(), policy("", lazy=False), of(device, False), HpuSettings(full_warmup=True))
+    backend = HpuBackend(
+        BackendConfig(), policy("", lazy=False), make_bridge(device, False), HpuSettings(full_warmup=True)
+    )
     before, ops = graphs(), backend.hpu_ops
     parts = [Part(torch.full((4,), float(i)).to(DEVICE)) for i in range(28)]
     x = torch.ones(3, 4).to(DEVICE)
@@ -154,7 +156,9 @@ def test_a_torch_that_cannot_skip_guards_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = EmulatedDevice(profile(""))
-    backend = HpuBackend(BackendConfig(), policy("", lazy=False), of(device, False), HpuSettings(full_warmup=True))
+    backend = HpuBackend(
+        BackendConfig(), policy("", lazy=False), make_bridge(device, False), HpuSettings(full_warmup=True)
+    )
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
     with caplog.at_level("WARNING", "trencadis.engine"):
         backend.warmed()
@@ -177,22 +181,22 @@ def test_a_host_read_in_a_region_is_refused_with_the_line_of_code() -> None:
         return x * 2 if x.sum() > 0 else x
 
     device = EmulatedDevice(profile(""))
-    run = of(device, False).compile(reads)
+    run = make_bridge(device, False).compile(reads)
     with pytest.raises(RuntimeError, match=r"(?s)branching.*test_compile_serving\.py"):
         run(torch.ones(3).to(DEVICE))
     with pytest.raises(RuntimeError, match="host tensor"):
-        of(device, False).compile(lambda x, y: x + y)(torch.ones(3).to(DEVICE), torch.ones(3))
+        make_bridge(device, False).compile(lambda x, y: x + y)(torch.ones(3).to(DEVICE), torch.ones(3))
 
 
 @pytest.mark.long
 def test_300_chats_and_a_second_start(compiled: Any) -> None:
     flags: dict[str, Any] = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
-    asked, begun = talks(150), time.perf_counter()
-    wanted = on_the_cpu(asked, **flags)
+    requested, begun = make_conversations(150), time.perf_counter()
+    wanted = on_the_cpu(requested, **flags)
     for start in (1, 2):
         llm = compiled(**flags)
         warm, compiles = graphs(), card().clock.compiles
-        assert answers(llm, asked) == wanted, "300 answers, every second one sampled"
+        assert answers(llm, requested) == wanted, "300 answers, every second one sampled"
         assert graphs() == warm and card().clock.compiles == compiles
         assert (compiles == 0) == (start == 2), "a second start compiles nothing"
         buckets = len(llm.engine.executor._rank.plan.buckets)
@@ -204,8 +208,8 @@ def test_300_chats_and_a_second_start(compiled: Any) -> None:
 @pytest.mark.long
 def test_two_ranks_give_the_cpus_tokens(compiled: Any) -> None:
     """Collectives are operations of the layers' graphs."""
-    asked = talks(4)
-    assert answers(compiled(tensor_parallel_size=2), asked) == on_the_cpu(asked)
+    requested = make_conversations(4)
+    assert answers(compiled(tensor_parallel_size=2), requested) == on_the_cpu(requested)
 
 
 @pytest.mark.long

@@ -16,21 +16,21 @@ from torch._dynamo.utils import counters
 
 from trencadis.assets import demo_path
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.compiled.passes import calls
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
-from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.compiled.graph_passes import calls
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.checkpoint.quant_config import online
-from trencadis.core.checkpoint.reading import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.launches.persistent import persistent
+from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.models.registry import build
-from trencadis.multimodal.qwen2_vl.config import Qwen25Tower
+from trencadis.multimodal.qwen2_vl.config import Qwen25VisionConfig
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,14 +49,14 @@ pytestmark = pytest.mark.part("gaudi")
 
 
 @cache
-def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, method: str = "") -> Any:
+def make_harness(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, method: str = "") -> Any:
     """The demo model with two layers of each kind, each body compiled as a whole; ``method``: of quantised weights."""
     device = EmulatedDevice(profile(""))
-    bridge = of(device, lazy=False)
+    bridge = make_bridge(device, lazy=False)
     if not kernels:
         bridge = dataclasses.replace(bridge, fused_sdpa=None, fused_rms_norm=None, apply_rotary=None)
     stored = load_config(demo_path())
-    assert isinstance(stored.vision, Qwen25Tower)
+    assert isinstance(stored.vision, Qwen25VisionConfig)
     text = dataclasses.replace(stored.text, layers=LAYERS)
     config = dataclasses.replace(
         stored, text=text, vision=dataclasses.replace(stored.vision, depth=LAYERS, full_layers=(1,)),
@@ -65,7 +65,7 @@ def rig(kernels: bool = True, dtype: torch.dtype = torch.bfloat16, method: str =
     cfg = BackendConfig(dtype=dtype, block_size=64, vocab_size=text.vocab)
     backend = HpuBackend(cfg, policy("", lazy=False), bridge, HpuSettings(regional=False))
     model: Any = build(config, backend, EngineConfig(model=str(demo_path())))
-    model.bind(persistent(config, backend, blocks=6, block_size=64, arena_rows=40, seqs=2, tokens=128))
+    model.bind(allocate_persistent(config, backend, blocks=6, block_size=64, arena_rows=40, seqs=2, tokens=128))
     return SimpleNamespace(device=device, backend=backend, model=model)
 
 
@@ -79,7 +79,7 @@ def body(model: Any, name: str) -> Callable[[Any], Any]:
 
 def traced(name: str, **how: Any) -> Any:
     """What the compiler made of a body, which is compiled, and run twice more."""
-    made = rig(**how)
+    made = make_harness(**how)
     program = made.backend.program(BODIES[name], body(made.model, name))
     before, graphs = counters["stats"]["unique_graphs"], len(made.device.graphs)
     program.compile()
@@ -166,7 +166,7 @@ def in_place(cache: Any, slot: Any, values: Any) -> Any:
 def test_a_store_that_stays_functional_writes_the_whole_cache(store: Any, anew: bool) -> None:
     """Bytes, time and workspace are charged; the values are right all the same."""
     device = EmulatedDevice(profile(""))
-    bridge = of(device, lazy=False)
+    bridge = make_bridge(device, lazy=False)
     host = torch.randn(1000, 8)
     cache, slot, values = host.clone().to(DEVICE), torch.tensor([3, 5]).to(DEVICE), torch.ones(2, 8).to(DEVICE)
     run = bridge.compile(store)

@@ -11,24 +11,24 @@ import torch
 
 from tests.traffic.launch_lines import GUIDE, MODELS, model_of
 from trencadis.backends.hpu.backend import HpuBackend
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
-from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 from trencadis.backends.hpu.policy import policy
-from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.backends.hpu.sharing import PIECES, padded_start, pieces
+from trencadis.backends.hpu.shared_shapes import PIECES, padded_start, pieces
 from trencadis.core.backend import BackendConfig
 from trencadis.core.buckets import Plan, Stage
 from trencadis.core.config import EngineConfig
-from trencadis.core.launches.persistent import persistent
-from trencadis.core.launches.runner import Runner
+from trencadis.core.launches.model_runner import ModelRunner
+from trencadis.core.launches.persistent_tensors import allocate_persistent
 from trencadis.core.layers.norm import RMSNorm
-from trencadis.core.models.decoder import Exit
+from trencadis.core.models.decoder import DecoderExit
 from trencadis.core.models.registry import build
-from trencadis.core.shapes.closure import ShapeLimits
-from trencadis.core.shapes.options import BucketOptions
-from trencadis.core.shapes.planner import make_plan
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
 
 TEXTS = (Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
@@ -44,11 +44,13 @@ def compiled(limits: ShapeLimits) -> tuple[Plan, Counter[str], EmulatedDevice]:
     plan = make_plan(policy(""), limits, BucketOptions(), config)
     device = EmulatedDevice(profile("gaudi3"), computes=False)
     cfg = BackendConfig(dtype=torch.bfloat16, block_size=128, vocab_size=config.text.vocab)
-    backend = HpuBackend(cfg, policy("", lazy=False), of(device, lazy=False), HpuSettings())
+    backend = HpuBackend(cfg, policy("", lazy=False), make_bridge(device, lazy=False), HpuSettings())
     model: Any = build(config, backend, EngineConfig(model="none", load_format="dummy"))
     seqs, tokens = limits.max_rows, limits.max_tokens
-    model.bind(persistent(config, backend, blocks=300, block_size=128, arena_rows=20000, seqs=seqs, tokens=tokens))
-    runner = Runner(backend, model, plan)
+    model.bind(
+        allocate_persistent(config, backend, blocks=300, block_size=128, arena_rows=20000, seqs=seqs, tokens=tokens)
+    )
+    runner = ModelRunner(backend, model, plan)
     for bucket in plan.buckets:
         runner.graphs.make(bucket).compile()
     assert backend.hpu_ops.regions is not None
@@ -81,11 +83,11 @@ def test_what_is_stored_in_pieces_is_bit_equal(rows: int) -> None:
     out = torch.randperm(rows) + 1
     found = []
     for lazy in (True, False):
-        backend = HpuBackend(BackendConfig(), policy("", lazy=lazy), of(EmulatedDevice(profile("")), lazy))
+        backend = HpuBackend(BackendConfig(), policy("", lazy=lazy), make_bridge(EmulatedDevice(profile("")), lazy))
         norm = RMSNorm(backend.ops, 24, 1e-6)
         norm.weight = weight.to(DEVICE)
         hidden = torch.zeros(rows + 2, 24).to(DEVICE)
-        backend.ops.by_rows(Exit(backend.ops, norm), tuple(t.to(DEVICE) for t in (x, residual, out)), hidden)
+        backend.ops.by_rows(DecoderExit(backend.ops, norm), tuple(t.to(DEVICE) for t in (x, residual, out)), hidden)
         found.append(hidden.cpu())
     assert torch.equal(*found) and not found[0][0].any() and not found[0][-1].any() and found[0][1:-1].any()
 

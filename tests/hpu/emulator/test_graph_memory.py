@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.graphs import wrap
-from trencadis.backends.hpu.emulator.namespace import bridge, of
-from trencadis.backends.hpu.emulator.pool import ALIGNMENT, Pool
-from trencadis.backends.hpu.emulator.profiles import Profile
+from trencadis.backends.hpu.emulator.address_space import ALIGNMENT, AddressSpace
+from trencadis.backends.hpu.emulator.card_profiles import Profile
+from trencadis.backends.hpu.emulator.current_device import use
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import bridge, make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.refusals import EmulatedOutOfMemory
-from trencadis.backends.hpu.emulator.runtime import use
-from trencadis.backends.hpu.emulator.tensor import DEVICE
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -62,7 +62,7 @@ def test_a_graph_keeps_what_crosses_its_cuts_once(off: bool, computes: bool) -> 
 
 def test_what_a_collective_leaves_stays_without_the_cache() -> None:
     card = use(EmulatedDevice(Profile("card", 64 * MIB), computes=False))
-    made = of(card, cached=False)
+    made = make_bridge(card, cached=False)
 
     class Summed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def test_what_a_collective_leaves_stays_without_the_cache() -> None:
 def test_what_is_gathered_stays_beside_its_rows(cached: bool) -> None:
     """The card's tensor of all ranks, of which rows beside rows are a copy; with the cache its source too."""
     card = use(EmulatedDevice(Profile("card", 64 * MIB), computes=False))
-    made = of(card, cached=cached)
+    made = make_bridge(card, cached=cached)
 
     class Gathered(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -107,21 +107,21 @@ def test_the_plug_ins_variable(text: str, cached: bool) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * ALIGNMENT)), max_size=60), st.booleans())
 def test_pieces_never_overlap_and_nothing_is_lost(events: list[tuple[bool, int]], moves: bool) -> None:
-    pool = Pool(200 * ALIGNMENT, moves)
+    pool = AddressSpace(200 * ALIGNMENT, moves)
     held: list[int] = []
     for give, count in events:
         if give and held:
-            pool.give(held.pop(count % len(held)))
-        elif (piece := pool.take(count)) is not None:
+            pool.release(held.pop(count % len(held)))
+        elif (piece := pool.allocate(count)) is not None:
             held.append(piece)
         spans = sorted(pool._pieces[p] for p in held) + [(pool._floor, 0)]
         assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))
         used = sum(size for _, size in spans)
         assert used + sum(pool._holes.values()) == pool._floor
         if moves:
-            assert pool.take(pool._floor - used + 1) is None, "more than is free"
+            assert pool.allocate(pool._floor - used + 1) is None, "more than is free"
     for piece in held:
-        pool.give(piece)
+        pool.release(piece)
     assert pool.largest == pool.total
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.graphs import wrap
-from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+from trencadis.backends.hpu.emulator.hpu_graphs import wrap
 from trencadis.backends.hpu.emulator.op_table import RELEASE, OpTable
-from trencadis.backends.hpu.emulator.profiles import profile
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.emulator.tensor import DEVICE
 
 aten = torch.ops.aten
 HERE = Path(__file__).name
@@ -40,7 +40,7 @@ class WrongType(torch.nn.Module):
 @pytest.mark.parametrize(("kind", "name"), [(Unlisted, "bessel_j0"), (WrongType, "softmax")])
 def test_an_operation_on_the_host_is_counted_and_slow(kind: Any, name: str, card: EmulatedDevice) -> None:
     x = torch.rand(50, 4).to(DEVICE)
-    bridge = of(card)
+    bridge = make_bridge(card)
     with bridge.metric_localcontext("cpu_fallback") as metric:
         out = wrap(card, kind()).forward(x, bypass_hpu_graphs=True)
     assert bridge.compilations(metric) == 1
@@ -69,7 +69,7 @@ def eager_unlisted(x: Tensor, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize(("run", "op"), [(eager_index, "aten.index.Tensor"), (eager_unlisted, "bessel_j0")])
 def test_compiled_it_splits_the_graph_and_is_counted_at_each_launch(run: Any, op: str) -> None:
     device = EmulatedDevice(profile(""))
-    bridge = of(device, lazy=False)
+    bridge = make_bridge(device, lazy=False)
     x, rows = torch.rand(3, 4), torch.tensor([2, 0, 1])
     args = (x, rows) if run is eager_index else (x, torch.ones(3, 4))
     compiled = bridge.compile(run)
@@ -86,7 +86,7 @@ def test_compiled_it_splits_the_graph_and_is_counted_at_each_launch(run: Any, op
 
 def test_addcmul_is_split_before_the_list_is_asked() -> None:
     device = EmulatedDevice(profile(""))
-    bridge = of(device, lazy=False)
+    bridge = make_bridge(device, lazy=False)
     args = [torch.rand(4).to(DEVICE) for _ in range(3)]
     bridge.compile(torch.addcmul)(*args)
     assert not device.clock.lines and len(device.graphs[0].recipes) == 1

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import trencadis.backends.hpu.emulator.recipes.config as recipe_cache
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import bridge
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.recipes.config import RecipeCacheConfig
-from trencadis.backends.hpu.emulator.recipes.saved import OP_BYTES, SavedRecipes
-from trencadis.backends.hpu.emulator.tensor import DEVICE
+from trencadis.backends.hpu.emulator.recipes.recipe_store import OP_BYTES, SavedRecipes
 from trencadis.core.errors import StartupError
 
 pytestmark = pytest.mark.part("gaudi")
@@ -41,7 +41,7 @@ def start(folder: Path, size: int = 0, clear: bool = False, shapes: tuple[int, .
     device = EmulatedDevice(profile(""))
     device.clock.saved = SavedRecipes(RecipeCacheConfig(folder, clear, size), "1")
     for n in shapes:
-        device.clock.recipe(("double", n), 1)
+        device.clock.run_recipe(("double", n), 1)
     return device
 
 

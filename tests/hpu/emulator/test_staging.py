@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trencadis.backends.hpu.emulator.queue import QueueEvent
+from trencadis.backends.hpu.emulator.device_queue import QueueEvent
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.launches.inputs import LaunchForm, arrays
-from trencadis.backends.hpu.launches.packing import packing, typed, types_of
-from trencadis.backends.hpu.launches.trees import leaves, rebuilt
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm, arrays
+from trencadis.backends.hpu.launches.input_packing import cast_inputs, make_packing, types_of
+from trencadis.backends.hpu.launches.trees import leaves, rebuild
 from trencadis.core.backend import HeadTensors, HeadTensorsOut
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.vision_config import SlotForm
@@ -243,13 +243,13 @@ def test_every_stage_fits_two_pieces_and_comes_out_as_it_was(stage: Stage) -> No
     blank = arrays(Bucket(stage, dims, variant), None, LaunchForm(16, VOCAB, SlotForm(1176, 4)))
     rng = np.random.default_rng(1)
     filled = [rng.integers(0, 200, a.shape).astype(a.dtype) for a in leaves(blank)]
-    made = packing(filled)
+    made = make_packing(filled)
     assert len(made.types) == pieces <= 2
     memory = [np.full(n, 99, t) for n, t in zip(made.sizes, made.types, strict=True)]
     for piece, target in enumerate(memory):
         made.write(piece, filled, target)
     views = iter(made.views([torch.from_numpy(m) for m in memory]))
-    got = typed(types_of(leaves(blank)), lambda x: x)(rebuilt(blank, lambda a: next(views)))
+    got = cast_inputs(types_of(leaves(blank)), lambda x: x)(rebuild(blank, lambda a: next(views)))
     assert type(got) is type(blank)
     for tensor, array in zip(leaves(got), filled, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
@@ -258,7 +258,7 @@ def test_every_stage_fits_two_pieces_and_comes_out_as_it_was(stage: Stage) -> No
 @pytest.mark.parametrize(("real", "value"), [(True, 2**24), (False, 2**31)])
 def test_a_number_that_a_word_does_not_hold_is_refused(real: bool, value: int) -> None:
     other = np.zeros(2, np.float32 if real else np.int32)
-    made = packing([np.zeros(1, np.int64), other])
+    made = make_packing([np.zeros(1, np.int64), other])
     target = np.zeros(made.sizes[0], made.types[0])
     made.write(0, [np.array([value - 1]), other], target)
     assert int(target[0]) == value - 1

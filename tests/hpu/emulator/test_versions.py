@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 from trencadis.backends.hpu.emulator.refusals import Refused
-from trencadis.backends.hpu.emulator.tensor import DEVICE
 
 pytestmark = pytest.mark.part("gaudi")
 
@@ -43,7 +43,7 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("name", WRITES)
 def test_a_graph_would_go_on_reading_the_old_version(name: str, card: EmulatedDevice) -> None:
     """new-version: refused where a graph has captured the tensor, whatever writes."""
-    bridge = of(card)
+    bridge = make_bridge(card)
     kv, x = torch.zeros(4, 2).to(DEVICE), torch.zeros(4, 2).to(DEVICE)
     graph: Any = bridge.wrap_in_hpu_graph(Reader(kv))
     graph.forward(x)
@@ -56,13 +56,13 @@ def test_a_graph_would_go_on_reading_the_old_version(name: str, card: EmulatedDe
 
 @pytest.mark.parametrize("name", ["upload", "copy on the card", "addition", "assignment", "another shape"])
 def test_before_a_capture_and_in_compile_mode_it_is_no_mistake(name: str, card: EmulatedDevice) -> None:
-    bridge = of(card)
+    bridge = make_bridge(card)
     kv, x = torch.zeros(4, 2).to(DEVICE), torch.zeros(4, 2).to(DEVICE)
     WRITES[name](bridge, kv)
     graph: Any = bridge.wrap_in_hpu_graph(Reader(kv))
     graph.forward(x, bypass_hpu_graphs=True)
     WRITES[name](bridge, kv)
-    eager = of(card, lazy=False)
+    eager = make_bridge(card, lazy=False)
     with eager.metric_localcontext("graph_compilation") as metric:
         WRITES[name](eager, kv)
         assert eager.compilations(metric) == 0, "a view is the same memory there"
@@ -70,7 +70,7 @@ def test_before_a_capture_and_in_compile_mode_it_is_no_mistake(name: str, card: 
 
 def test_it_is_a_recipe_that_writes_the_whole_tensor(card: EmulatedDevice) -> None:
     """In lazy mode; one for each place in the tensor, and the bytes of all of it."""
-    bridge = of(card)
+    bridge = make_bridge(card)
     kv = torch.zeros(4, 2).to(DEVICE)
     with bridge.metric_localcontext("graph_compilation") as metric:
         for start in (0, 1, 1, 2):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trencadis.backends.hpu.bridge import Bridge
-from trencadis.backends.hpu.emulation import EmulatorHooks
+from trencadis.backends.hpu.emulator_hooks import EmulatorHooks
 from trencadis.backends.hpu.start import environment, machine
 from trencadis.core.errors import StartupError
 
@@ -21,11 +21,11 @@ CODE = """
 import dataclasses, itertools, os, sys
 import numpy as np
 import torch
-from trencadis.backends.hpu.start import machine, stack
+from trencadis.backends.hpu.start import machine, software_stack
 stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find = lambda environ: machine.Machine(1, 1)
-from trencadis.backends.hpu.emulation import emulator_hooks
-from trencadis.backends.hpu.start.opening import open_bridge
+from trencadis.backends.hpu.emulator_hooks import emulator_hooks
+from trencadis.backends.hpu.start.bridge_loader import open_bridge
 bridge = open_bridge(0)
 assert emulator_hooks(bridge) is None and bridge.label == "hpu" and bridge.device.type == "hpu"
 assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)
@@ -46,7 +46,7 @@ from trencadis.core.backend import BackendConfig, ProgramState
 from trencadis.core.buckets import Bucket, Stage
 from tests.oracles import gaudi_launches as ops
 assert bridge.sdpa_parts is not None and bridge.product is None and bridge.block_adjustment is None
-from trencadis.backends.hpu.settings import HpuSettings
+from trencadis.backends.hpu.hpu_settings import HpuSettings
 for (stage, dims, lengths), tokens in itertools.product(ops.LAUNCHES.values(), (8192, 8)):
     inputs = ops.step_inputs(lengths, np.random.default_rng(1))
     n = len(inputs.tokens)
@@ -80,10 +80,10 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
 
 NUMBERED = """
 import os, sys
-from trencadis.backends.hpu.start import machine, stack
+from trencadis.backends.hpu.start import machine, software_stack
 stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find = lambda environ: machine.Machine(8, 8, tuple(range(8)))
-from trencadis.backends.hpu.start.opening import open_bridge
+from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
 try:
     open_bridge(int(sys.argv[1]), world=int(sys.argv[2]))
@@ -131,19 +131,19 @@ def test_environment_is_settled() -> None:
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true", "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "0",
         "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": "0", "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": "1",
     }  # fmt: skip
-    assert environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
-    assert "imported before" in str(environment.clash({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
+    assert environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=True) is None
+    assert "imported before" in str(environment.mode_conflict({"PT_HPU_LAZY_MODE": "1"}, lazy=False))
 
 
 def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -> None:
     assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
     folder = ROOT / "backends" / "hpu"
     named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "hpu.emulation" in p.read_text()}
-    assert named == {"backend.py", "emulator/namespace.py"}
+    assert named == {"backend.py", "emulator/emulated_bridge.py"}
 
 
 def test_emulator_variables() -> None:
-    from trencadis.backends.hpu.emulator.namespace import bridge
+    from trencadis.backends.hpu.emulator.emulated_bridge import bridge
 
     made = bridge({"TRENCADIS_HPU_EMULATOR_PROFILE": "gaudi3", "TRENCADIS_HPU_EMULATOR_HOST_MEMORY": "2GiB"})
     assert made.mem_get_info()[1] == int(126.5 * (1 << 30)) and made.hooks.backed == 2 << 30 and made.hooks.values

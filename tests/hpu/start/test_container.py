@@ -31,14 +31,14 @@ UNSETTLED = "import sys, torch; m = sys.modules.get('habana_frameworks.torch'); 
 START = """
 import sys
 from trencadis.core.errors import StartupError
-from trencadis.core.process import settling, torch_build
+from trencadis.core.process import device_env, torch_build
 try:
     for line in settling.settle("hpu").lines:
         print("banner", line)
     assert "torch" not in sys.modules
     torch_build.load()
-    import trencadis.core.startup.build
-    from trencadis.backends.hpu.start.opening import open_bridge
+    import trencadis.core.startup.engine_builder
+    from trencadis.backends.hpu.start.bridge_loader import open_bridge
     print("mode", 1 if open_bridge().is_lazy() else 0)
     from habana_frameworks.torch import AT_IMPORT, LAZY
     print("told", AT_IMPORT["PT_HPU_LAZY_MODE"])
@@ -110,22 +110,22 @@ def outcome(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     rest = [line for line in done.stdout.splitlines() if not line.startswith("banner")]
     if len(rest) == 2:
-        mode, told = (line.split()[1] for line in rest)
-        assert mode == told
+        mode, reported = (line.split()[1] for line in rest)
+        assert mode == reported
         return mode
     (line,) = rest
     assert line.startswith("line ")
     return line
 
 
-def wanted(torch: str, asked: str, plugin: str) -> str:
+def wanted(torch: str, requested: str, plugin: str) -> str:
     if torch.startswith("2.5"):
         return "older than 2.6"
     if plugin != "present":
         return {"missing": "is not installed", "mismatched": "was built for torch"}[plugin]
-    if asked == "1" and not re.search(r"\+(hpu|git)", torch):
+    if requested == "1" and not re.search(r"\+(hpu|git)", torch):
         return "needs Gaudi's own build"
-    return asked or ("1" if "hpu_" in torch else "0")
+    return requested or ("1" if "hpu_" in torch else "0")
 
 
 @pytest.mark.long
@@ -136,11 +136,11 @@ def test_every_published_stack_in_a_process_of_its_own(tmp_path: Path) -> None:
         other = "2.9.0" if torch.startswith("2.7") else "2.7.1"
         version = None if plugin == "missing" else PUBLISHED[torch]
         container = make(tmp_path / str(number), torch, version, other if plugin == "mismatched" else None)
-        for asked, autoload in itertools.product(("1", "0", ""), ("", "0")):
-            env = {"PT_HPU_LAZY_MODE": asked, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+        for requested, autoload in itertools.product(("1", "0", ""), ("", "0")):
+            env = {"PT_HPU_LAZY_MODE": requested, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
             found = outcome(run(container, START, **{k: v for k, v in env.items() if v}))
-            want = wanted(torch, asked, plugin)
-            assert found == want or (len(want) > 1 and want in found), (torch, plugin, asked, autoload, found)
+            want = wanted(torch, requested, plugin)
+            assert found == want or (len(want) > 1 and want in found), (torch, plugin, requested, autoload, found)
             chosen.append(want)
     print(f"\n{len(chosen)} starts: lazy {chosen.count('1')}, compile {chosen.count('0')}, one line "
           f"{sum(len(c) > 1 for c in chosen)}, tracebacks 0")  # fmt: skip
@@ -306,10 +306,10 @@ def test_the_page_in_an_empty_folder_command_by_command(torch: str, tmp_path: Pa
         with typed(command, tree, env, log, url, 1200):
             print(f"\n{line}: ready after {time.monotonic() - begun:.0f} s")
             body = {"messages": [{"role": "user", "content": "How many circles are there?"}], "temperature": 0}
-            asked = urllib.request.Request(
+            requested = urllib.request.Request(
                 f"{url}/v1/chat/completions", json.dumps({**body, "max_tokens": 8, "return_token_ids": True}).encode(),
                 {"Content-Type": "application/json"},
             )  # fmt: skip
-            with urllib.request.urlopen(asked, timeout=300) as reply:
+            with urllib.request.urlopen(requested, timeout=300) as reply:
                 assert str(json.load(reply)["choices"][0]["token_ids"]) == TOKENS
         assert f"hpu: habana-torch-plugin {PUBLISHED[torch]}, torch {torch}" in log.read_text()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trencadis.backends.hpu.start import environment, opening, stack
-from trencadis.backends.hpu.start.stack import Stack
+from trencadis.backends.hpu.start import bridge_loader, environment, software_stack
+from trencadis.backends.hpu.start.software_stack import Stack
 from trencadis.core.errors import StartupError
 
 OWN = {
@@ -64,12 +64,12 @@ def test_a_plug_in_whose_release_cannot_be_read_runs_eagerly(plugin: str) -> Non
 def test_a_mode_that_the_plug_in_would_misread_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its files read any text but 0 as lazy, another one reads a number."""
     for name in ("real", "import_module"):
-        monkeypatch.setattr(opening, name, lambda *args: pytest.fail("refused before anything is imported"))
-    monkeypatch.setitem(sys.modules, "trencadis.backends.hpu.emulator.namespace", None)
+        monkeypatch.setattr(bridge_loader, name, lambda *args: pytest.fail("refused before anything is imported"))
+    monkeypatch.setitem(sys.modules, "trencadis.backends.hpu.emulator.emulated_bridge", None)
     for choice in ("real", "emulated"):
         monkeypatch.setattr(environment, "choose", lambda *args, c=choice: c)
         with pytest.raises(StartupError, match=r"PT_HPU_LAZY_MODE=.*: 0 or 1"):
-            opening.open_bridge(environ={"PT_HPU_LAZY_MODE": value})
+            bridge_loader.open_bridge(environ={"PT_HPU_LAZY_MODE": value})
 
 
 BROKEN: dict[str, Exception] = {
@@ -95,10 +95,10 @@ def test_a_mismatched_plug_in_is_one_line_that_says_what_to_do(
     def broken(name: str) -> Any:
         raise BROKEN[what]
 
-    monkeypatch.setattr(opening, "import_module", broken)
+    monkeypatch.setattr(bridge_loader, "import_module", broken)
     versions(monkeypatch, "1.23.1.25", "2.13.0+cpu")
     with pytest.raises(StartupError) as raised:
-        opening.real({"PT_HPU_LAZY_MODE": lazy})
+        bridge_loader.open_real({"PT_HPU_LAZY_MODE": lazy})
     text = str(raised.value)
     assert "\n" not in text and type(BROKEN[what]).__name__ in text, text
     assert "habana-torch-plugin 1.23.1.25" in text and "torch 2.13.0+cpu" in text and "of one Gaudi release" in text
@@ -113,7 +113,7 @@ def test_a_plug_in_without_a_symbol_is_one_line_too(lacks: str, monkeypatch: pyt
     plugin(monkeypatch, lacks=lacks)
     versions(monkeypatch, "1.16.0", "2.6.0+git1234")
     with pytest.raises(StartupError, match=f"AttributeError.*{lacks}.*of one Gaudi release"):
-        opening.real({"PT_HPU_LAZY_MODE": "1"})
+        bridge_loader.open_real({"PT_HPU_LAZY_MODE": "1"})
 
 
 @pytest.mark.parametrize("fails", ["is_available", "device_count", "set_device"])
@@ -124,7 +124,7 @@ def test_a_card_that_cannot_be_opened_is_one_line(fails: str, monkeypatch: pytes
     failing: dict[str, Any] = {fails: taken}
     plugin(monkeypatch, **failing)
     with pytest.raises(StartupError, match=r"card 0 .*Device acquire failed.*hl-smi") as raised:
-        opening.real({"PT_HPU_LAZY_MODE": "1"})
+        bridge_loader.open_real({"PT_HPU_LAZY_MODE": "1"})
     assert "\n" not in str(raised.value)
 
 
@@ -136,8 +136,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch, lacks: str = "", **other: Any) -> No
     )  # fmt: skip
     parts |= {"is_lazy": lambda: True, "is_available": lambda: True, "device_count": lambda: 8, **other}
     made = SimpleNamespace(**{name: part for name, part in parts.items() if name != lacks})
-    monkeypatch.setattr(opening, "import_module", lambda name: made)
+    monkeypatch.setattr(bridge_loader, "import_module", lambda name: made)
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str) -> None:
-    monkeypatch.setattr(stack, "find", lambda: Stack(plugin, torch, None, True))
+    monkeypatch.setattr(software_stack, "find", lambda: Stack(plugin, torch, None, True))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.stubs.gaudi_container import PUBLISHED, put_cards
-from trencadis.backends.hpu.start import capability, environment, machine, recipes, settling, stack
-from trencadis.backends.hpu.start.stack import Stack
+from trencadis.backends.hpu.start import capability, environment, hpu_env, machine, recipe_cache, software_stack
+from trencadis.backends.hpu.start.software_stack import Stack
 from trencadis.core import devices
 from trencadis.core.errors import StartupError
-from trencadis.core.process import settling as process
+from trencadis.core.process import device_env as process
 from trencadis.core.process import torch_build
 from trencadis.core.process.torch_build import TorchBuild
 
@@ -35,18 +35,20 @@ OTHER = {"2.7": "1.23.1.25", "": "1.22.0.740"}
 def settled(
     monkeypatch: pytest.MonkeyPatch, root: Path, torch: str | None, plugin: str | None, built: str | None = None,
     cards: int = 1, env: Mapping[str, str] | None = None,
-) -> tuple[dict[str, str], devices.Settled]:  # fmt: skip
+) -> tuple[dict[str, str], devices.DeviceEnv]:  # fmt: skip
     """A process that settles for ``--device hpu`` in a container with these versions."""
     if not root.exists():
         put_cards(root, cards, driver=(plugin or "1.24.2.0").rpartition(".")[0] if cards else "")
     built = built or (torch or "").partition("+")[0] or None
-    monkeypatch.setattr(torch_build, "find", lambda: TorchBuild(torch) if torch else None)
-    monkeypatch.setattr(stack, "find", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None))
-    environ = {machine.ROOT: str(root), recipes.CACHE: str(root / "cache"), **(env or {})}
-    return environ, process.settle("hpu", environ)
+    monkeypatch.setattr(torch_build, "find_torch", lambda: TorchBuild(torch) if torch else None)
+    monkeypatch.setattr(
+        software_stack, "find", lambda: Stack(plugin, torch, built if plugin else None, plugin is not None)
+    )
+    environ = {machine.ROOT: str(root), recipe_cache.CACHE: str(root / "cache"), **(env or {})}
+    return environ, process.prepare_device_env("hpu", environ)
 
 
-def expected(torch: str, asked: str, plugin: str) -> str:
+def expected(torch: str, requested: str, plugin: str) -> str:
     """``1`` or ``0`` for the mode, else a part of the line."""
     if torch.startswith("2.5"):
         return "older than 2.6"
@@ -54,11 +56,11 @@ def expected(torch: str, asked: str, plugin: str) -> str:
         return "its PyTorch plug-in is not installed"
     if plugin == "mismatched":
         return "was built for torch"
-    if asked == "1" and not torch.startswith(OWN):
+    if requested == "1" and not torch.startswith(OWN):
         return "needs Gaudi's own build of torch"
-    if asked == "0" and torch.startswith(("2.6", "2.7")):
+    if requested == "0" and torch.startswith(("2.6", "2.7")):
         return "needs torch 2.9 or newer"
-    return asked or ("1" if torch.startswith(LAZY_UNSET) else "0")
+    return requested or ("1" if torch.startswith(LAZY_UNSET) else "0")
 
 
 def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,15 +69,15 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
     cases = list(itertools.product(PUBLISHED, ("1", "0", ""), ("", "0"), ("present", "missing", "mismatched")))
     assert len(cases) == 180
     chosen: dict[str, int] = {}
-    for torch, asked, autoload, plugin in cases:
-        env = {k: v for k, v in ((environment.MODE, asked), (torch_build.AUTOLOAD, autoload)) if v}
+    for torch, requested, autoload, plugin in cases:
+        env = {k: v for k, v in ((environment.MODE, requested), (torch_build.AUTOLOAD, autoload)) if v}
         version = {
             "present": PUBLISHED[torch],
             "missing": None,
             "mismatched": OTHER["2.7" if torch[:3] == "2.7" else ""],
         }
         built = {"mismatched": "2.9.0" if torch[:3] == "2.7" else "2.7.1"}.get(plugin)
-        want, case = expected(torch, asked, plugin), f"{torch} {asked} {plugin}"
+        want, case = expected(torch, requested, plugin), f"{torch} {requested} {plugin}"
         try:
             environ, _ = settled(monkeypatch, tmp_path / "machine", torch, version[plugin], built, env=env)
         except StartupError as error:
@@ -89,7 +91,7 @@ def test_every_published_stack_is_the_right_choice_or_one_line(monkeypatch: pyte
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = {environment.MODE: "0", torch_build.AUTOLOAD: "1", environment.FUSER_THREADS: "0",
-            recipes.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
+            recipe_cache.CONFIG: f"{tmp_path},false,9"}  # fmt: skip
     environ, _ = settled(monkeypatch, tmp_path / "m", "2.9.0+hpu_1.23.1-25.git8598e6d", "1.23.1.25", env=mine)
     assert {name: environ[name] for name in mine} == mine
 
@@ -97,11 +99,11 @@ def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_settling_again_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The server settles for the engine, which settles for itself and hands its environment to the ranks."""
     environ, first = settled(monkeypatch, tmp_path / "m", "2.13.0+cpu", "1.24.2.31", cards=4)
-    again = settling.settle(environ, 0, 0, 1)
-    assert first.variables[environment.INPUT_REUSE] == "0" and not set(again.variables) - {recipes.CONFIG}
-    assert again.variables[recipes.CONFIG] == environ[recipes.CONFIG]
-    rank = settling.settle(environ, 0, 2, 4).variables
-    assert rank[recipes.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
+    again = hpu_env.settle(environ, 0, 0, 1)
+    assert first.variables[environment.INPUT_REUSE] == "0" and not set(again.variables) - {recipe_cache.CONFIG}
+    assert again.variables[recipe_cache.CONFIG] == environ[recipe_cache.CONFIG]
+    rank = hpu_env.settle(environ, 0, 2, 4).variables
+    assert rank[recipe_cache.CONFIG].partition(",")[0].endswith("/rank2"), "each rank has a folder of its own"
 
 
 def test_the_banner_says_stack_mode_cards_and_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,10 +142,10 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
 def test_bad_input_is_one_line_that_says_what_to_do(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (plugin, module), env, says = BAD[what]
     put_cards(tmp_path, 1)
-    monkeypatch.setattr(torch_build, "find", lambda: TorchBuild("2.13.0+cpu"))
-    monkeypatch.setattr(stack, "find", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
+    monkeypatch.setattr(torch_build, "find_torch", lambda: TorchBuild("2.13.0+cpu"))
+    monkeypatch.setattr(software_stack, "find", lambda: Stack(plugin, "2.13.0+cpu", "2.13.0", bool(module)))
     with pytest.raises(StartupError, match=says) as raised:
-        process.settle("hpu", {machine.ROOT: str(tmp_path), recipes.CACHE: str(tmp_path / "c"), **env})
+        process.prepare_device_env("hpu", {machine.ROOT: str(tmp_path), recipe_cache.CACHE: str(tmp_path / "c"), **env})
     assert "\n" not in str(raised.value)
 
 
@@ -229,31 +231,33 @@ def test_the_mode_is_known_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """The planner asks before anything is settled."""
     put_cards(tmp_path, 1)
     for torch, plugin in PUBLISHED.items():
-        monkeypatch.setattr(stack, "find", lambda t=torch, p=plugin: Stack(p, t, None, True))
-        assert environment.lazy_ahead({machine.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
-        assert environment.lazy_ahead({machine.ROOT: str(tmp_path / "none")})
-        assert not environment.lazy_ahead({environment.MODE: "0"})
+        monkeypatch.setattr(software_stack, "find", lambda t=torch, p=plugin: Stack(p, t, None, True))
+        assert environment.will_be_lazy({machine.ROOT: str(tmp_path)}) is torch.startswith(LAZY_UNSET)
+        assert environment.will_be_lazy({machine.ROOT: str(tmp_path / "none")})
+        assert not environment.will_be_lazy({environment.MODE: "0"})
 
 
 # The folder of recipes
 
 
 def test_recipes_are_kept_apart_by_stack_and_rank(tmp_path: Path) -> None:
-    env = {recipes.CACHE: str(tmp_path)}
+    env = {recipe_cache.CACHE: str(tmp_path)}
     values = {
-        recipes.settle(env, name, rank).value for name in ("1.24.1-torch-2.11", "1.24.2-torch-2.13") for rank in (0, 1)
+        recipe_cache.settle(env, name, rank).value
+        for name in ("1.24.1-torch-2.11", "1.24.2-torch-2.13")
+        for rank in (0, 1)
     }
     assert len(values) == 4 and all(re.fullmatch(rf"{tmp_path}/recipes/.*/rank[01],false,\d+", v) for v in values)
 
 
 def test_unfinished_recipes_are_removed_and_others_stay(tmp_path: Path) -> None:
     """A disk that was full or a kill leaves an empty file, or a recipe without its other half."""
-    env = {recipes.CACHE: str(tmp_path)}
-    folder = Path(recipes.settle(env, "s").value.partition(",")[0])
+    env = {recipe_cache.CACHE: str(tmp_path)}
+    folder = Path(recipe_cache.settle(env, "s").value.partition(",")[0])
     for name, text in (("1.recipe", "r"), ("1.metadata", "m"), ("2.recipe", "r"), ("3.recipe", ""), ("3.metadata", ""),
                        ("4.metadata", "m"), ("notes.txt", "")):  # fmt: skip
         (folder / name).write_text(text)
-    found = recipes.settle(env, "s")
+    found = recipe_cache.settle(env, "s")
     assert found.value and found.lines == (f"3 files of unfinished recipes were removed from {folder}",)
     assert {p.name for p in folder.iterdir()} == {"1.recipe", "1.metadata", "4.metadata", "notes.txt"}
 
@@ -271,37 +275,40 @@ def test_a_folder_that_cannot_be_written_costs_time_and_no_start(
 ) -> None:
     """Read-only, full, not ours: one line, no variable, and the plug-in never meets it."""
     monkeypatch.setattr("tempfile.NamedTemporaryFile", failing(number))
-    found = recipes.settle({recipes.CACHE: str(tmp_path)}, "s")
+    found = recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s")
     (line,) = found.lines
     assert not found.variables and os.strerror(number) in line and "TRENCADIS_CACHE" in line and "\n" not in line
-    kept = recipes.settle({recipes.CONFIG: f"{tmp_path},false,100"}, "s")
+    kept = recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path},false,100"}, "s")
     assert "recipes in it are used, new ones are not kept" in kept.lines[0] and not kept.variables
 
 
 def test_a_disk_that_is_nearly_full_keeps_no_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 << 20))
-    found = recipes.settle({recipes.CACHE: str(tmp_path)}, "s")
+    found = recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s")
     assert not found.variables and "100 MiB left" in found.lines[0]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4000 << 20))
-    assert recipes.settle({recipes.CACHE: str(tmp_path)}, "s").value.endswith(",false,2000")
+    assert recipe_cache.settle({recipe_cache.CACHE: str(tmp_path)}, "s").value.endswith(",false,2000")
 
 
 @pytest.mark.parametrize("value", ["/x,maybe,3", "/x,false,many", "/x,false,1,false,2"])
 def test_a_recipe_setting_that_the_plug_in_would_end_for_is_refused(value: str) -> None:
     with pytest.raises(StartupError, match="whether to empty it first"):
-        recipes.settle({recipes.CONFIG: value}, "s")
+        recipe_cache.settle({recipe_cache.CONFIG: value}, "s")
 
 
 def test_a_recipe_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("file", "file/below"):
         with pytest.raises(StartupError, match=r"is no folder|cannot be made"):
-            recipes.settle({recipes.CONFIG: f"{tmp_path / folder},false,9"}, "s")
-    assert recipes.settle({recipes.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s") == recipes.RecipeCache()
+            recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path / folder},false,9"}, "s")
+    assert (
+        recipe_cache.settle({recipe_cache.CONFIG: f"{tmp_path / 'new' / 'one'},false,9000"}, "s")
+        == recipe_cache.RecipeCache()
+    )
     assert (tmp_path / "new" / "one").is_dir()
     for text in ("", ",false,9"):
-        found = recipes.settle({recipes.CONFIG: text}, "s")
-        assert "every start compiles again" in found.lines[0] and found.removed == (recipes.CONFIG,)
+        found = recipe_cache.settle({recipe_cache.CONFIG: text}, "s")
+        assert "every start compiles again" in found.lines[0] and found.removed == (recipe_cache.CONFIG,)
 
 
 # torch
@@ -313,9 +320,9 @@ def test_a_torch_that_is_missing_or_too_old_is_one_line() -> None:
         (TorchBuild("2.5.1a0+git6fc067b"), "older than 2.6"),
     ):
         with pytest.raises(StartupError, match=says):
-            torch_build.check(build)
-    assert torch_build.check(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
-    assert "newer than 2.13" in torch_build.check(TorchBuild("2.14.0"))
+            torch_build.check_version(build)
+    assert torch_build.check_version(TorchBuild("2.6.0+hpu_1.20.0-543.git4952fce")) == ""
+    assert "newer than 2.13" in torch_build.check_version(TorchBuild("2.14.0"))
 
 
 def test_the_version_is_read_from_the_files_that_python_would_import(
@@ -326,7 +333,7 @@ def test_the_version_is_read_from_the_files_that_python_would_import(
     (tmp_path / "torch" / "version.py").write_text("cuda = None\n__version__ = '2.9.0+hpu_1.23.1-25.git8598e6d'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch")
-    found = torch_build.find()
+    found = torch_build.find_torch()
     assert found == TorchBuild("2.9.0+hpu_1.23.1-25.git8598e6d", str(tmp_path / "torch")) and found.numbers == (2, 9)
 
 
@@ -339,18 +346,18 @@ def test_the_containers_that_are_named() -> None:
         (None, False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
         ("git123", False, "1.24.2/ubuntu24.04/habanalabs/pytorch-upstream-installer-2.13.0"),
     ):
-        assert stack.image(plugin, lazy) == f"{base}/{name}"
+        assert software_stack.image(plugin, lazy) == f"{base}/{name}"
 
 
 def test_other_devices_keep_plug_ins_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken plug-in of a card that is not asked for must not end a start on another device."""
     for device in ("cpu", "auto", "cuda"):
         environ: dict[str, str] = {}
-        process.settle(device, environ)
+        process.prepare_device_env(device, environ)
         assert environ == {torch_build.AUTOLOAD: "0"}
     monkeypatch.setattr(devices, "entry_points", lambda group: [])
     environ = {torch_build.AUTOLOAD: "1"}
-    process.settle("cpu", environ)
+    process.prepare_device_env("cpu", environ)
     assert environ == {torch_build.AUTOLOAD: "1"}
 
 

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from tests.hpu.start.test_bridge import run
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.namespace import of
-from trencadis.backends.hpu.emulator.profiles import profile
+from trencadis.backends.hpu.emulator.card_profiles import profile
+from trencadis.backends.hpu.emulator.emulated_bridge import make_bridge
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 
 OPEN = """
 import sys
 import torch
-from trencadis.backends.hpu.start import machine, opening, stack
+from trencadis.backends.hpu.start import machine, bridge_loader, software_stack
 stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 stack.plugin_version = lambda: "1.23.1.25"
 machine.find = lambda environ: machine.Machine(1, 1)
 opening.DEVICE = "cpu"
 bridge = opening.open_bridge(0)
-from trencadis.backends.hpu.emulator import floats8, kernels
+from trencadis.backends.hpu.emulator import float8_ops, fused_kernels
 g = torch.Generator().manual_seed(1)
 x = torch.randn(6, 32, generator=g)
 assert bridge.fp8_top == (448.0 if sys.argv[1] == "GAUDI3" else 240.0)
@@ -66,10 +66,10 @@ PRODUCTS = (
     OPEN
     + """
 from trencadis.backends.hpu.ops import HpuOps
-from trencadis.backends.hpu.packed import PackedWeight4
-from trencadis.backends.hpu.quantised import Floats8Weight
-from trencadis.backends.hpu.settings import HpuSettings
-from trencadis.core.quant.online import quantised
+from trencadis.backends.hpu.int4_linear import PackedWeight4
+from trencadis.backends.hpu.fp8_linear import Floats8Weight
+from trencadis.backends.hpu.hpu_settings import HpuSettings
+from trencadis.core.quant.online_quant import quantise
 from trencadis.core.quant.scheme import Scheme
 ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
@@ -127,7 +127,7 @@ def over_the_stub() -> str:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls_are_refused_by_the_stub_and_by_the_emulator(name: str, over_the_stub: str) -> None:
     assert f"refused {name}\n" in over_the_stub
-    bridge = of(EmulatedDevice(profile("")))
+    bridge = make_bridge(EmulatedDevice(profile("")))
     names = {"torch": torch, "bridge": bridge, "put": lambda t: t.to(bridge.device)}
     exec(GIVEN, names)
     with pytest.raises(Exception):  # noqa: B017 -- the plug-in's own errors have several types
@@ -136,7 +136,7 @@ def test_wrong_calls_are_refused_by_the_stub_and_by_the_emulator(name: str, over
 
 def test_sums_of_integers_are_refused() -> None:
     """HCCL adds float32 and bfloat16; of other types the plug-in would keep what float32 keeps, or end."""
-    bridge = of(EmulatedDevice(profile("")))
+    bridge = make_bridge(EmulatedDevice(profile("")))
     for dtype in (torch.int32, torch.int64, torch.float16):
         with pytest.raises(RuntimeError, match="only float or bfloat16 reduction"):
             bridge.all_reduce(torch.ones(2, dtype=dtype).to(bridge.device))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.oracles import interpreter
-from trencadis.backends.cpu.experts import routed
-from trencadis.backends.cpu.reference import ReferenceOps
-from trencadis.backends.cuda.invariant import InvariantCudaOps
+from trencadis.backends.cpu.expert_mlp import route_tokens
+from trencadis.backends.cpu.reference_ops import ReferenceOps
+from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.experts import products, routing
+from trencadis.backends.cuda.kernels.experts import grouped_gemm, routing
 from trencadis.backends.cuda.ops import CudaOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,7 +74,7 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     scores = scores_of(n, count)
     if n == 300:
         scores[:, 2] = 50.0
-    shares, chosen = routed(scores, top, True)
+    shares, chosen = route_tokens(scores, top, True)
     found = routing.route(scores.to(device), top, True, tile)
     torch.testing.assert_close(found.shares.cpu(), shares)
     order, owner = found.order.cpu().view(-1, tile), found.owner.cpu().tolist()
@@ -138,7 +138,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device, monkeypa
 def test_room_is_enough_for_any_choice() -> None:
     for pairs, count, tile in ((1, 8, 16), (64, 8, 16), (1000, 3, 64), (128, 128, 16)):
         worst = min(count, pairs) + (pairs - min(count, pairs)) // tile
-        assert worst <= routing.room(pairs, count, tile) <= pairs
+        assert worst <= routing.tile_capacity(pairs, count, tile) <= pairs
 
 
 def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
@@ -151,5 +151,5 @@ def test_mistakes_of_callers_are_refused(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             wrong()
-    assert isinstance(w, products.StackedExperts)
-    assert products.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)
+    assert isinstance(w, grouped_gemm.StackedExperts)
+    assert grouped_gemm.run(x[:0], scores[:0], w, 2, True, "silu").shape == (0, 40)

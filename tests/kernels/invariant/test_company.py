@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.oracles.attention_cases import Case, Prepared, moved, prepared
-from trencadis.backends.cuda.kernels import attend_text, blocks
-from trencadis.backends.cuda.launches import items, sizes
+from trencadis.backends.cuda.kernels import paged_attention, query_blocks
+from trencadis.backends.cuda.launches import input_sizes, work_items
 
 BASE = Case((), group=2, kv_heads=1, d=16, invariant=True)
 MANY, FEW = 132, 0
@@ -20,9 +20,9 @@ MANY, FEW = 132, 0
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 128 keys, so that small prompts have several."""
-    for module in (blocks, sizes, attend_text):
+    for module in (query_blocks, input_sizes, paged_attention):
         monkeypatch.setattr(module, "SPAN", 128)
-    for module in (sizes, items):
+    for module in (input_sizes, work_items):
         monkeypatch.setattr(module, "LEAST", 128)
 
 
@@ -82,9 +82,9 @@ def test_a_join_in_another_order_is_found(device: torch.device) -> None:
     assert torch.equal(moved(source, last, target, 0, others[0][2]), wanted)
     values, weight = (torch.flip(t, (0,)) for t in target.partial)
     used = int(target.tensors.attn.join_part[-1])
-    rolled = attend_text.Partial(*(torch.roll(t, used, 0).contiguous() for t in (values, weight)))
+    rolled = paged_attention.Partial(*(torch.roll(t, used, 0).contiguous() for t in (values, weight)))
     again = torch.empty_like(target.out)
-    attend_text.join(rolled, target.tensors.attn, target.q, target.cache, again, True)
+    paged_attention.join(rolled, target.tensors.attn, target.q, target.cache, again, True)
     begin = others[0][2] - 1
     assert not torch.equal(again[begin], wanted)
     torch.testing.assert_close(again[begin], wanted, rtol=1e-5, atol=1e-5)

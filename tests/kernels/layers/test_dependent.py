@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles.layers.dependent_launches import DependentLaunch, recorded, unordered
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
-from trencadis.backends.cuda.kernels.layers import attend, dependent
+from trencadis.backends.cuda.kernels.layers import dependent_launch, fused_decode_attention
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import Rotary
 
@@ -52,7 +52,7 @@ def test_layers_are_ordered(device: torch.device) -> None:
 
 
 def test_a_layer_whose_attention_does_not_wait_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "wait", nothing)
+    monkeypatch.setattr(fused_decode_attention, "wait", nothing)
     said = "\n".join(unordered(layers(device, 1)))
     assert "turned_items_kernel: 3 programs never wait" in said
     assert "turned_items_kernel reads before its wait what skinny_kernel writes" in said
@@ -73,11 +73,11 @@ def planted_kernel(out, source, other, count, KIND: tl.constexpr, N: tl.constexp
     if KIND == "counts early":
         tl.atomic_add(count, 1)
     if KIND == "tells early and reads what is older" or KIND == "tells early":
-        dependent.gdc_launch_dependents()  # type: ignore[attr-defined]
+        dependent_launch.gdc_launch_dependents()  # type: ignore[attr-defined]
     if KIND == "ends early" and tl.program_id(0) == 0:
         return
     if KIND != "never waits":
-        dependent.wait()
+        dependent_launch.wait()
     tl.store(out + part, tl.load(source + part) + 1 + early * 0)
     tl.atomic_add(count, 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracles.layers.assembled import SCRIPT, apart, facts, wrong
+from tests.oracles.layers.compiled_layers import SCRIPT, apart, facts, wrong
 from tools.compiled.assembly import read
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.oracles import interpreter
 from tests.oracles.layers.layer_cases import LayerCase, LayerRun
-from trencadis.backends.cpu.reference import PlainWeight
-from trencadis.backends.cuda.kernels.layers import skinny, whole
+from trencadis.backends.cpu.reference_ops import PlainWeight
+from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.checkpoint.model_config import LAYER, POST, RMS_ONE, SANDWICH
 
@@ -47,7 +47,7 @@ def checked(case: LayerCase, device: torch.device, first: bool = False) -> float
     ops: Any = CudaOps()
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)
-    assert whole.takes(layer, run.x, run.ready.tensors.attn)
+    assert fused_layer.can_fuse(layer, run.x, run.ready.tensors.attn)
     before = interpreter.launches()
     stream, k, v, _ = run.run(layer, ops, first)
     assert not INTERPRETED or interpreter.launches() - before == 6
@@ -113,7 +113,12 @@ def test_float16_takes_a_stream_near_its_largest_value(device: torch.device) -> 
     layer = run.layer(ops)
     x = torch.full_like(run.x, 30_000).to(device)
     weight = torch.full((64,), 4.0, dtype=torch.float16, device=device)
-    qkv = skinny.product(x, whole.plain(layer.attention.qkv), skinny.counters(device), skinny.NormOf(weight, 1e-6))
+    qkv = skinny_gemm.product(
+        x,
+        fused_layer.single_weight(layer.attention.qkv),
+        skinny_gemm.counters(device),
+        skinny_gemm.NormOf(weight, 1e-6),
+    )
     raw, bias = run.weights["qkv"]
     assert bias is not None and error(qkv, torch.ones(1, 64) * 4 @ raw.float().t() + bias.float()) <= 3e-3
 
@@ -122,12 +127,12 @@ def test_bits_do_not_depend_on_who_arrives_last(
     device: torch.device, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps of columns, a piece each."""
-    monkeypatch.setattr(skinny, "LEAST_STEPS", 1)
+    monkeypatch.setattr(skinny_gemm, "LEAST_STEPS", 1)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 192, generator=generator) for n in (3, 80))
-    arrived, norm = skinny.counters(device), skinny.NormOf(weight[0], 1e-6)
+    arrived, norm = skinny_gemm.counters(device), skinny_gemm.NormOf(weight[0], 1e-6)
     w = PlainWeight(weight, weight[:, 0].contiguous(), 80, 192)
-    interpreter.in_all_orders(lambda: skinny.product(x, w, arrived, norm, gate=True))
+    interpreter.in_all_orders(lambda: skinny_gemm.product(x, w, arrived, norm, gate=True))
     assert not arrived.any()
 
 
@@ -144,12 +149,12 @@ def test_other_layers_run_op_by_op(changes: dict[str, Any], device: torch.device
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)
     attn = run.ready.tensors.attn
-    assert whole.takes(layer, run.x, attn)
+    assert fused_layer.can_fuse(layer, run.x, attn)
     other = LayerRun.layer.__globals__["Layer"](
         type("B", (), {"ops": ops, "comm": layer.attention.out.comm, "device": device, "values": True}), case.config
     )
     other.attention.bind(run.ready.cache)
-    assert not whole.takes(other, run.x, attn)
+    assert not fused_layer.can_fuse(other, run.x, attn)
 
 
 def test_launches_that_do_not_fit_run_op_by_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +163,14 @@ def test_launches_that_do_not_fit_run_op_by_op(device: torch.device, monkeypatch
     layer = run.layer(ops)
     layer.attention.bind(run.ready.cache)
     attn = run.ready.tensors.attn
-    assert not whole.takes(layer, torch.empty(17, 64), attn), "more rows than tiles have"
-    assert not whole.takes(layer, run.x.half(), attn), "weights of another type"
-    assert not whole.takes(layer, run.x, attn._replace(upto=attn.context))
+    assert not fused_layer.can_fuse(layer, torch.empty(17, 64), attn), "more rows than tiles have"
+    assert not fused_layer.can_fuse(layer, run.x.half(), attn), "weights of another type"
+    assert not fused_layer.can_fuse(layer, run.x, attn._replace(upto=attn.context))
     layer.attention.bind(run.ready.cache._replace(k_scale=run.x))
-    assert not whole.takes(layer, run.x, attn), "a cache of codes"
+    assert not fused_layer.can_fuse(layer, run.x, attn), "a cache of codes"
     layer.attention.bind(run.ready.cache)
     layer.mlp.down.weights = layer.mlp.down.weights * 2  # type: ignore[union-attr]
-    assert not whole.takes(layer, run.x, attn), "a product of several weights"
+    assert not fused_layer.can_fuse(layer, run.x, attn), "a product of several weights"
     monkeypatch.setenv("TRENCADIS_CUDA_WHOLE_LAYERS", "0")
     off = CudaOps()
     run.layer(off)

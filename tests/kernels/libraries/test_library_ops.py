@@ -14,15 +14,15 @@ from tests.fakes.attention.paged import KernelFault
 from tests.oracles.attention_cases import Case, Prepared, check, prepared, step_inputs
 from tests.oracles.happens_before import races
 from trencadis.backends.cuda import runtime_of
-from trencadis.backends.cuda.launches.buffers import Buffers, StageBuffer
-from trencadis.backends.cuda.launches.inputs import arrays
-from trencadis.backends.cuda.libraries.choice import Chosen, chosen
-from trencadis.backends.cuda.libraries.flash import FlashLaunch
-from trencadis.backends.cuda.libraries.infer import InferLaunch, InferRoom, InferRooms
-from trencadis.backends.cuda.libraries.ops import Library, with_library
-from trencadis.backends.cuda.protocol import Stream
-from trencadis.backends.cuda.twin.device import TwinRuntime
+from trencadis.backends.cuda.launches.cuda_inputs import arrays
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffer
+from trencadis.backends.cuda.libraries.flash_attn import FlashAttnLaunch
+from trencadis.backends.cuda.libraries.flashinfer import FlashInferLaunch, FlashInferWorkspace, FlashInferWorkspaces
+from trencadis.backends.cuda.libraries.ops import AttentionLibraryAdapter, with_library
+from trencadis.backends.cuda.libraries.selector import SelectedLibrary, select_library
+from trencadis.backends.cuda.runtime_protocol import Stream
 from trencadis.backends.cuda.twin.ops import TwinOps
+from trencadis.backends.cuda.twin.twin_runtime import TwinRuntime
 from trencadis.core.backend import LayerKV
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,7 +45,7 @@ WINDOWS = {
 
 
 @pytest.fixture(params=KINDS)
-def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Chosen:
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SelectedLibrary:
     """Each library as ``--attention-backend`` finds it."""
     kind: str = request.param
     if kind == "flashinfer":
@@ -53,12 +53,12 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ch
     else:
         flash.install(monkeypatch, int(kind[-1]))
     name, arch, _ = KINDS[kind]
-    made = chosen(name, arch)
+    made = select_library(name, arch)
     assert made.kind == kind
     return made
 
 
-def ready_of(case: Case, found: Chosen, device: torch.device) -> Prepared:
+def ready_of(case: Case, found: SelectedLibrary, device: torch.device) -> Prepared:
     """A launch whose attention is the library's. Keys before windows are no poison: a tile of theirs may read them."""
     case = dataclasses.replace(case, block=KINDS[found.kind][2], processors=132)
     ready = prepared(dataclasses.replace(case, window=0), device)
@@ -66,13 +66,13 @@ def ready_of(case: Case, found: Chosen, device: torch.device) -> Prepared:
     runtime = runtime_of(device)
     launch: Any
     if found.kind == "flashinfer":
-        buffers = Buffers(case.bucket, case.sizes, runtime)
+        buffers = InputBuffers(case.bucket, case.sizes, runtime)
         buffers.tensors = ready.tensors
-        launch = InferLaunch(found.calls, buffers, runtime, InferRooms(runtime), case.d, case.dtype)
+        launch = FlashInferLaunch(found.calls, buffers, runtime, FlashInferWorkspaces(runtime), case.d, case.dtype)
         host = arrays(case.bucket, ready.inputs, case.sizes)
         launch.plan({name: getattr(host.attn, name) for name in ("row_start", "context", "block_start")})
     else:
-        launch = FlashLaunch(found.calls["attend"], found.kind == "flash3", case.bucket, case.sizes)
+        launch = FlashAttnLaunch(found.calls["attend"], found.kind == "flash3", case.bucket, case.sizes)
 
     def attend(turned: torch.Tensor) -> None:
         launch.begin(ready.tensors.attn)
@@ -86,13 +86,13 @@ SAMPLE = "prompts and decoding rows", "decoding"
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.long) for n in CASES])
-def test_a_launch_equals_the_reference(name: str, found: Chosen, device: torch.device) -> None:
+def test_a_launch_equals_the_reference(name: str, found: SelectedLibrary, device: torch.device) -> None:
     ready = ready_of(CASES[name], found, device)
     check(ready, ready.run())
 
 
 @pytest.mark.parametrize("name", [n if "decoding" in n else pytest.param(n, marks=pytest.mark.long) for n in WINDOWS])
-def test_windows(name: str, found: Chosen, device: torch.device) -> None:
+def test_windows(name: str, found: SelectedLibrary, device: torch.device) -> None:
     if not found.limits.windows:
         pytest.skip("its layers with windows are attended to by our kernels")
     ready = ready_of(WINDOWS[name], found, device)
@@ -101,7 +101,7 @@ def test_windows(name: str, found: Chosen, device: torch.device) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
-def test_drawn_launches(part: int, found: Chosen, device: torch.device) -> None:
+def test_drawn_launches(part: int, found: SelectedLibrary, device: torch.device) -> None:
     """Twenty each."""
     rng = np.random.default_rng(part)
     errors = []
@@ -126,21 +126,21 @@ CASE = dataclasses.replace(CASES["decoding"], shared=False)
 class Captured:
     """Two buckets of a stage on the twin, each with a graph of two layers, which work in one room."""
 
-    def __init__(self, found: Chosen, apart: bool = False) -> None:
+    def __init__(self, found: SelectedLibrary, apart: bool = False) -> None:
         """``apart``: each bucket has a buffer of inputs of its own."""
         self.found, self.runtime, self.apart = found, TwinRuntime(record=[]), apart
-        self.ops = with_library(TwinOps, found)(self.runtime.books)
-        self.library = Library(self.ops, self.runtime, CASE.d, CASE.dtype)
+        self.ops = with_library(TwinOps, found)(self.runtime.accounted)
+        self.library = AttentionLibraryAdapter(self.ops, self.runtime, CASE.d, CASE.dtype)
         self.case = dataclasses.replace(CASE, block=KINDS[found.kind][2], processors=132)
         self.made = [self._bucket(rows) for rows in (6, 4)]
 
     def _bucket(self, rows: int) -> Any:
-        from trencadis.backends.cuda.launches.buffers import Rooms
-        from trencadis.backends.cuda.programs import CudaProgram
+        from trencadis.backends.cuda.cuda_program import CudaProgram
+        from trencadis.backends.cuda.launches.input_buffers import StageBuffers
         from trencadis.core.buckets import Bucket, Stage
 
         if self.apart or not hasattr(self, "rooms"):
-            self.rooms, self.fetched = Rooms(self.runtime), self.runtime.event()
+            self.rooms, self.fetched = StageBuffers(self.runtime), self.runtime.event()
         generator = torch.Generator().manual_seed(rows)
         d, groups, heads = self.case.d, self.case.kv_heads, self.case.kv_heads * self.case.group
         q = torch.randn(rows, heads, d, generator=generator).to(self.case.dtype)
@@ -153,7 +153,7 @@ class Captured:
         program = CudaProgram(
             Bucket(Stage.DECODE, (rows,)), body, self.case.sizes, self.runtime, self.rooms, self.fetched, self.library
         )
-        plain = TwinOps(self.runtime.books)
+        plain = TwinOps(self.runtime.accounted)
         return program, lambda: plain.attend(q, q, q, kv, program.inputs.attn, d**-0.5)
 
     def step(self, place: int, lengths: tuple[int, ...]) -> None:
@@ -179,7 +179,7 @@ def ordered(calls: list[Any]) -> int:
     return len(plans)
 
 
-def test_graphs_read_the_lengths_of_each_launch(found: Chosen) -> None:
+def test_graphs_read_the_lengths_of_each_launch(found: SelectedLibrary) -> None:
     """Planned before each launch, never within a capture; buckets of a stage take turns in one room."""
     both = Captured(found)
     both.step(0, (3, 40, 5))
@@ -193,9 +193,9 @@ def test_graphs_read_the_lengths_of_each_launch(found: Chosen) -> None:
         assert ordered(both.runtime.calls or []) == 8
 
 
-def one_for_all(self: InferRooms, inputs: Any, floats: int, ints: int) -> InferRoom:
+def one_for_all(self: FlashInferWorkspaces, inputs: Any, floats: int, ints: int) -> FlashInferWorkspace:
     """A room that belongs to no buffer of inputs."""
-    room = next(iter(self._shared.values()), None) or InferRoom(floats, ints, self._runtime)
+    room = next(iter(self._shared.values()), None) or FlashInferWorkspace(floats, ints, self._runtime)
     self._shared[inputs] = room
     return room
 
@@ -217,7 +217,7 @@ def late(self: TwinRuntime, event: Any, stream: Stream) -> None:
 sent, recorded = StageBuffer.send, TwinRuntime.record
 
 MISTAKES: dict[str, tuple[type, str, Any]] = {
-    "a room belongs to no buffer of inputs": (InferRooms, "of", one_for_all),
+    "a room belongs to no buffer of inputs": (FlashInferWorkspaces, "of", one_for_all),
     "a plan does not wait for the launch that reads": (StageBuffer, "send", rash),
     "a plan does not wait for the zeros of its buffers": (TwinRuntime, "record", late),
     "the host writes what is being copied": (TwinRuntime, "host_wait", lambda self, event: None),
@@ -230,7 +230,7 @@ def test_each_mistake_in_the_order_of_plans_is_caught(name: str | None, monkeypa
     if name is not None:
         monkeypatch.setattr(*MISTAKES[name])
     flashinfer.install(monkeypatch)
-    both = Captured(chosen("FLASHINFER", 90), apart=True)
+    both = Captured(select_library("FLASHINFER", 90), apart=True)
     for program, _ in both.made:
         program.capture()
     for place in (0, 1, 1, 0, 0):
@@ -243,7 +243,7 @@ def test_each_mistake_in_the_order_of_plans_is_caught(name: str | None, monkeypa
 def test_a_plan_of_another_launch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan a graph computes with old lengths; behind another bucket's it reads a plan that is not its own."""
     flashinfer.install(monkeypatch)
-    both = Captured(chosen("FLASHINFER", 90))
+    both = Captured(select_library("FLASHINFER", 90))
     for program, _ in both.made:
         program.capture()
     both.step(0, (3, 4))
@@ -252,7 +252,7 @@ def test_a_plan_of_another_launch_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     second.fill(step_inputs(dataclasses.replace(both.case, rows=((8, 1),))))
     with pytest.raises(KernelFault, match="not that of this launch"):
         first.replay()
-    first.buffers.beside = None
+    first.buffers.on_copy = None
     both.step(1, (9,))
     with pytest.raises((AssertionError, KernelFault)):
         both.step(0, (3, 5))
@@ -260,9 +260,9 @@ def test_a_plan_of_another_launch_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_plan_within_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer.install(monkeypatch)
-    both = Captured(chosen("FLASHINFER", 90))
+    both = Captured(select_library("FLASHINFER", 90))
     program, _ = both.made[0]
-    plan, body = program.buffers.beside, program.body
+    plan, body = program.buffers.on_copy, program.body
 
     def planning(inputs: Any) -> Any:
         plan({name: np.asarray(getattr(inputs.attn, name)) for name in ("row_start", "context", "block_start")})
@@ -276,10 +276,10 @@ def test_a_plan_within_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_pages_of_another_size_are_refused_by_version_2(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     flash.install(monkeypatch, 2)
-    two = chosen("FLASH_ATTN", 80)
+    two = select_library("FLASH_ATTN", 80)
     case = CASES["no surplus"]
     ready = prepared(case, device)
-    launch = FlashLaunch(two.calls["attend"], False, case.bucket, case.sizes)
+    launch = FlashAttnLaunch(two.calls["attend"], False, case.bucket, case.sizes)
     launch.begin(ready.tensors.attn)
     with pytest.raises(RuntimeError, match="divisible by 256"):
         launch.attend(torch.zeros_like(ready.q).contiguous(), ready.cache, 0.1, 0)
@@ -290,10 +290,10 @@ def test_a_number_of_the_host_that_is_too_small_is_found(
     field: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     flash.install(monkeypatch, 3)
-    three = chosen("FLASH_ATTN", 90)
+    three = select_library("FLASH_ATTN", 90)
     case = CASES["no surplus"]
     ready = prepared(case, device)
-    launch = FlashLaunch(three.calls["attend"], True, case.bucket, case.sizes)
+    launch = FlashAttnLaunch(three.calls["attend"], True, case.bucket, case.sizes)
     setattr(launch, f"_{field}", 1)
     if field == "queries":
         launch.begin(ready.tensors.attn)

@@ -14,17 +14,17 @@ def no_wait(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, SPINS:
 @triton.jit
 def near_tell(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
     rank = tl.arange(0, LANES)
-    theirs = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
+    reference = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
     word = tl.zeros([LANES], tl.int32) + launch
-    tl.atomic_xchg(theirs + part * WORLD + RANK, word, mask=rank < WORLD, sem="release", scope="gpu")
+    tl.atomic_xchg(reference + part * WORLD + RANK, word, mask=rank < WORLD, sem="release", scope="gpu")
 
 
 @triton.jit
 def weak_tell(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
     rank = tl.arange(0, LANES)
-    theirs = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
+    reference = tl.load(flags + rank, mask=rank < WORLD, other=0).to(tl.pointer_type(tl.int32))
     word = tl.zeros([LANES], tl.int32) + launch
-    tl.atomic_xchg(theirs + part * WORLD + RANK, word, mask=rank < WORLD, sem="relaxed", scope="sys")
+    tl.atomic_xchg(reference + part * WORLD + RANK, word, mask=rank < WORLD, sem="relaxed", scope="sys")
 
 
 @triton.jit

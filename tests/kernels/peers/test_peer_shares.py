@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tests.kernels.peers.mistakes import near_tell, no_wait, standing, weak_tell
 from tests.oracles.layers.peer_runs import PeerRun
-from trencadis.backends.cuda.kernels.peers import memory, shards, sums
+from trencadis.backends.cuda.kernels.peers import one_shot_reduce, symmetric_memory, two_shot_reduce
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -22,10 +22,10 @@ LENGTHS = (40, 3, 90, 24)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few values have several programs."""
-    for module in (sums, shards):
+    for module in (one_shot_reduce, two_shot_reduce):
         monkeypatch.setattr(module, "BLOCK", 8)
-    monkeypatch.setattr(sums, "MOST", 256)
-    monkeypatch.setattr(shards, "MOST", 512)
+    monkeypatch.setattr(one_shot_reduce, "MOST", 256)
+    monkeypatch.setattr(two_shot_reduce, "MOST", 512)
 
 
 def test_every_rank_has_the_sums_and_the_same_bits() -> None:
@@ -67,12 +67,12 @@ MISTAKES = {
 )
 def test_each_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for function, mistake in MISTAKES[name].items():
-        monkeypatch.setattr(shards, function, mistake)
+        monkeypatch.setattr(two_shot_reduce, function, mistake)
     assert any(PeerRun(3, (24, 24), seed, steps=2).run() for seed in range(6))
 
 
 def test_a_rank_that_never_comes_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SPINS", 2)
+    monkeypatch.setattr(two_shot_reduce, "SPINS", 2)
     run = PeerRun(2, [8], 0, steps=2)
     run.turns.run([lambda: run.launch(0, 0)])
     assert run.out[0][0].isnan().all()
@@ -83,20 +83,20 @@ def test_steps_follow_from_bytes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     kib = 1 << 10
     sizes = (256, 257, 512, 513, 4096, 4097)
-    found = {world: [shards.steps(size * kib, world) for size in sizes] for world in (2, 3, 4, 8, 9)}
+    found = {world: [two_shot_reduce.steps(size * kib, world) for size in sizes] for world in (2, 3, 4, 8, 9)}
     four = [1, 1, 1, 2, 2, 0]
     assert found == {2: [1, 1, 1, 0, 0, 0], 3: four, 4: four, 8: [1, 2, 2, 2, 2, 0], 9: [0] * 6}
 
 
 def test_rooms_are_chosen_by_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "ONE_STEP", {2: 64, 4: 64})
+    monkeypatch.setattr(two_shot_reduce, "ONE_STEP", {2: 64, 4: 64})
     took: list[Any] = []
-    for module, name in ((sums, "once"), (shards, "twice")):
+    for module, name in ((one_shot_reduce, "once"), (two_shot_reduce, "twice")):
         monkeypatch.setattr(module, "all_reduce", lambda x, room, residual, name=name: took.append(name))
     rooms = [PeerRun(3, [8], 0, steps=steps).rooms[0] for steps in (1, 2)]
-    both, one = memory.PeerSums(*rooms), memory.PeerSums(rooms[0])
+    both, one = symmetric_memory.PeerAllReduce(*rooms), symmetric_memory.PeerAllReduce(rooms[0])
     for count in (16, 17, 128):
-        assert both.takes(torch.zeros(count)) and one.takes(torch.zeros(count)) == (count == 16)
+        assert both.can_reduce(torch.zeros(count)) and one.can_reduce(torch.zeros(count)) == (count == 16)
         both.all_reduce(torch.zeros(count))
-    assert took == ["once", "twice", "twice"] and not both.takes(torch.zeros(129))
-    assert not both.takes(torch.zeros(6, 6).t())
+    assert took == ["once", "twice", "twice"] and not both.can_reduce(torch.zeros(129))
+    assert not both.can_reduce(torch.zeros(6, 6).t())

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from tests.kernels.peers.mistakes import near_tell, no_wait, standing, weak_tell
 from tests.oracles.layers.peer_runs import LAUNCHES, PeerRun
-from trencadis.backends.cuda.comm import CudaComm
-from trencadis.backends.cuda.kernels.peers import memory, sums
+from trencadis.backends.cuda.kernels.peers import one_shot_reduce, symmetric_memory
+from trencadis.backends.cuda.nccl_comm import CudaComm
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a few values have several programs."""
-    monkeypatch.setattr(sums, "BLOCK", 8)
-    monkeypatch.setattr(sums, "MOST", 256)
+    monkeypatch.setattr(one_shot_reduce, "BLOCK", 8)
+    monkeypatch.setattr(one_shot_reduce, "MOST", 256)
 
 
 @pytest.mark.parametrize(("world", "added"), [(2, False), (3, True)])
@@ -46,7 +46,7 @@ def test_many_schedules(dtype: torch.dtype) -> None:
 
 def swapped(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     for name, function in functions.items():
-        monkeypatch.setattr(sums, name, function)
+        monkeypatch.setattr(one_shot_reduce, name, function)
 
 
 @triton.jit
@@ -79,9 +79,9 @@ def test_each_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rank_that_never_comes_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "SPINS", 3)
+    monkeypatch.setattr(one_shot_reduce, "SPINS", 3)
     run = PeerRun(2, [8] * LAUNCHES, 0)
-    run.turns.run([lambda: run.out[0].append(sums.all_reduce(run.x[0][0].contiguous(), run.rooms[0]))])
+    run.turns.run([lambda: run.out[0].append(one_shot_reduce.all_reduce(run.x[0][0].contiguous(), run.rooms[0]))])
     assert run.out[0][0].isnan().all()
 
 
@@ -89,19 +89,24 @@ def test_why_peers_cannot_be_reached() -> None:
     def reaches(own: int, other: int) -> bool:
         return other != 2
 
-    assert memory.unreachable(["a", "a"], [0, 1], 0, reaches) == ""
-    assert memory.unreachable(["a", "b"], [0, 1], 0, reaches) == "ranks 0 and 1 are on two hosts"
-    assert memory.unreachable(["a", "a"], [1, 1], 1, reaches) == "ranks 1 and 0 share a card"
-    assert memory.unreachable(["a"] * 3, [0, 1, 2], 0, reaches) == "card 0 does not reach the memory of card 2"
+    assert symmetric_memory.unreachable_reason(["a", "a"], [0, 1], 0, reaches) == ""
+    assert symmetric_memory.unreachable_reason(["a", "b"], [0, 1], 0, reaches) == "ranks 0 and 1 are on two hosts"
+    assert symmetric_memory.unreachable_reason(["a", "a"], [1, 1], 1, reaches) == "ranks 1 and 0 share a card"
+    assert (
+        symmetric_memory.unreachable_reason(["a"] * 3, [0, 1, 2], 0, reaches)
+        == "card 0 does not reach the memory of card 2"
+    )
 
 
 def test_long_messages_go_over_the_library() -> None:
     run = PeerRun(2, [8] * LAUNCHES, 0)
     room = run.rooms[0]
-    assert sums.takes(torch.zeros(64), room) and not sums.takes(torch.zeros(65), room)
-    assert not sums.takes(torch.zeros(4, 4).t(), room) and not sums.takes(torch.zeros(0), room)
+    assert one_shot_reduce.can_reduce(torch.zeros(64), room) and not one_shot_reduce.can_reduce(torch.zeros(65), room)
+    assert not one_shot_reduce.can_reduce(torch.zeros(4, 4).t(), room) and not one_shot_reduce.can_reduce(
+        torch.zeros(0), room
+    )
     comm: Any = CudaComm.__new__(CudaComm)
-    comm._peers = memory.PeerSums(room)
+    comm._peers = symmetric_memory.PeerAllReduce(room)
     assert comm.sum_added(torch.zeros(65), torch.zeros(65)) is None
     comm._peers = None
     assert comm.sum_added(torch.zeros(8), torch.zeros(8)) is None

@@ -10,11 +10,11 @@ import torch
 from tests.oracles.attention_cases import Case, Prepared, frequencies, prepared
 from tests.quant.coded_caches import filled
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.backends.cuda.ops import CudaOps
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary
 from trencadis.core.buckets import Bucket, Stage
-from trencadis.core.quant.kv_codes import opened, store
+from trencadis.core.quant.kv_cache_codes import read_slots, store
 
 triton = pytest.importorskip("triton")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -72,7 +72,7 @@ def check(case: Case, kind: str, kept: int, device: torch.device, static: bool =
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(out[:n].float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
     real = attn.slot_map[:n].cpu()
-    pairs = zip(*(opened(t, real, torch.float32) for t in (clones(held, torch.device("cpu")), stored)), strict=True)
+    pairs = zip(*(read_slots(t, real, torch.float32) for t in (clones(held, torch.device("cpu")), stored)), strict=True)
     for got, wanted in pairs:
         assert float((got - wanted).abs().mean()) < 2e-3, "a code beside a boundary may differ, no more"
     if static:

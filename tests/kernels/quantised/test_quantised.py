@@ -13,16 +13,16 @@ from torch import Tensor
 from tests.oracles import interpreter
 from tests.quant.checkpoints import made, tensors
 from tests.quant.test_formats import GRID, read, seen
-from trencadis.backends.cuda.invariant import InvariantCudaOps
+from trencadis.backends.cuda.invariant_ops import InvariantCudaOps
 from trencadis.backends.cuda.kernels import tiles
-from trencadis.backends.cuda.kernels.coded import quantised as kernels
+from trencadis.backends.cuda.kernels.coded import quantised_linear as kernels
 from trencadis.backends.cuda.ops import CudaOps
-from trencadis.backends.cuda.weights import coded
-from trencadis.backends.cuda.weights.coded import CodedWeight
+from trencadis.backends.cuda.weights import quantised_weight
+from trencadis.backends.cuda.weights.quantised_weight import QuantisedWeight
 from trencadis.core.errors import StartupError
-from trencadis.core.quant.online import quantised
+from trencadis.core.quant.online_quant import quantise
+from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import CODES, Scheme, held_bytes
-from trencadis.core.quant.tensor import QTensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = {16: tiles.Tile(16, 32, 4, 1), 32: tiles.Tile(16, 32, 4, 1)}
@@ -38,13 +38,13 @@ def away(y: Tensor, want: Tensor) -> float:
     return float(((y.float().cpu() - want).norm(dim=1) / want.norm(dim=1)).max())
 
 
-def packed(q: QTensor, bias: Tensor | None, device: torch.device) -> CodedWeight:
+def packed(q: QTensor, bias: Tensor | None, device: torch.device) -> QuantisedWeight:
     found: Any = CudaOps().pack_quantised(q.moved(device), None if bias is None else bias.to(device))
-    assert isinstance(found, CodedWeight)
+    assert isinstance(found, QuantisedWeight)
     return found
 
 
-def product(x: Tensor, w: CodedWeight, device: torch.device) -> Tensor:
+def product(x: Tensor, w: QuantisedWeight, device: torch.device) -> Tensor:
     return CudaOps().linear(x.to(device), w).cpu()
 
 
@@ -62,7 +62,7 @@ def test_codes_mean_what_the_checkpoint_says(
     for start, stop in ((0, 384), (0, 192), (192, 384), (96, 192)):
         part = q.inputs(start, stop)
         w = packed(part, None, device)
-        values = coded.decoded(w).cpu()
+        values = quantised_weight.dequantise(w).cpu()
         if w.gather is not None:
             values = torch.zeros(24, stop - start).index_add_(1, w.gather.cpu().long(), values)
         torch.testing.assert_close(values, part.dequantised(), rtol=2e-3, atol=1e-6)
@@ -119,7 +119,7 @@ def test_every_float_of_8_bits_is_decoded_exactly(kind: torch.dtype, device: tor
         None, torch.bfloat16,
     )  # fmt: skip
     w = packed(q, None, device)
-    assert torch.equal(coded.decoded(w).cpu(), q.dequantised())
+    assert torch.equal(quantised_weight.dequantise(w).cpu(), q.dequantised())
     eye = torch.eye(size)[:20].bfloat16()
     assert torch.equal(product(eye, w, device).float(), q.dequantised().t()[:20])
 
@@ -136,7 +136,7 @@ def test_floats_that_are_not_finite_are_refused(device: torch.device) -> None:
 def test_integers_of_activations(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to the nearest, one scale a token; a row of zeros is the bias; one that is not finite spoils itself."""
     monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
-    q = quantised(normal(40, 520), Scheme(8, activations="token"), torch.bfloat16)
+    q = quantise(normal(40, 520), Scheme(8, activations="token"), torch.bfloat16)
     bias, x = normal(40, seed=1).bfloat16(), normal(rows, 520, seed=2).bfloat16()
     x[1] *= 50
     w = packed(q, bias, device)
@@ -144,7 +144,7 @@ def test_integers_of_activations(rows: int, device: torch.device, monkeypatch: p
     y = product(x, w, device)
     want = x.float() @ q.dequantised().t() + bias.float()
     assert away(y, want) <= 2e-2
-    torch.testing.assert_close(y, coded.product(x.to(device), w).cpu(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(y, quantised_weight.product(x.to(device), w).cpu(), rtol=1e-2, atol=1e-2)
     x[0], x[2, 7] = 0, float("nan")
     y = product(x, w, device)
     assert torch.equal(y[0], bias) and not torch.isfinite(y[2]).any() and torch.isfinite(y[1]).all()
@@ -152,13 +152,13 @@ def test_integers_of_activations(rows: int, device: torch.device, monkeypatch: p
 
 @pytest.mark.parametrize("rows", [3, 20])
 def test_floats_of_activations(rows: int, device: torch.device) -> None:
-    q = quantised(normal(48, 512), Scheme(8, "float", activations="token"), torch.bfloat16)
+    q = quantise(normal(48, 512), Scheme(8, "float", activations="token"), torch.bfloat16)
     bias, x = normal(48, seed=1).bfloat16(), normal(rows, 512, seed=2).bfloat16()
     w = packed(q, bias, device)
-    if INTERPRETED or tiles.arch_of(device) >= coded.ROUNDS_FLOATS:
+    if INTERPRETED or tiles.arch_of(device) >= quantised_weight.ROUNDS_FLOATS:
         assert w.rounds
     y = product(x, w, device)
-    torch.testing.assert_close(y, coded.product(x.to(device), w).cpu(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(y, quantised_weight.product(x.to(device), w).cpu(), rtol=2e-2, atol=2e-2)
     assert away(y, x.float() @ q.dequantised().t() + bias.float()) <= 5e-2
 
 
@@ -170,7 +170,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     """Alone and among others of one class of launches; under ``--batch-invariant`` in all of them."""
     monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
-    w = packed(quantised(normal(33, 512), scheme, torch.bfloat16), None, device)
+    w = packed(quantise(normal(33, 512), scheme, torch.bfloat16), None, device)
     x = normal(20, 512, seed=4).bfloat16()
     few = product(x[:15], w, device)
     for i in (0, 3, 14):
@@ -186,7 +186,7 @@ def test_no_order_of_programs_changes_a_bit(device: torch.device, monkeypatch: p
     if not INTERPRETED:
         pytest.skip("the interpreter chooses the order")
     monkeypatch.setitem(tiles.FORCED, "quantised", SMALL[16])
-    w = packed(quantised(normal(40, 512), Scheme(8, activations="token"), torch.bfloat16), None, device)
+    w = packed(quantise(normal(40, 512), Scheme(8, activations="token"), torch.bfloat16), None, device)
     x = normal(3, 512, seed=4).bfloat16()
     interpreter.in_all_orders(lambda: kernels.linear(x, w))
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.hostile.altered import GONE, altered, verdict
+from tests.hostile.altered_config import GONE, altered, verdict
 from trencadis.assets import demo_path
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.multimodal.qwen2_5_vl.model import Qwen25VL
-from trencadis.multimodal.qwen2_vl.needs import pixel_limits
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.image_budget import pixel_limits
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
 RIGHT, REFUSED = "right", "refused"
 FILE = "preprocessor_config.json"
@@ -69,13 +69,13 @@ def tower(path: Path) -> Any:
 
 
 def ours(path: Path) -> torch.Tensor:
-    made, device = ImageProcessor.from_checkpoint(path, {}), tower(path)
+    made, device = Qwen2VLImageProcessor.from_checkpoint(path, {}), tower(path)
     assert pixel_limits(path, {}) == (made.min_pixels, made.max_pixels)
     pixels = [torch.from_numpy(made.prepare(image, "").pixels) for image in images()]
-    return torch.cat([device.ops.patches(p, *device.enter.colours, torch.float32) for p in pixels])
+    return torch.cat([device.ops.patches(p, *device.patch_embed.scale_shift, torch.float32) for p in pixels])
 
 
-def theirs(path: Path) -> torch.Tensor:
+def run_transformers(path: Path) -> torch.Tensor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     made: torch.Tensor = Qwen2VLImageProcessorPil.from_pretrained(path)(images(), return_tensors="pt")["pixel_values"]
@@ -86,7 +86,7 @@ def wrong(source: Path, tmp_path: Path, picked: list[tuple[str, Any, str]]) -> l
     lines = []
     for i, (key, value, expected) in enumerate(picked):
         path = altered(source, tmp_path / str(i), FILE, key, value)
-        found = verdict(lambda path=path: ours(path), lambda path=path: theirs(path), key)
+        found = verdict(lambda path=path: ours(path), lambda path=path: run_transformers(path), key)
         if found != expected:
             lines.append(f"{key} = {'(none)' if value is GONE else value!r}: {found}, expected: {expected}")
     return lines
@@ -115,7 +115,7 @@ def test_the_limits_of_size_and_the_defaults(source: Any, tmp_path: Path) -> Non
         path = altered(path, tmp_path / f"c{i}", FILE, "size", size)
         if isinstance(want, str):
             with pytest.raises(Exception, match=want):
-                ImageProcessor.from_checkpoint(path, {})
+                Qwen2VLImageProcessor.from_checkpoint(path, {})
         else:
             assert pixel_limits(path, {}) == want
 
@@ -123,14 +123,14 @@ def test_the_limits_of_size_and_the_defaults(source: Any, tmp_path: Path) -> Non
 def test_a_nested_processor_comes_first(source: Any, tmp_path: Path) -> None:
     nested = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5], "rescale_factor": 0.01}
     path = altered(source("demo"), tmp_path / "nested", "processor_config.json", "image_processor", nested)
-    assert ImageProcessor.from_checkpoint(path, {}).mean == (0.1, 0.2, 0.3)
-    assert verdict(lambda: ours(path), lambda: theirs(path), "image_processor") == "right"
+    assert Qwen2VLImageProcessor.from_checkpoint(path, {}).mean == (0.1, 0.2, 0.3)
+    assert verdict(lambda: ours(path), lambda: run_transformers(path), "image_processor") == "right"
 
 
 def test_videos_of_other_colours_are_refused(source: Any, tmp_path: Path) -> None:
     key, file = "image_mean", "video_preprocessor_config.json"
     same = altered(source("demo"), tmp_path / "same", file, key, [0.48145466, 0.4578275, 0.40821073])
-    ImageProcessor.from_checkpoint(same, {})
+    Qwen2VLImageProcessor.from_checkpoint(same, {})
     other = altered(source("demo"), tmp_path / "other", file, key, [0.5, 0.5, 0.5])
     with pytest.raises(Exception, match=r"video_preprocessor_config\.json: image_mean is"):
-        ImageProcessor.from_checkpoint(other, {})
+        Qwen2VLImageProcessor.from_checkpoint(other, {})

@@ -11,14 +11,21 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.traffic.media import prepare_now
 from trencadis.core.errors import BadRequest, QueueFull
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.options import MediaOptions, MediaPart, MediaScope, part_options, part_uuid, request_options
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.sources.loader import MediaLoader
+from trencadis.multimodal.images.image_frontend import ImageFrontend
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.media_options import (
+    MediaOptions,
+    MediaPart,
+    MediaScope,
+    part_options,
+    part_uuid,
+    request_options,
+)
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.sources.media_loader import MediaLoader
 
 PATH = "messages[0].content[1]"
-SERVER = ImageProcessor(3136, 1003520)
+SERVER = Qwen2VLImageProcessor(3136, 1003520)
 
 
 def noise(width=60, height=40, seed=0):
@@ -27,7 +34,7 @@ def noise(width=60, height=40, seed=0):
 
 @pytest.fixture(scope="module")
 def front():
-    made = ImageFrontend(SERVER, MediaLoader(), PreparedCache(1 << 26))
+    made = ImageFrontend(SERVER, MediaLoader(), ProcessorCache(1 << 26))
     yield made
     made.close()
 
@@ -92,9 +99,13 @@ def test_a_request_says(kwargs, want):
 
 
 def test_options_of_one_kind_leave_the_other_alone():
-    asked = {"images_kwargs": {"max_pixels": 9000}, "videos_kwargs": {"max_pixels": 8000, "fps": 1}, "min_pixels": 800}
-    assert request_options(asked, kind="image").given == {"min_pixels": 800, "max_pixels": 9000}
-    assert request_options(asked, kind="video").given == {"min_pixels": 800, "max_pixels": 8000, "fps": 1.0}
+    requested = {
+        "images_kwargs": {"max_pixels": 9000},
+        "videos_kwargs": {"max_pixels": 8000, "fps": 1},
+        "min_pixels": 800,
+    }
+    assert request_options(requested, kind="image").given == {"min_pixels": 800, "max_pixels": 9000}
+    assert request_options(requested, kind="video").given == {"min_pixels": 800, "max_pixels": 8000, "fps": 1.0}
     wider = {"images_kwargs": {"max_pixels": 9000}, "max_pixels": 100}
     assert request_options(wider, kind="image").given == {"max_pixels": 9000}, "the nearer one wins"
     with pytest.raises(BadRequest):
@@ -125,10 +136,12 @@ def test_a_request_is_refused(kwargs, where):
 
 def test_the_part_wins_over_the_request():
     base = MediaOptions(min_pixels=4000, max_pixels=9000, fps=1.0)
-    assert MediaOptions(max_pixels=5000).over(base) == MediaOptions(min_pixels=4000, max_pixels=5000, fps=1.0)
-    assert MediaOptions(max_pixels=5000).over(MediaOptions()) == MediaOptions(max_pixels=5000)
-    assert MediaOptions(nframes=4).over(base).fps is None, "they exclude each other: the request's rate has no say"
-    assert MediaOptions(fps=2.0).over(MediaOptions(nframes=8)) == MediaOptions(fps=2.0)
+    assert MediaOptions(max_pixels=5000).merge_over(base) == MediaOptions(min_pixels=4000, max_pixels=5000, fps=1.0)
+    assert MediaOptions(max_pixels=5000).merge_over(MediaOptions()) == MediaOptions(max_pixels=5000)
+    assert MediaOptions(nframes=4).merge_over(base).fps is None, (
+        "they exclude each other: the request's rate has no say"
+    )
+    assert MediaOptions(fps=2.0).merge_over(MediaOptions(nframes=8)) == MediaOptions(fps=2.0)
     assert MediaOptions(max_pixels=5).key != MediaOptions(min_pixels=5).key != MediaOptions(nframes=5).key
 
 
@@ -161,14 +174,14 @@ def test_pixels_equal_the_reference_under_these_limits(size, options, low, high)
     want = Qwen2VLImageProcessorPil(size={"shortest_edge": low, "longest_edge": high})(image, return_tensors="np")
     assert list(got.grid) == want["image_grid_thw"][0].tolist() and got.original == (size[1], size[0])
     channel = np.arange(1176) // (2 * 14 * 14)
-    assert np.array_equal(ours.table[channel[None], got.pixels], want["pixel_values"])
+    assert np.array_equal(ours.normalised_values[channel[None], got.pixels], want["pixel_values"])
     assert got.slots <= SERVER.largest_slots and got.tokens <= SERVER.largest_tokens
 
 
 @pytest.mark.parametrize(("height", "width"), [(280, 420), (300, 431), (28, 28), (1, 1), (56, 5000), (900, 1001)])
 @pytest.mark.parametrize("alignment", ["pad", "resize"])
 def test_a_fixed_size_is_rounded_as_the_reference_does(height, width, alignment):
-    server = ImageProcessor(3136, 1003520, alignment=alignment)
+    server = Qwen2VLImageProcessor(3136, 1003520, alignment=alignment)
     got = server.with_options(MediaOptions(resized_height=height, resized_width=width)).prepare(noise(), "")
     assert got.resized == reference(height, width, server.factor, 3136, 1 << 40)
     assert got.slots <= server.largest_slots and got.tokens <= server.largest_tokens
@@ -194,7 +207,7 @@ def test_more_than_the_server_allows(options, name):
 
 
 def test_a_thin_image_cannot_be_blown_up_beyond_the_plan():
-    server = ImageProcessor(3136, 50176)
+    server = Qwen2VLImageProcessor(3136, 50176)
     thin = noise(6000, 30)
     assert server.prepare(thin, "").slots <= server.largest_slots
     for low in (10_000, 30_000, 50_176):
@@ -204,7 +217,7 @@ def test_a_thin_image_cannot_be_blown_up_beyond_the_plan():
             continue
         assert got.slots <= server.largest_slots and got.tokens <= server.largest_tokens
     with pytest.raises(BadRequest, match="thin image"):
-        ImageProcessor(3136, 401408).with_options(MediaOptions(min_pixels=401408)).prepare(thin, "")
+        Qwen2VLImageProcessor(3136, 401408).with_options(MediaOptions(min_pixels=401408)).prepare(thin, "")
 
 
 def test_options_that_change_nothing_share_the_image(front):
@@ -240,10 +253,10 @@ def test_errors_name_part_or_request(front):
 
 
 def test_pixels_are_charged_before_decoding(front, monkeypatch):
-    asked = []
+    requested = []
 
     def charge(pixels):
-        asked.append(pixels)
+        requested.append(pixels)
         raise QueueFull("full", retry_after=3)
 
     monkeypatch.setattr(front.decoder, "prepare", lambda *a: pytest.fail("decoded although there was no room"))
@@ -253,4 +266,4 @@ def test_pixels_are_charged_before_decoding(front, monkeypatch):
     noise(500, 300, seed=9).save(out, "PNG")
     with pytest.raises(QueueFull) as caught:
         asyncio.run(front.prepare([MediaPart(out.getvalue(), PATH)], MediaScope(charge=charge)))
-    assert asked == [308 * 504] and caught.value.retry_after == 3 and caught.value.param == PATH
+    assert requested == [308 * 504] and caught.value.retry_after == 3 and caught.value.param == PATH

@@ -9,10 +9,10 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.traffic.media import prepare_now
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.sources.loader import MediaLoader
+from trencadis.multimodal.images.image_frontend import ImageFrontend
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.sources.media_loader import MediaLoader
 
 LIMITS = (3136, 200_704)
 CHANNEL = np.arange(1176) // (2 * 14 * 14)
@@ -85,34 +85,34 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def front():
-    made = ImageFrontend(ImageProcessor(*LIMITS), MediaLoader(), PreparedCache(0))
+    made = ImageFrontend(Qwen2VLImageProcessor(*LIMITS), MediaLoader(), ProcessorCache(0))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def reference():
     return Qwen2VLImageProcessorPil(size={"shortest_edge": LIMITS[0], "longest_edge": LIMITS[1]})
 
 
-def check(got, image, processor, theirs):
-    want = theirs(image, return_tensors="np")
+def check(got, image, processor, reference):
+    want = reference(image, return_tensors="np")
     assert got.pixels.dtype == np.uint8 and list(got.grid) == want["image_grid_thw"][0].tolist()
     assert got.original == (image.height, image.width)
-    assert np.array_equal(processor.table[CHANNEL[None], got.pixels], want["pixel_values"])
+    assert np.array_equal(processor.normalised_values[CHANNEL[None], got.pixels], want["pixel_values"])
 
 
-def test_every_kind_of_file(front, theirs):
+def test_every_kind_of_file(front, reference):
     got = prepare_now(front, [(data, name) for name, (data, _) in CASES.items()])
     for made, (name, (data, convert)) in zip(got, CASES.items(), strict=True):
         try:
-            check(made, convert(data), front.processor, theirs)
+            check(made, convert(data), front.processor, reference)
         except AssertionError as error:
             raise AssertionError(name) from error
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "I;16", "I", "YCbCr", "RGB"])
-def test_every_mode_of_a_callers_image(mode, front, theirs):
+def test_every_mode_of_a_callers_image(mode, front, reference):
     image = SIXTEEN if mode.startswith("I") else smooth(4 if "A" in mode else 3)
     image = image if mode in ("I;16", "RGBA") else image.convert(mode)
     if mode.startswith("I"):
@@ -120,11 +120,11 @@ def test_every_mode_of_a_callers_image(mode, front, theirs):
     else:
         want = on_white(image) if "A" in mode else image.convert("RGB")
     before = np.asarray(image).copy()
-    check(prepare_now(front, [(image, mode)])[0], want, front.processor, theirs)
+    check(prepare_now(front, [(image, mode)])[0], want, front.processor, reference)
     assert np.array_equal(np.asarray(image), before), "the caller's image was changed"
 
 
-def test_16_bit_colour_loses_its_low_bytes(front, theirs):
+def test_16_bit_colour_loses_its_low_bytes(front, reference):
     """Pillow itself reads 16-bit RGB files as 8 bits; the image is the upper bytes."""
     import struct
     import zlib
@@ -137,4 +137,6 @@ def test_16_bit_colour_loses_its_low_bytes(front, theirs):
 
     header = struct.pack(">IIBBBBB", 90, 60, 16, 2, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    check(prepare_now(front, [(data, "")])[0], Image.fromarray((values >> 8).astype(np.uint8)), front.processor, theirs)
+    check(
+        prepare_now(front, [(data, "")])[0], Image.fromarray((values >> 8).astype(np.uint8)), front.processor, reference
+    )

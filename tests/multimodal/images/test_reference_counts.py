@@ -11,12 +11,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference
 
-from trencadis.multimodal.grids import grid_of, slots_of, tokens_of
-from trencadis.multimodal.options import MediaOptions
+from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import Prepared
+from trencadis.multimodal.processor import PreparedImage
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 
 SERVER = (784, 12845056)
 IMAGE = 7
@@ -41,8 +41,8 @@ def limits(rng: random.Random) -> tuple[int, int]:
 
 
 def test_twenty_thousand_sizes_and_token_counts() -> None:
-    rng, theirs = random.Random(11), Qwen2VLImageProcessorPil()
-    servers = {f: ImageProcessor(*SERVER, alignment=a) for f, a in ((28, "pad"), (112, "resize"))}
+    rng, expected = random.Random(11), Qwen2VLImageProcessorPil()
+    servers = {f: Qwen2VLImageProcessor(*SERVER, alignment=a) for f, a in ((28, "pad"), (112, "resize"))}
     for case in range(20_000):
         factor = 28 if case % 4 else 112
         height, width = sides(rng)
@@ -50,22 +50,22 @@ def test_twenty_thousand_sizes_and_token_counts() -> None:
         ours = servers[factor]
         if (low, high) != SERVER:
             # The server's own limits, so that a thin image may exceed max_pixels as it does in the reference.
-            ours = ImageProcessor(low, high, alignment=ours.alignment)
+            ours = Qwen2VLImageProcessor(low, high, alignment=ours.alignment)
         got = ours.target_size(height, width)
         assert got == reference(height, width, factor, low, high), (height, width, factor, low, high)
-        grid = grid_of(*got)
+        grid = patch_grid(*got)
         if case % 8 == 0:
-            assert slots_of(grid) <= ours.largest_slots and tokens_of(grid) <= ours.largest_tokens
+            assert count_slots(grid) <= ours.largest_slots and count_tokens(grid) <= ours.largest_tokens
         if factor == 28 and case % 10 == 1:
             wanted = {"size": {"shortest_edge": low, "longest_edge": high}}
-            patches = theirs.get_number_of_image_patches(
+            patches = expected.get_number_of_image_patches(
                 height, width, {**wanted, "min_pixels": low, "max_pixels": high}
             )
-            assert tokens_of(grid) == patches // 4
+            assert count_tokens(grid) == patches // 4
 
 
 def test_options_give_the_sizes_of_these_limits() -> None:
-    rng, ours = random.Random(12), ImageProcessor(*SERVER)
+    rng, ours = random.Random(12), Qwen2VLImageProcessor(*SERVER)
     for _ in range(5000):
         low, high = limits(rng)
         height, width = sides(rng)
@@ -77,21 +77,21 @@ def test_options_give_the_sizes_of_these_limits() -> None:
         assert got == reference(height, width, 28, low, high)
 
 
-def mixture(rng: random.Random, ours: ImageProcessor) -> None:
+def mixture(rng: random.Random, ours: Qwen2VLImageProcessor) -> None:
     """A prompt of text and up to five images of any size, through sizes, placeholders and positions."""
-    prepared, tokens, places, theirs = [], [1] * rng.randint(1, 20), [], []
+    prepared, tokens, places, expected = [], [1] * rng.randint(1, 20), [], []
     for _ in range(rng.randint(0, 5)):
         height, width = sides(rng, 1500)
         resized = ours.target_size(height, width)
-        theirs.append(reference(height, width, 28, ours.min_pixels, ours.max_pixels))
-        assert resized == theirs[-1]
-        grid = grid_of(*resized)
-        prepared.append(Prepared("d", EMPTY, grid, tokens_of(grid), slots_of(grid), resized))
+        expected.append(reference(height, width, 28, ours.min_pixels, ours.max_pixels))
+        assert resized == expected[-1]
+        grid = patch_grid(*resized)
+        prepared.append(PreparedImage("d", EMPTY, grid, count_tokens(grid), count_slots(grid), resized))
         places.append(len(tokens))
         tokens += [IMAGE] + [1] * rng.randint(1, 9)  # the reference takes adjacent images for one
     expanded, spans = expand_placeholders(tokens, IMAGE, prepared, places)
     got, delta = mrope_positions(len(expanded), spans, 2)
-    grids = [(1, h // 14, w // 14) for h, w in theirs]
+    grids = [(1, h // 14, w // 14) for h, w in expected]
     kinds = torch.tensor([expanded]) == IMAGE
     assert int(kinds.sum()) == sum(h * w // 4 for _, h, w in grids)
     want, want_delta = REFERENCE.get_rope_index(
@@ -101,7 +101,7 @@ def mixture(rng: random.Random, ours: ImageProcessor) -> None:
 
 
 def test_positions_of_mixtures() -> None:
-    rng, ours = random.Random(13), ImageProcessor(784, 784 * 200)
+    rng, ours = random.Random(13), Qwen2VLImageProcessor(784, 784 * 200)
     for _ in range(250):
         mixture(rng, ours)
 
@@ -109,7 +109,7 @@ def test_positions_of_mixtures() -> None:
 @pytest.mark.long
 def test_positions_of_twenty_thousand_mixtures() -> None:
     rng = random.Random(14)
-    servers = [ImageProcessor(784, 784 * n) for n in (40, 200, 900)]
+    servers = [Qwen2VLImageProcessor(784, 784 * n) for n in (40, 200, 900)]
     for _ in range(20_000):
         mixture(rng, rng.choice(servers))
     print("20000 mixtures of text and up to 5 images: counts and positions equal")

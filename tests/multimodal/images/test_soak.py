@@ -17,18 +17,18 @@ import pytest
 from PIL import Image
 
 from tests.traffic.media import prepare_now
-from trencadis.core.checkpoint.reading import load_config
+from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
-from trencadis.core.process.heap import trim
+from trencadis.core.process.heap_trimmer import trim
 from trencadis.core.request import SamplingParams
-from trencadis.core.startup.build import create_engine
-from trencadis.multimodal.images.cache import PreparedCache
-from trencadis.multimodal.images.frontend import ImageFrontend
-from trencadis.multimodal.options import MediaPart, MediaScope
-from trencadis.multimodal.qwen2_vl.processor import ImageProcessor
-from trencadis.multimodal.sources.loader import MediaLoader
-from trencadis.multimodal.uuids import UuidBook
-from trencadis.server.prompts.media import PlaceholderJoiner
+from trencadis.core.startup.engine_builder import create_engine
+from trencadis.multimodal.images.image_frontend import ImageFrontend
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.media_options import MediaPart, MediaScope
+from trencadis.multimodal.media_uuids import UuidRegistry
+from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
+from trencadis.multimodal.sources.media_loader import MediaLoader
+from trencadis.server.prompts.multimodal_inputs import PlaceholderJoiner
 
 TOTAL = int(os.environ.get("TRENCADIS_SOAK_IMAGES", "20000"))
 EVERY = 500
@@ -59,8 +59,10 @@ class Media:
 
     def __init__(self) -> None:
         self.charged = 0
-        self.front = ImageFrontend(ImageProcessor(3136, 50176), MediaLoader(), PreparedCache(4 << 20))
-        self.front.uuids = UuidBook(1000)  # full before the slope is taken; its default would grow for 130,000 images
+        self.front = ImageFrontend(Qwen2VLImageProcessor(3136, 50176), MediaLoader(), ProcessorCache(4 << 20))
+        self.front.uuids = UuidRegistry(
+            1000
+        )  # full before the slope is taken; its default would grow for 130,000 images
 
     def run(self, numbers: range) -> None:
         urls = ["data:image/png;base64," + base64.b64encode(source(n)).decode() for n in numbers]
@@ -68,7 +70,7 @@ class Media:
         made = prepare_now(self.front, parts, MediaScope(f"s{numbers[0] % 3}", charge=self.charge))
         assert len({p.digest for p in made}) == len(made)
         assert self.front.cache.bytes <= self.front.cache.max_bytes
-        assert self.front.cache.bytes == sum(p.nbytes for p in self.front.cache._kept.values())
+        assert self.front.cache.bytes == sum(p.nbytes for p in self.front.cache._images.values())
 
     def charge(self, pixels: int) -> None:
         self.charged += pixels
@@ -102,18 +104,20 @@ class Whole(Media):
 
             id = f"r{number}"
             live[id] = image.pixels
-            self.engine.add(Prompt(expanded.tokens, None, expanded).request(id, self.params, arrival=time.time()))
+            self.engine.add(Prompt(expanded.tokens, None, expanded).make_request(id, self.params, arrival=time.time()))
         while not self.engine.idle():
             assert all(d.finish != "error" for d in self.engine.step())
             for id, index in self.engine.needs():
                 assert index == 0
-                self.engine.media(id, 0, live[id])
+                self.engine.add_media(id, 0, live[id])
         self.engine.step()
         self.engine.stats()
         scheduler = self.engine.scheduler
         scheduler.check()
         assert (
-            not scheduler.pixel_queue.pixels and not scheduler.pixel_queue._slots and not scheduler.pixel_queue._asked
+            not scheduler.pixel_queue.pixels
+            and not scheduler.pixel_queue._slots
+            and not scheduler.pixel_queue._requested
         )
         assert scheduler.arena.used <= scheduler.arena.capacity
         assert sum(bool(e.pins) for e in scheduler.arena._entries.values()) == 0

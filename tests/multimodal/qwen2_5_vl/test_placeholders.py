@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-from trencadis.core.kv.spans import MediaSpan
+from trencadis.core.kv.media_spans import MediaSpan
 from trencadis.multimodal.placeholders import expand_placeholders
-from trencadis.multimodal.processor import Prepared
+from trencadis.multimodal.processor import PreparedImage
 
 IMAGE = 99
 
 
 def fake(tokens, digest):
-    return Prepared(digest, np.zeros((tokens * 4, 1176), np.uint8), (1, 2, tokens * 2), tokens, 64, (28, 28 * tokens))
+    return PreparedImage(
+        digest, np.zeros((tokens * 4, 1176), np.uint8), (1, 2, tokens * 2), tokens, 64, (28, 28 * tokens)
+    )
 
 
 def test_only_the_given_places_grow():

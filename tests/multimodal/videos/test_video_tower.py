@@ -18,18 +18,18 @@ import pytest
 import torch
 
 from tests.oracles import qwen_vl_utils
+from tests.oracles.reference_towers import DEVICES, normalised, shown, tower_harness
 from tests.oracles.rotary_positions import reference
-from tests.oracles.towers import DEVICES, normalised, shown, tower_rig
 from tests.traffic import video_clips
-from tests.vision.rig import FamilyRig, Shown
-from trencadis.multimodal.options import MediaOptions
+from tests.vision.family_harness import FamilyHarness, Shown
+from trencadis.multimodal.decode_workers.worker_pool import JobResult
+from trencadis.multimodal.media_options import MediaOptions
 from trencadis.multimodal.placeholders import expand_placeholders
 from trencadis.multimodal.qwen2_vl.mrope import mrope_positions
-from trencadis.multimodal.videos.frontend import video_from_answer
-from trencadis.multimodal.videos.items import PreparedVideo, position_spans
-from trencadis.multimodal.videos.jobs import prepare_video
-from trencadis.multimodal.videos.sampling import FrameLimits
-from trencadis.multimodal.workers.pool import Answer
+from trencadis.multimodal.videos.frame_sampling import FrameLimits
+from trencadis.multimodal.videos.prepared_video import PreparedVideo, position_spans
+from trencadis.multimodal.videos.video_frontend import video_from_answer
+from trencadis.multimodal.videos.video_job import prepare_video
 
 BAR = 1e-5
 KINDS = ("webp", "list", "film", "one", "long", "odd")
@@ -64,29 +64,29 @@ def case_of(seed: int) -> Case:
     if kind == "film":
         height, width = height // 2 * 2, width // 2 * 2
     array = video_clips.frames(rng, count, height, width)
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     if rng.random() < 0.5:
-        asked |= {"min_pixels": 784 * int(rng.integers(4, 40)), "max_pixels": 784 * int(rng.integers(60, 300))}
+        requested |= {"min_pixels": 784 * int(rng.integers(4, 40)), "max_pixels": 784 * int(rng.integers(60, 300))}
     if rng.random() < 0.2:
-        asked |= {"resized_height": int(rng.integers(40, 300)), "resized_width": int(rng.integers(40, 300))}
+        requested |= {"resized_height": int(rng.integers(40, 300)), "resized_width": int(rng.integers(40, 300))}
     if kind in ("list", "one", "odd"):
-        files = [video_clips.png(p) for p in video_clips.pictures(array)]
-        want, rate = qwen_vl_utils.of_list(video_clips.pictures(array), **asked)
-        return Case(b"".join(files), asked, [(len(f), 0, 0) for f in files], want, rate)
+        files = [video_clips.png(p) for p in video_clips.make_frames(array)]
+        want, rate = qwen_vl_utils.of_list(video_clips.make_frames(array), **requested)
+        return Case(b"".join(files), requested, [(len(f), 0, 0) for f in files], want, rate)
     if rng.random() < 0.4:
-        asked["nframes"] = int(rng.integers(2, min(count, 24) + 1)) // 2 * 2
+        requested["nframes"] = int(rng.integers(2, min(count, 24) + 1)) // 2 * 2
     elif rng.random() < 0.7:
-        asked |= {"fps": float(rng.choice([0.5, 1.0, 2.0, 5.0])), "max_frames": int(rng.integers(4, 40))}
+        requested |= {"fps": float(rng.choice([0.5, 1.0, 2.0, 5.0])), "max_frames": int(rng.integers(4, 40))}
     elif rng.random() < 0.5 and count > 8:
-        asked["video_start"] = 0.1 * float(rng.integers(0, 3))
+        requested["video_start"] = 0.1 * float(rng.integers(0, 3))
     if kind == "film":
         data, fps = video_clips.film(array, rate=10, g=5), 10.0
         array = decoded(data)
     else:
         fps = float(rng.choice([2.0, 5.0, 10.0, 25.0]))
         data = video_clips.animation(array, "WEBP", round(1000 / fps))
-    want, rate = qwen_vl_utils.of_file(array, fps, **asked)
-    return Case(data, asked, None, want, rate)
+    want, rate = qwen_vl_utils.of_file(array, fps, **requested)
+    return Case(data, requested, None, want, rate)
 
 
 @cache
@@ -98,14 +98,14 @@ def prepared(seed: int) -> tuple[Case, PreparedVideo]:
         options["parts"] = case.parts
     values, buffers = prepare_video(bytearray(case.data), options)
     values |= {"indices": list(values["indices"]), "size": list(values["size"])}
-    made = video_from_answer(Answer(values, [np.frombuffer(b, np.uint8) for b in buffers]), FrameLimits(), "d", 768)
-    theirs, grid = qwen_vl_utils.pixel_values(case.want)
+    made = video_from_answer(JobResult(values, [np.frombuffer(b, np.uint8) for b in buffers]), FrameLimits(), "d", 768)
+    expected, grid = qwen_vl_utils.pixel_values(case.want)
     assert (
         list(made.grid) == grid
         and made.fps == pytest.approx(case.rate)
         and made.seconds == pytest.approx(2 / case.rate)
     )
-    step = (normalised(pixels_of(made)) - theirs).abs()
+    step = (normalised(pixels_of(made)) - expected).abs()
     # A tie between two bytes may fall either way: one 255th, over the smallest deviation of a channel.
     assert (step < 1e-5).float().mean() > 0.99 and step.max() < 0.016
     return case, made
@@ -134,8 +134,8 @@ def _whole(spans: Any, video: PreparedVideo) -> tuple[Any, float, int, Any]:
 
 
 @pytest.fixture(scope="module")
-def rigs(vl_checkpoint: Path) -> Callable[[str], FamilyRig]:
-    return cache(lambda device: tower_rig(vl_checkpoint, device))
+def harnesses(vl_checkpoint: Path) -> Callable[[str], FamilyHarness]:
+    return cache(lambda device: tower_harness(vl_checkpoint, device))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def encoded(vl_checkpoint: Path, oracle: Any) -> Callable[[int], list[Shown]]:
     return images
 
 
-def run(device: str, seeds: range, rigs: Any, encoded: Any) -> None:
+def run(device: str, seeds: range, harnesses: Any, encoded: Any) -> None:
     worst, launches, patches = 0.0, 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -165,18 +165,18 @@ def run(device: str, seeds: range, rigs: Any, encoded: Any) -> None:
             # As many as 8,192 slots hold, like an encoder budget that a clip exceeds.
             room = max(1, min(8, 2048 // len(waiting[0].want)))
             some, waiting = waiting[:room], waiting[room:]
-            worst = max(worst, rigs(device).worst(some, rng, 64 * int(rng.integers(0, 4))))
+            worst = max(worst, harnesses(device).worst(some, rng, 64 * int(rng.integers(0, 4))))
             launches += 1
     print(f"{device}: {len(seeds)} clips, {patches} temporal patches, {launches} launches, worst {worst:.1e}")
     assert worst <= BAR
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_clip_of_each_kind(device: str, rigs: Any, encoded: Any) -> None:
-    run(device, range(len(KINDS)), rigs, encoded)
+def test_a_clip_of_each_kind(device: str, harnesses: Any, encoded: Any) -> None:
+    run(device, range(len(KINDS)), harnesses, encoded)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_sixty_clips(device: str, rigs: Any, encoded: Any) -> None:
-    run(device, range(100, 160), rigs, encoded)
+def test_sixty_clips(device: str, harnesses: Any, encoded: Any) -> None:
+    run(device, range(100, 160), harnesses, encoded)

@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 from triton.runtime import interpreter as triton_interpreter
 
-from trencadis.backends.cuda.kernels.layers import dependent, skinny
+from trencadis.backends.cuda.kernels.layers import dependent_launch, skinny_gemm
 
 Addresses = NDArray[np.uint64]
 NONE: Addresses = np.zeros(0, np.uint64)
@@ -61,10 +61,10 @@ class Recorder:
     def on(self) -> Iterator[Recorder]:
         builder, executor = triton_interpreter.InterpreterBuilder, triton_interpreter.GridExecutor
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dependent, "possible", lambda device: True)
-            patch.setattr(dependent, "gdc_wait", self._wait)
-            patch.setattr(dependent, "gdc_launch_dependents", self._tell)
-            patch.setattr(skinny, "fetch", self._fetch)
+            patch.setattr(dependent_launch, "possible", lambda device: True)
+            patch.setattr(dependent_launch, "gdc_wait", self._wait)
+            patch.setattr(dependent_launch, "gdc_launch_dependents", self._tell)
+            patch.setattr(skinny_gemm, "fetch", self._fetch)
             patch.setattr(executor, "__call__", self._launch(executor.__call__))
             patch.setattr(builder, "set_grid_idx", self._program(builder.set_grid_idx))
             for name, kinds in (
@@ -158,11 +158,11 @@ def _beside_late(launches: list[DependentLaunch], i: int) -> list[int]:
 
 def _overlaps(earlier: DependentLaunch, later: DependentLaunch, phase: Touched, when: str) -> list[str]:
     found = []
-    for own, theirs in ((False, True), (True, True), (True, False)):
+    for own, reference in ((False, True), (True, True), (True, False)):
         for part in (earlier.early, earlier.late):
-            both = np.intersect1d(phase.all(own), part.all(theirs), assume_unique=True)
+            both = np.intersect1d(phase.all(own), part.all(reference), assume_unique=True)
             if both.size:
-                does, did = ("writes" if writes else "reads" for writes in (own, theirs))
+                does, did = ("writes" if writes else "reads" for writes in (own, reference))
                 found.append(f"{later.name} {does} {when} what {earlier.name} {did}: {both.size} words")
     return found
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.oracles.attention_cases import Case, Prepared, frequencies, prepared
 from trencadis.backends.cpu import make_backend
-from trencadis.backends.cpu.comm import SingleRank
-from trencadis.backends.cpu.reference import ReferenceOps
+from trencadis.backends.cpu.gloo_comm import SingleRank
+from trencadis.backends.cpu.reference_ops import ReferenceOps
 from trencadis.core.backend import BackendConfig, LayerKV, Rotary
 from trencadis.core.buckets import Bucket, Stage
 from trencadis.core.checkpoint.model_config import TextConfig
-from trencadis.core.models.decoder import Layer
+from trencadis.core.models.decoder import DecoderLayer
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,16 @@ class LayerRun:
         n = len(self.ready.tensors.tokens)
         self.x, self.residual = random(n, c.hidden), random(n, c.hidden)
 
-    def layer(self, ops: Any, comm: Any = None, dtype: torch.dtype | None = None) -> Layer:
+    def layer(self, ops: Any, comm: Any = None, dtype: torch.dtype | None = None) -> DecoderLayer:
         """The layer over ``ops``, in its own type or another."""
         device = torch.device("cpu") if dtype else self.device
         kept = dtype or self.case.dtype
         backend: Any = SimpleNamespace(ops=ops, comm=comm or SingleRank(), device=device, values=True, dtype=kept)
-        layer = Layer(backend, self.case.config)
+        layer = DecoderLayer(backend, self.case.config)
         attention, mlp = layer.attention, layer.mlp
         for name, linear in (
-            ("qkv", attention.qkv), ("out", attention.out), ("gate_up", mlp.gate_up), ("down", mlp.down),  # type: ignore[union-attr]
+            ("qkv", attention.qkv), ("out", attention.out), ("gate_up", mlp.gate_up), ("down", mlp.down),
+            # type: ignore[union-attr]
         ):  # fmt: skip
             weight, bias = self.weights[name]
             linear.pack(weight.to(device, kept), None if bias is None else bias.to(device, kept))
@@ -99,7 +100,7 @@ class LayerRun:
             norm.weight = weight.to(device, kept)
         return layer
 
-    def run(self, layer: Layer, ops: Any, first: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def run(self, layer: DecoderLayer, ops: Any, first: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(the stream with all that the layer adds, keys, values, attention's input) through ``ops.layer``."""
         self.ready.reset()
         layer.attention.bind(self.ready.cache)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.oracles.layers.rank_turns import RankTurns
-from trencadis.backends.cuda.kernels.peers import memory, shards, sums
+from trencadis.backends.cuda.kernels.peers import one_shot_reduce, symmetric_memory, two_shot_reduce
 
-WAYS = {1: sums.all_reduce, 2: shards.all_reduce}
+WAYS = {1: one_shot_reduce.all_reduce, 2: two_shot_reduce.all_reduce}
 LAUNCHES = 4
 
 
@@ -28,9 +28,11 @@ class PeerRun:
         steps: int = 1,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
-        self.buffers = [torch.zeros(memory.room_bytes(steps, world), dtype=torch.uint8) for _ in range(world)]
+        self.buffers = [
+            torch.zeros(symmetric_memory.peer_buffer_bytes(steps, world), dtype=torch.uint8) for _ in range(world)
+        ]
         cpu = torch.device("cpu")
-        self.rooms = [memory.room_of(self.buffers, rank, cpu, steps) for rank in range(world)]
+        self.rooms = [symmetric_memory.make_peer_buffers(self.buffers, rank, cpu, steps) for rank in range(world)]
         self.x = [torch.randn(world, count, generator=generator).to(dtype) for count in counts]
         self.residual = [torch.randn(count, generator=generator).to(dtype) if added else None for count in counts]
         self.out: list[list[Tensor]] = [[] for _ in range(world)]

@@ -12,22 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.forms import family_checkpoint
 from tests.families.test_quantised_experts import prompt_values
+from tests.families.text_checkpoints import family_checkpoint
 from tests.quant import checkpoints as quantised
 from tests.quant.test_loading import on
 from tests.quant.test_writing import TYPES, folder, written
 from trencadis.backends.cpu import make_backend
 from trencadis.core.backend import BackendConfig
-from trencadis.core.checkpoint.reading import load_config
-from trencadis.core.models.collected import Collected
-from trencadis.core.models.loader import weights_of
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.models.checkpoint_source import CheckpointSource
 from trencadis.core.models.registry import family_of
-from trencadis.core.quant.online import quantised as nearest
-from trencadis.core.quant.writing import rounding
+from trencadis.core.models.weight_loader import open_weights
+from trencadis.core.quant.online_quant import quantise as nearest
+from trencadis.core.quant.writing import layer_rounding
 from trencadis.core.quant.writing.calibration import Calibrant, Calibration
-from trencadis.core.quant.writing.convert import convert, recipe_for
-from trencadis.core.quant.writing.stored import EXPERTS, opened
+from trencadis.core.quant.writing.convert_checkpoint import convert, recipe_for
+from trencadis.core.quant.writing.source_checkpoint import EXPERTS, open_checkpoint
 from trencadis.core.request import Request, SamplingParams
 
 pytestmark = pytest.mark.part("quantised")
@@ -69,12 +69,12 @@ def prompts(count: int, length: int = 32) -> list[Calibrant]:
 def values(path: Path) -> dict[str, torch.Tensor]:
     """Canonical name of each linear of the decoder -> what our reader makes of it, float32."""
     config, backend = load_config(path), make_backend(BackendConfig(options={"threads": "1"}))
-    held = Collected(weights_of(path), family_of(config.architecture).names, backend, config)
+    held = CheckpointSource(open_weights(path), family_of(config.architecture).names, backend, config)
     found = {}
     for name in dict.fromkeys(n.rpartition(".")[0] for n in held.tensors if "_proj." in n):
         stated = held.tensors.get(f"{name}.weight_shape")
         rows, columns = held.tensors[f"{name}.weight"].shape if stated is None else stated.tolist()
-        q = held.quantised(name, (rows, columns), 0, 0, rows)
+        q = held.take_quantised(name, (rows, columns), 0, 0, rows)
         assert q is not None, f"{name} is kept in 16 bits"
         found[name] = q.dequantised()
     return found
@@ -85,7 +85,7 @@ def test_every_expert_is_written_and_the_router_is_kept(form: str, to: str, sour
     """Codes are those of the best clipping, bit for bit; all else is what it was, and files are equal twice."""
     out = written(source(form), tmp_path / "out", to)
     assert folder(out) == folder(written(source(form), tmp_path / "again", to))
-    held, found, config = opened(source(form)), values(out), load_config(out)
+    held, found, config = open_checkpoint(source(form)), values(out), load_config(out)
     recipe = recipe_for(held, to)
     places = [place for some in held.layers.values() for place in some]
     assert set(found) == {place.module for place in places} and any(EXPERTS in place.module for place in places)
@@ -109,8 +109,8 @@ def test_every_expert_is_written_and_the_router_is_kept(form: str, to: str, sour
 def twin(source: Path, out: Path, path: Path) -> Path:
     """A copy of ``source`` in 32 bits that holds what the codes of ``path`` stand for."""
     found, stored = values(path), dict[str, torch.Tensor]()
-    modules = {place.stored: place.module for some in opened(source).layers.values() for place in some}
-    for name, tensor in opened(source).tensors.items():
+    modules = {place.stored: place.module for some in open_checkpoint(source).layers.values() for place in some}
+    for name, tensor in open_checkpoint(source).tensors.items():
         stored[name] = found[modules[name]] if name in modules else tensor
     return quantised.copied(source, out, stored, None)
 
@@ -147,17 +147,17 @@ def test_calibration_sees_the_inputs_of_each_expert(source: Source) -> None:
     import transformers
 
     path = source("mixtral")
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    held, some, seen = opened(path), prompts(2), dict[int, list[torch.Tensor]]()
-    for number, layer in enumerate(theirs.model.layers):
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    held, some, seen = open_checkpoint(path), prompts(2), dict[int, list[torch.Tensor]]()
+    for number, layer in enumerate(reference.model.layers):
         layer.mlp.register_forward_pre_hook(
             lambda _, args, number=number: seen.setdefault(number, []).append(args[0].flatten(0, -2))
         )
     with torch.inference_mode():
         for prompt in some:
-            theirs(input_ids=torch.tensor([prompt.request.tokens]))
+            reference(input_ids=torch.tensor([prompt.request.tokens]))
     ours = Calibration(held.config, held, some, threads=1)
-    for number, layer in enumerate(theirs.model.layers):
+    for number, layer in enumerate(reference.model.layers):
         grams = ours.grams(number, [place.module for place in held.layers[number]])
         x, rows = torch.cat(seen[number]), 0
         chosen = (x @ layer.mlp.gate.weight.t()).topk(2).indices
@@ -179,10 +179,10 @@ def test_seldom_experts_take_the_nearest_codes_and_a_line_says_so(
     to: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those with as many inputs as columns make up for their errors; passes over fewer sums change no code."""
-    held = opened(source("qwen3_moe"))
+    held = open_checkpoint(source("qwen3_moe"))
     recipe, few, lines = recipe_for(held, to), prompts(5), list[str]()
     convert(held, tmp_path / "whole", recipe, few, lines.append, threads=1)
-    monkeypatch.setattr(rounding, "SUMS", 1)
+    monkeypatch.setattr(layer_rounding, "SUMS", 1)
     convert(held, tmp_path / "parts", recipe, few, threads=1)
     assert folder(tmp_path / "whole") == folder(tmp_path / "parts")
     found, calibration, seldom = values(tmp_path / "whole"), Calibration(held.config, held, few, threads=1), 0
@@ -204,4 +204,4 @@ def test_a_layer_without_an_expert_is_refused(source: Source, tmp_path: Path) ->
     path = quantised.copied(source("mixtral"), tmp_path / "short", stored, None)
     assert json.loads((path / "config.json").read_text())["num_local_experts"] == 4
     with pytest.raises(Exception, match="has 15 linear weights in layer 1 of its decoder, not 16"):
-        opened(path)
+        open_checkpoint(path)

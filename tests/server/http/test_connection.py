@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from trencadis.server.config.config import ServerConfig
-from trencadis.server.http import connection, listen, web
+from trencadis.server.http import listener, uvicorn_connection, uvicorn_server
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 UVICORN = "uvicorn.error", "uvicorn.access", "uvicorn.asgi"
@@ -36,13 +36,13 @@ def post(body: bytes = CHAT, version: bytes = b"1.1", extra: bytes = b"") -> byt
 class Site:
     """A server of ours over the scripted engine; its loop's complaints are collected."""
 
-    def __init__(self, rig: Any, **fields: Any) -> None:
+    def __init__(self, harness: Any, **fields: Any) -> None:
         self.levels = {name: logging.getLogger(name).level for name in UVICORN}
         server = ServerConfig(host="127.0.0.1", port=0, uvicorn_log_level="error", **fields)
-        self.sock = listen.listen(server)
+        self.sock = listener.open_listener(server)
         self.port = self.sock.getsockname()[1]
-        app = rig.app(receive_timeout=server.receive_timeout, max_body_bytes=server.max_body_bytes)
-        self.web = web.make_server(server, app, 1)
+        app = harness.app(receive_timeout=server.receive_timeout, max_body_bytes=server.max_body_bytes)
+        self.web = uvicorn_server.make_server(server, app, 1)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.web.serve([self.sock])), daemon=True)
         self.thread.start()
         while not self.web.started:
@@ -67,11 +67,11 @@ class Site:
 
 
 @pytest.fixture
-def site(rig: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def site(harness: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def make(**fields: Any) -> Site:
-            made = Site(rig, **fields)
+            made = Site(harness, **fields)
             stack.callback(made.end)
             return made
 
@@ -109,17 +109,17 @@ def ended(s: socket.socket, seconds: float = 5.0) -> bytes:
 def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that write at once do not make one long pass of the loop; the order of their bytes stays."""
     made = site()
-    shared: connection.SharedLimits = made.web.config.http.args[0]
+    shared: uvicorn_connection.SharedLimits = made.web.config.http.args[0]
     begun: list[int] = []
     loops: list[asyncio.AbstractEventLoop] = []
-    usual = connection.SharedLimits._pass
+    usual = uvicorn_connection.SharedLimits._run_pass
 
-    def counted(self: connection.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
+    def counted(self: uvicorn_connection.SharedLimits, loop: asyncio.AbstractEventLoop) -> None:
         loops.append(loop)
         usual(self, loop)
         begun.append(self.begun)
 
-    monkeypatch.setattr(connection.SharedLimits, "_pass", counted)
+    monkeypatch.setattr(uvicorn_connection.SharedLimits, "_run_pass", counted)
     busy = threading.Event()
     with ExitStack() as stack:
         sockets = [stack.enter_context(made.connect()) for _ in range(30)]
@@ -136,8 +136,11 @@ def test_few_requests_begin_in_one_pass_and_none_is_forgotten(site: Any, monkeyp
         for one in sockets[:-2]:
             assert b"200 OK" in answer(one)
         assert b" 400 " in answer(sockets[-1])
-    assert max(begun) == connection.AT_A_TIME and len([n for n in begun if n]) >= 29 // connection.AT_A_TIME - 1
-    assert not shared.late
+    assert (
+        max(begun) == uvicorn_connection.STARTS_PER_PASS
+        and len([n for n in begun if n]) >= 29 // uvicorn_connection.STARTS_PER_PASS - 1
+    )
+    assert not shared.deferred
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -156,7 +159,7 @@ def test_a_request_that_comes_as_its_connection_is_given_up_is_answered(site: An
         def give_up() -> None:
             held.set()
             sent.wait(30)
-            (one._late if fresh else one.timeout_keep_alive_handler)()
+            (one._on_timeout if fresh else one.timeout_keep_alive_handler)()
 
         one.loop.call_soon_threadsafe(give_up)
         assert held.wait(30)
@@ -229,11 +232,11 @@ def test_heads_are_bounded_each_and_together(
 ) -> None:
     halls = []
 
-    def hall(seconds: float) -> connection.SharedLimits:
-        halls.append(connection.SharedLimits(seconds, 150_000))
+    def hall(seconds: float) -> uvicorn_connection.SharedLimits:
+        halls.append(uvicorn_connection.SharedLimits(seconds, 150_000))
         return halls[-1]
 
-    monkeypatch.setattr(web, "SharedLimits", hall)
+    monkeypatch.setattr(uvicorn_server, "SharedLimits", hall)
     made = site()
     with made.connect() as s:
         s.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000)
@@ -262,28 +265,28 @@ def test_heads_are_bounded_each_and_together(
     assert halls[0].held == 0
 
 
-def test_a_client_that_ends_its_side_gets_its_answer(site: Any, rig: Any) -> None:
+def test_a_client_that_ends_its_side_gets_its_answer(site: Any, harness: Any) -> None:
     made = site()
-    rig.engine.delay = 0.02
+    harness.engine.delay = 0.02
     for body in (CHAT, CHAT[:-1] + b', "stream": true}'):
         with made.connect() as s:
             s.sendall(post(body))
             s.shutdown(socket.SHUT_WR)
             got = ended(s)
             assert b" 200 OK" in got and "日本".encode() in got, got
-    assert not rig.engine.aborted
+    assert not harness.engine.aborted
 
 
 @pytest.mark.parametrize("how", ["close", "shutdown", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_is_gone_frees_its_request(site: Any, rig: Any, how: str, stream: bool) -> None:
+def test_a_client_that_is_gone_frees_its_request(site: Any, harness: Any, how: str, stream: bool) -> None:
     made = site()
-    rig.engine.delay = 0.05
+    harness.engine.delay = 0.05
     body = CHAT[:-1] + b', "ignore_eos": true, "max_tokens": 500, "stream": %s}' % str(stream).lower().encode()
     s = made.connect()
     s.sendall(post(body, b"1.0" if how == "1.0" else b"1.1"))
     end = time.monotonic() + 5
-    while not rig.engine.submitted:
+    while not harness.engine.submitted:
         assert time.monotonic() < end
         time.sleep(0.005)
     time.sleep(0.1)
@@ -292,7 +295,7 @@ def test_a_client_that_is_gone_frees_its_request(site: Any, rig: Any, how: str, 
     else:
         s.close()
     end = time.monotonic() + 2.5
-    while not rig.engine.aborted:
+    while not harness.engine.aborted:
         assert time.monotonic() < end
         time.sleep(0.005)
     s.close()
@@ -323,7 +326,7 @@ def test_connections_of_a_burst_wait_for_a_busy_server(site: Any) -> None:
     most = int(Path("/proc/sys/net/core/somaxconn").read_text())
     info = made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     queued, longest = struct.unpack_from("II", info, 24)  # tcpi_unacked, tcpi_sacked: of a listener
-    assert queued == 0 and longest == min(listen.QUEUED, most)
+    assert queued == 0 and longest == min(listener.QUEUED, most)
 
 
 def test_without_descriptors_it_neither_spins_nor_floods(site: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,9 +355,9 @@ def test_without_descriptors_it_neither_spins_nor_floods(site: Any, caplog: pyte
 
 def test_room_is_what_the_limit_of_descriptors_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     used = len(os.listdir("/proc/self/fd"))
-    for limit, asked, least, most in (
+    for limit, requested, least, most in (
         (65535, None, 4096, 4096), (65535, 50, 50, 50), (1024, None, 1024 - used - 170, 1024 - used - 150),
         (used + 30, None, 15, 25), (used + 30, 10_000, 15, 25), (resource.RLIM_INFINITY, 9000, 9000, 9000),
     ):  # fmt: skip
         monkeypatch.setattr(resource, "getrlimit", functools.partial(lambda _, given: (given, given), given=limit))
-        assert least <= listen.room(asked) <= most, limit
+        assert least <= listener.get_max_connections(requested) <= most, limit

@@ -14,9 +14,9 @@ import pytest
 from tests.fakes.scripted_app import ScriptedApp
 from tests.server.http.test_connection import Site, answer
 from trencadis.core.config import EngineConfig
-from trencadis.server.http.connection import Connection
-from trencadis.server.http.heads import WaitingHeads, name_shown, shown_keys
-from trencadis.server.tenants.registry import Tenants
+from trencadis.server.http.pending_heads import PendingHeads, find_keys, find_tenant_name
+from trencadis.server.http.uvicorn_connection import LimitedH11Protocol
+from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}).encode()
 
@@ -36,12 +36,12 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens"
 def test_keys_are_found_in_bytes(fields: bytes, keys: list[bytes]) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + fields
     for rest in (b"", b"\r\n", b"\r\n\r\n", b'\r\n\r\n{"a":\r\nx-api-key: body}'):
-        assert shown_keys(head + rest) == keys
+        assert find_keys(head + rest) == keys
 
 
 def test_names_take_turns_and_within_one_the_oldest_and_the_newest() -> None:
-    heads = WaitingHeads[str]()
-    heads.name_of = lambda data: data.decode()
+    heads = PendingHeads[str]()
+    heads.get_tenant = lambda data: data.decode()
     for i in range(6):
         heads.put(f"a{i}", b"a")
     heads.put("b0", b"b")
@@ -62,23 +62,28 @@ def keys(tmp_path: Path) -> str:
 
 
 def test_only_keys_that_count_have_a_name(keys: str) -> None:
-    tenants = Tenants(Path(keys))
+    tenants = TenantRegistry(Path(keys))
     head = b"GET / HTTP/1.1\r\nx-api-key: "
-    assert [name_shown(tenants, head + key) for key in (b"flood", b"gone", b"other", b"")] == ["flood", "", "", ""]
+    assert [find_tenant_name(tenants, head + key) for key in (b"flood", b"gone", b"other", b"")] == [
+        "flood",
+        "",
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs"])
 def test_a_request_beside_a_flood_of_heads_is_read_next(
-    rig: ScriptedApp, keys: str, monkeypatch: pytest.MonkeyPatch, policy: str
+    harness: ScriptedApp, keys: str, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """The flood's come before and behind it, while the loop is held."""
     engine = EngineConfig(model="m", scheduling_policy=policy)
-    usual = rig.app
-    monkeypatch.setattr(rig, "app", lambda **given: usual(api_key_file=keys, engine=engine, **given))
-    made, order, busy = Site(rig), list[int](), threading.Event()
-    begin = Connection.handle_events
+    usual = harness.app
+    monkeypatch.setattr(harness, "app", lambda **given: usual(api_key_file=keys, engine=engine, **given))
+    made, order, busy = Site(harness), list[int](), threading.Event()
+    begin = LimitedH11Protocol.handle_events
 
-    def counted(self: Connection) -> None:
+    def counted(self: LimitedH11Protocol) -> None:
         before = self.cycle
         begin(self)
         if self.cycle is not before and self.client is not None:
@@ -92,7 +97,7 @@ def test_a_request_beside_a_flood_of_heads_is_read_next(
         for one in sockets:
             one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b"200 OK" in answer(one)
-        monkeypatch.setattr(Connection, "handle_events", counted)
+        monkeypatch.setattr(LimitedH11Protocol, "handle_events", counted)
         next(iter(made.web.server_state.connections)).loop.call_soon_threadsafe(busy.wait, 30)  # type: ignore[union-attr]
         for i, one in enumerate(sockets):
             one.sendall(head % (b"mine" if i == 20 else b"flood") + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT)

@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.oracles.declared import check_declared, operation, spec_of
+from tests.oracles.openapi_checks import check_declared, operation, spec_of
 from trencadis.core.errors import QueueFull, Unavailable
-from trencadis.core.process.wire import EngineStats
+from trencadis.core.process.engine_messages import EngineStats
 from trencadis.core.progress import Warming
 from trencadis.server.admission import Bounds
 
@@ -30,8 +30,8 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_the_routes_answer_is_what_they_declare(rig: Any) -> None:
-    spec = spec_of(rig.app())
+def test_what_the_routes_answer_is_what_they_declare(harness: Any) -> None:
+    spec = spec_of(harness.app())
     for path, body in GOOD.items():
         described = operation(spec, "POST", path) or {}
         content = described.get("requestBody", {}).get("content", {}).get("application/json")
@@ -39,84 +39,86 @@ def test_what_the_routes_answer_is_what_they_declare(rig: Any) -> None:
             jsonschema.validate(body, {**content["schema"], "components": spec["components"]})
 
 
-def answer(rig: Any, apps: dict[int, Any], path: str, status: int) -> Any:
+def answer(harness: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     """The answer of a POST to ``path`` that has ``status``: what is wrong is brought about first."""
     body: Any = GOOD[path]
     fields = {"method": "POST", "headers": JSON}
-    rig.made = apps.get(status, apps[0])
-    rig.images.status = status if status in (409, 415, 422) else 0
-    rig.engine.accepting = status != 503
+    harness.made = apps.get(status, apps[0])
+    harness.images.status = status if status in (409, 415, 422) else 0
+    harness.engine.accepting = status != 503
     for name in ("chat_prompt", "raw_prompt", "raw_prompts"):
-        vars(rig.service).pop(name, None)
+        vars(harness.service).pop(name, None)
     if status == 500:
-        rig.service.chat_prompt = rig.service.raw_prompt = rig.service.raw_prompts = None
+        harness.service.make_chat_prompt = harness.service.make_raw_prompt = harness.service.make_raw_prompts = None
         if path == "/detokenize":
-            rig.service.tokenizer = None
+            harness.service.tokenizer = None
     if status in (413, 429, 529):
-        return rig.call(path, content=b"{} ", **fields)
+        return harness.call(path, content=b"{} ", **fields)
     if status == 400:
-        return rig.call(path, method="POST", content=b"{", headers={"content-type": "text/plain"})
+        return harness.call(path, method="POST", content=b"{", headers={"content-type": "text/plain"})
     address = "data:text/plain,abc"
     image: Any = {"type": "image_url", "image_url": address}
     if "messages" in path:
         image = {"type": "image", "source": {"type": "url", "url": address}}
-    talk = [{"role": "user", "content": [image]}]
+    conversation = [{"role": "user", "content": [image]}]
     said = "input" if "responses" in path else "messages"
-    changes: dict[int, Any] = {403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {said: talk}}
+    changes: dict[int, Any] = {403: {"chat_template": "x"}, 404: {"model": "nope"}, 501: {said: conversation}}
     if path.endswith("/batch"):
-        changes[501] = {"messages": [talk]}
-    return rig.call(path, {**body, **changes[status]} if status in changes else body, **fields)
+        changes[501] = {"messages": [conversation]}
+    return harness.call(path, {**body, **changes[status]} if status in changes else body, **fields)
 
 
-def declared(rig: Any) -> list[tuple[str, str, int]]:
-    paths = spec_of(rig.made or rig.app())["paths"]
+def declared(harness: Any) -> list[tuple[str, str, int]]:
+    paths = spec_of(harness.made or harness.app())["paths"]
     return [(p, m, int(s)) for p, ms in paths.items() for m, op in ms.items() for s in op["responses"]]
 
 
-def test_every_declared_error_of_a_post_is_answered(rig: Any) -> None:
-    full = rig.app(bounds=Bounds(body_bytes=10))
+def test_every_declared_error_of_a_post_is_answered(harness: Any) -> None:
+    full = harness.app(bounds=Bounds(body_bytes=10))
     full.state.trencadis.admission.bodies.open().charge(10)
-    apps = {401: rig.app(api_key=["k"]), 413: rig.app(max_body_bytes=2), 429: full, 529: full}
-    apps |= {431: rig.app(h11_max_header_count=1), 504: rig.app(request_timeout=1e-9), 0: rig.app()}
+    apps = {401: harness.app(api_key=["k"]), 413: harness.app(max_body_bytes=2), 429: full, 529: full}
+    apps |= {431: harness.app(h11_max_header_count=1), 504: harness.app(request_timeout=1e-9), 0: harness.app()}
     # A key's own limit, which is a 429 of these paths too, is tested with the tenants.
     wanted = [
-        (p, s) for p, method, s in declared(rig) if method == "post" and s >= 400 and not (s == 429 and "messages" in p)
+        (p, s)
+        for p, method, s in declared(harness)
+        if method == "post" and s >= 400 and not (s == 429 and "messages" in p)
     ]
     for path, status in wanted:
-        assert answer(rig, apps, path, status).status_code == status, (path, status)
+        assert answer(harness, apps, path, status).status_code == status, (path, status)
     assert len(wanted) > 30
 
 
-def test_every_declared_error_of_a_get_is_answered(rig: Any) -> None:
+def test_every_declared_error_of_a_get_is_answered(harness: Any) -> None:
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
-    rig.app(api_key=["k"], metrics_auth=True)
+    harness.app(api_key=["k"], metrics_auth=True)
     crowded: list[str] = []
-    for path, method, status in declared(rig):
+    for path, method, status in declared(harness):
         if method == "get" and status == 401:
-            assert rig.call(path.replace("{model}", "m")).status_code == 401, path
+            assert harness.call(path.replace("{model}", "m")).status_code == 401, path
         elif method == "get" and status == 431:
             crowded.append(path.replace("{model}", "m"))
         elif method == "get" and status >= 400:
-            calls[path, status] = partial(rig.call, path.replace("{model}", "nope"))
-    rig.app()
+            calls[path, status] = partial(harness.call, path.replace("{model}", "nope"))
+    harness.app()
     assert calls.pop(("/v1/models/{model}", 404))().status_code == 404
-    rig.engine.accepting = rig.engine.ready = False
-    rig.engine.failing = True
+    harness.engine.accepting = harness.engine.ready = False
+    harness.engine.failing = True
     assert calls and all(call().status_code == status for (_, status), call in calls.items())
-    rig.app(h11_max_header_count=1)
-    assert crowded and all(rig.call(path).status_code == 431 for path in crowded)
+    harness.app(h11_max_header_count=1)
+    assert crowded and all(harness.call(path).status_code == 431 for path in crowded)
 
 
-def test_a_probe_that_tells_of_progress_is_as_declared(rig: Any) -> None:
-    rig.engine.stats = EngineStats()
-    rig.engine.stats.graphs.warming = Warming(phase="capturing", done=1, total=4)
-    assert rig.call("/health").json()["progress"]["total"] == 4
+def test_a_probe_that_tells_of_progress_is_as_declared(harness: Any) -> None:
+    harness.engine.stats = EngineStats()
+    harness.engine.stats.graphs.warming = Warming(phase="capturing", done=1, total=4)
+    assert harness.call("/health").json()["progress"]["total"] == 4
 
 
-def test_the_description(rig: Any) -> None:
-    spec = rig.call("/openapi.json").json()
+def test_the_description(harness: Any) -> None:
+    spec = harness.call("/openapi.json").json()
     text = json.dumps(spec)
-    assert "ChatRequest" in text and "HTTPValidationError" not in text and spec == spec_of(rig.app())
+    assert "ChatRequest" in text and "HTTPValidationError" not in text and spec == spec_of(harness.app())
     assert list(spec["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     for path, methods in spec["paths"].items():
         for one in methods.values():
@@ -127,18 +129,18 @@ def test_the_description(rig: Any) -> None:
                     assert schema == {"$ref": f"#/components/schemas/{name}"}
     names = {ref for ref in text.split('"') if ref.startswith("#/components/schemas/")}
     assert {ref.rpartition("/")[2] for ref in names} <= set(spec["components"]["schemas"])
-    assert rig.call("/docs").status_code == 200
-    rig.app(disable_fastapi_docs=True)
-    assert rig.call("/openapi.json").status_code == 404
+    assert harness.call("/docs").status_code == 200
+    harness.app(disable_fastapi_docs=True)
+    assert harness.call("/openapi.json").status_code == 404
 
 
-def test_streams_are_declared_as_events(rig: Any) -> None:
-    for response in (rig.chat(stream=True), rig.complete(stream=True)):
+def test_streams_are_declared_as_events(harness: Any) -> None:
+    for response in (harness.chat(stream=True), harness.complete(stream=True)):
         assert response.headers["content-type"].startswith("text/event-stream")
 
 
-def test_the_check_finds_what_is_not_declared(rig: Any) -> None:
-    app = rig.app()
+def test_the_check_finds_what_is_not_declared(harness: Any) -> None:
+    app = harness.app()
     found = operation(spec_of(app), "POST", "/v1/chat/completions")
     assert found is not None and operation(spec_of(app), "GET", "/nope") is None
     changes: list[Callable[[Any], Any]] = [
@@ -147,20 +149,20 @@ def test_the_check_finds_what_is_not_declared(rig: Any) -> None:
         lambda r: setattr(r, "_content", b'{"id": "x"}'),
     ]
     for change in changes:
-        response = rig.chat()
+        response = harness.chat()
         change(response)
         with pytest.raises(AssertionError):
             check_declared(app, response)
 
 
-def test_an_engine_that_refuses_says_when_to_come_back(rig: Any) -> None:
+def test_an_engine_that_refuses_says_when_to_come_back(harness: Any) -> None:
     for error in (QueueFull("full", retry_after=3), Unavailable("gone", retry_after=4)):
-        rig.engine.refuse = error
-        assert rig.chat().headers["retry-after"] == str(error.retry_after)
+        harness.engine.refuse = error
+        assert harness.chat().headers["retry-after"] == str(error.retry_after)
 
 
-def test_a_path_of_two_methods_allows_both(rig: Any) -> None:
-    response = rig.call("/ping", method="DELETE")
+def test_a_path_of_two_methods_allows_both(harness: Any) -> None:
+    response = harness.call("/ping", method="DELETE")
     assert response.status_code == 405 and {*response.headers["allow"].split(", ")} == {"GET", "POST"}
 
 
@@ -189,8 +191,8 @@ def limits(schema: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
-def test_every_described_bound_is_one(rig: Any, path: str) -> None:
-    spec = spec_of(rig.app())
+def test_every_described_bound_is_one(harness: Any, path: str) -> None:
+    spec = spec_of(harness.app())
     ref = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     base = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
     beside = BESIDE if "chat" in path else {**BESIDE, "max_tokens": {"echo": True}}
@@ -203,7 +205,7 @@ def test_every_described_bound_is_one(rig: Any, path: str) -> None:
                     continue
                 made = MAKE[keyword](n) if keyword in MAKE else [ITEMS[field]] * n
                 body = {**base, **beside.get(field, {}), field: made, "cache_salt": "s"}
-                response = rig.call(path, body if field != "cache_salt" else {**body, field: made})
+                response = harness.call(path, body if field != "cache_salt" else {**body, field: made})
                 assert (response.status_code < 400) == good, (field, keyword, n, response.text[:200])
                 tried += 1
     assert tried > (30 if "v1" in path else 4)

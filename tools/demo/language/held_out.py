@@ -48,7 +48,7 @@ class Item:
     kind: str
     intent: str
     grid: tuple[int, int]
-    pictures: list[Picture]
+    images: list[Picture]
     wordings: list[str]  # in the order of WAYS
     answer: str
 

@@ -224,7 +224,7 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-PICTURE_WORDS = ("this picture", "the picture", "the image", "this image", "the photo", "this photo", "the drawing")
+IMAGE_WORDS = ("this picture", "the picture", "the image", "this image", "the photo", "this photo", "the drawing")
 THING_WORDS = ("shape", "shape", "object", "thing", "figure")
 OPENINGS = (
     "Please tell me: ",
@@ -258,7 +258,7 @@ def plain(text: str) -> str:
 
 def fill(template: str, slots: dict[str, str], rng: Random) -> str:
     """The template with its slots filled and a capital first letter."""
-    text = template.format(pic=rng.choice(PICTURE_WORDS), thing=slots.get("noun") or rng.choice(THING_WORDS), **slots)
+    text = template.format(pic=rng.choice(IMAGE_WORDS), thing=slots.get("noun") or rng.choice(THING_WORDS), **slots)
     return text[:1].upper() + text[1:]
 
 

@@ -1,7 +1,7 @@
 """Which experts a token takes, and the order in which a grouped product reads its rows. No count leaves the card.
 
 A pair is a token and one of its experts: pair i belongs to token i // top. Pairs of an expert stand side by side, in
-their own order, and begin at a whole tile; how many tiles a launch has room for follows from its shape alone, and those
+their own order, and begin at a whole tile; how many tiles a launch can hold follows from its shape alone, and those
 that stay unused have no owner.
 """
 
@@ -31,8 +31,8 @@ class Routes(NamedTuple):
     owner: Tensor  # int32 [tiles], an expert, or -1
 
 
-def room(pairs: int, count: int, tile: int) -> int:
-    """Tiles of ``tile`` pairs that ``count`` experts may need: each may leave one of them unfilled."""
+def tile_capacity(pairs: int, count: int, tile: int) -> int:
+    """Returns the most tiles of ``tile`` pairs that ``count`` experts may need: each may leave one partly filled."""
     return min(pairs, pairs // tile + count)
 
 
@@ -41,7 +41,7 @@ def route(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes:
     assert scores.ndim == 2 and scores.is_contiguous() and 0 < top <= scores.shape[1], (scores.shape, top)
     n, count = scores.shape
     pairs, lanes, device = n * top, max(power(count), 2), scores.device
-    tiles, chunks = room(pairs, count, tile), -(-pairs // CHUNK)
+    tiles, chunks = tile_capacity(pairs, count, tile), -(-pairs // CHUNK)
     found = Routes(
         torch.empty((n, top), dtype=torch.float32, device=device),
         torch.empty(tiles * tile, dtype=torch.int32, device=device),
@@ -107,7 +107,7 @@ def count_kernel(part, chosen, pairs, LANES: tl.constexpr, FEW: tl.constexpr, CH
 def place_kernel(
     order, owner, chosen, part, pairs, chunks, tiles, LANES: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr
 ):
-    """The pairs of one expert, in their order; the last expert marks the tiles that nobody has."""
+    """Writes the pairs of one expert in their order; the last expert marks unused tiles."""
     expert = tl.program_id(0)
     lane = tl.arange(0, LANES)
     count = tl.zeros([LANES], tl.int32)

@@ -1,1 +1,3 @@
-"""A decoder layer of few rows in six launches: products that norm, activate and add; attention that also stores."""
+"""A decoder layer of few rows in six launches: products that normalise, activate and add; attention that also
+stores.
+"""

@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trencadis.backends.hpu.emulator import refusals
-from trencadis.backends.hpu.emulator.compiled.passes import Lowered, line_of, lower
-from trencadis.backends.hpu.emulator.compiled.twins import Twins
-from trencadis.backends.hpu.emulator.device import EmulatedDevice
-from trencadis.backends.hpu.emulator.tensor import DEVICE, DeviceTensor, rebuild
+from trencadis.backends.hpu.emulator.compiled.graph_passes import Lowered, line_of, lower
+from trencadis.backends.hpu.emulator.compiled.host_twins import HostTwins
+from trencadis.backends.hpu.emulator.device_tensor import DEVICE, DeviceTensor, rebuild
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 
 aten = torch.ops.aten
 SPLIT: list[Any] = [
@@ -32,8 +32,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """How the bridge splits operations; a sort is a topk of everything."""
 
     def sort(a: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-        values, places = torch.topk(a, a.size(dim) if a.dim() else 1, dim, descending)
-        return values, places
+        values, indices = torch.topk(a, a.size(dim) if a.dim() else 1, dim, descending)
+        return values, indices
 
     def full_like(a: Tensor, value: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.full(a.shape, value, dtype=dtype or a.dtype, device=device or a.device)
@@ -48,7 +48,7 @@ class Compiler:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._twins = Twins()
+        self._twins = HostTwins()
         self._backend = aot_autograd(
             fw_compiler=self._lower,
             inference_compiler=self._lower,
@@ -59,7 +59,7 @@ class Compiler:
     def compile(self, function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
         """``function`` of device tensors, compiled for the shapes that it meets."""
         if not self.device.computes:
-            return lambda *args: self._alike(function, args)
+            return lambda *args: self._run_without_values(function, args)
         compiled = torch.compile(function, backend=self._backend, fullgraph=fullgraph, dynamic=False)
 
         def run(*args: Any) -> Any:
@@ -71,7 +71,7 @@ class Compiler:
         return run
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        before, self._twins = self._twins, Twins()
+        before, self._twins = self._twins, HostTwins()
         twins = self._twins
         try:
             with _disable_current_modes(), torch.no_grad():
@@ -80,11 +80,11 @@ class Compiler:
         finally:
             self._twins = before
 
-    def _alike(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Without values nothing is traced: what lies between two regions is one recipe, and equal layers run once."""
+    def _run_without_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a region without values: as one recipe, and equal layers only once."""
         if self.device.scope is None:
             with self.device.launch():
-                return self._alike(function, args)
+                return self._run_without_values(function, args)
         scope = self.device.scope
         scope.cut()
         scope.region = True
@@ -98,7 +98,7 @@ class Compiler:
         lowered = lower(graph, self.device.table)
         self.device.graphs.append(lowered)
         for key, ops in lowered.recipes:
-            self.device.clock.recipe(key, ops)
+            self.device.clock.run_recipe(key, ops)
 
         def call(args: list[Any]) -> Any:
             taken = list(args)
@@ -119,11 +119,11 @@ class Compiler:
             for node in lowered.graph.graph.nodes:
                 if node.op == "placeholder":
                     host = next(given)
-                    values[node] = _entered(twins.back(host), node) if isinstance(host, Tensor) else host
+                    values[node] = _require_device_tensor(twins.back(host), node) if isinstance(host, Tensor) else host
                 elif node.op == "get_attr":
-                    values[node] = _entered(None, node)
+                    values[node] = _require_device_tensor(None, node)
                 elif node.op == "output":
-                    return rebuild(list(node.args[0]), lambda leaf: self._left(values, leaf))
+                    return rebuild(list(node.args[0]), lambda leaf: self._read_value(values, leaf))
                 else:
                     values[node] = self._node(lowered, node, values)
         finally:
@@ -136,9 +136,9 @@ class Compiler:
             kwargs = {**kwargs, "device": DEVICE}
         clock, scope = self.device.clock, self.device.scope
         if node.name in lowered.copied:
-            clock.copied(lowered.copied[node.name])
+            clock.charge_copy(lowered.copied[node.name])
         if node.name in lowered.eager:
-            clock.event("eager_fallback", f"{node.target}: {lowered.eager[node.name]}: {line_of(node)}")
+            clock.count_event("eager_fallback", f"{node.target}: {lowered.eager[node.name]}: {line_of(node)}")
         assert scope is not None
         scope.silent = node.name not in lowered.eager
         if isinstance(node.target, OpOverload):
@@ -152,14 +152,14 @@ class Compiler:
                 del values[used]
         return out
 
-    def _left(self, values: dict[Node, Any], leaf: Any) -> Any:
+    def _read_value(self, values: dict[Node, Any], leaf: Any) -> Any:
         if not isinstance(leaf, Node):
             return leaf
         found = values[leaf]
         return self._twins.host(found) if isinstance(found, DeviceTensor) else found
 
 
-def _entered(tensor: DeviceTensor | None, node: Node) -> DeviceTensor:
+def _require_device_tensor(tensor: DeviceTensor | None, node: Node) -> DeviceTensor:
     """The device tensor that enters a graph; a host tensor there is refused."""
     if tensor is None:
         raise refusals.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")

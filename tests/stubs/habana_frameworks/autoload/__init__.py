@@ -8,8 +8,8 @@ is_loaded = False
 def __autoload() -> None:
     from habana_frameworks.release import LAZY_BY_DEFAULT
 
-    asked = os.getenv("PT_HPU_AUTOLOAD", "-1")
+    requested = os.getenv("PT_HPU_AUTOLOAD", "-1")
     lazy = os.getenv("PT_HPU_LAZY_MODE", "1" if LAZY_BY_DEFAULT else "0") == "1"
-    if is_loaded or asked == "0" or (asked != "1" and lazy):
+    if is_loaded or requested == "0" or (requested != "1" and lazy):
         return
     import habana_frameworks.torch  # noqa: F401

@@ -31,6 +31,6 @@ if os.environ.get("HABANA_STUB_BROKEN"):
     raise OSError(os.environ["HABANA_STUB_BROKEN"])
 if os.environ.get("HABANA_STUB_DEVICE"):
     # The stub's tensors are the CPU's: torch knows the name of the device and has no kernels for it.
-    import trencadis.backends.hpu.start.opening as _opening
+    import trencadis.backends.hpu.start.bridge_loader as _opening
 
     _opening.DEVICE = os.environ["HABANA_STUB_DEVICE"]

@@ -25,7 +25,7 @@ def _name_module() -> None:
         "OMPI_COMM_WORLD_RANK": "RANK",
     }
     if all(name in os.environ for name in mpi) and not all(name in os.environ for name in mpi.values()):
-        os.environ.update({ours: os.environ[theirs] for theirs, ours in mpi.items()})
+        os.environ.update({ours: os.environ[reference] for reference, ours in mpi.items()})
     world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
     if "HLS_MODULE_ID" in os.environ or local == -1 or world == 1:
         return

@@ -1,0 +1,255 @@
+"""A checkpoint in transformers, float32 on the CPU: its logits, what its parts put out, and the keys that it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.check_result import Skipped
+
+SMALL = {
+    "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96,
+    "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
+    "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64,
+}  # fmt: skip
+"""Sizes of a random checkpoint, where config.json or transformers' default has larger ones."""
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files that state an image processor."""
+
+Outputs = dict[str, Tensor]
+
+
+def _class_of(path: Path) -> Any:
+    import transformers
+
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    held = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    name = (held.get("architectures") or ["none"])[0]
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise Skipped(f"transformers {transformers.__version__} has no {name}")
+    return found
+
+
+def read_declared_keys(path: Path) -> dict[str, Any]:
+    """Keys that the configuration's class has of its own, with their defaults; None where a key has none."""
+    kind = _class_of(path).config_class
+    shared = {field.name for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)
+              for field in dataclasses.fields(base)}  # fmt: skip
+    own = [field for field in dataclasses.fields(kind) if field.name not in shared]
+    return {f.name: None if f.default is dataclasses.MISSING else f.default for f in own}
+
+
+def _shrink(raw: dict[str, Any], whole: Any) -> None:
+    """Gives the keys of a configuration, or of a part of one, the sizes of a random checkpoint."""
+    shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
+    for key, size in SMALL.items():
+        size = 4 if key == "num_key_value_heads" and shared else size
+        if (getattr(whole, key, None) or 0) > size and (key in raw or hasattr(type(whole), key)):
+            raw[key] = size
+    if isinstance(raw.get("layer_types"), list):
+        kinds = dict.fromkeys(raw["layer_types"])  # each, where there is room
+        raw["layer_types"] = [*kinds, *raw["layer_types"]][: SMALL["num_hidden_layers"]]
+    most = SMALL["vocab_size"]
+    for key in [key for key in raw if key.endswith(("token_id", "token_index"))]:
+        if isinstance(raw[key], int) and raw[key] >= most:
+            raw[key] = most - 1 if "image" in key else 1
+
+
+def write_dummy(path: Path, folder: Path, seed: int) -> None:
+    """Writes a small checkpoint to ``folder``: ``path``/config.json with smaller sizes, every parameter random."""
+    import transformers
+    from safetensors.torch import save_file
+
+    kind, raw = _class_of(path), json.loads((path / "config.json").read_text(encoding="utf-8"))
+    whole = transformers.AutoConfig.from_pretrained(path)
+    _shrink(raw, whole)
+    for part in ("text_config", "vision_config"):
+        if isinstance(raw.get(part), dict) and hasattr(whole, part):
+            _shrink(raw[part], getattr(whole, part))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PROCESSORS:
+        if (path / name).is_file():
+            shutil.copyfile(path / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
+    model = kind(transformers.AutoConfig.from_pretrained(folder)).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            values = torch.randn(p.shape, generator=generator)
+            plain = values * 0.2 if name.endswith("bias") else 1 + 0.2 * values
+            p.copy_(plain if p.ndim == 1 else values / p.shape[-1] ** 0.5)
+    held = model.state_dict()
+    if getattr(model.config, "tie_word_embeddings", False):
+        held.pop("lm_head.weight", None)
+    save_file({n: t.clone().contiguous() for n, t in held.items()}, folder / "model.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessedImage:
+    """An image: what transformers' processor makes of it, and the id that stands for its rows."""
+
+    inputs: dict[str, Tensor]
+    token: int
+
+
+def process_image(path: Path, image: Any, token: int) -> ProcessedImage:
+    """An image as the processor of a checkpoint makes it, by Pillow; raises Skipped where it has none."""
+    import transformers
+
+    library: Any = transformers
+    try:
+        processor = library.AutoImageProcessor.from_pretrained(path, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise Skipped(f"transformers makes no image processor of it: {str(error).splitlines()[0][:100]}") from None
+    return ProcessedImage(dict(processor(images=[image], return_tensors="pt", **_of_processor(path, processor))), token)
+
+
+def _of_processor(path: Path, images: Any) -> dict[str, Any]:
+    """What the processor of images and texts, which needs a tokenizer, asks of the image processor."""
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    config: Any = transformers.AutoConfig.from_pretrained(path)
+    names: dict[str, str] = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+    kind: Any = getattr(transformers, names.get(config.model_type) or "none", None)
+    try:
+        asked = dict(getattr(kind, "images_kwargs", None) or {})
+    except ImportError:  # a class whose module lacks a library
+        asked = {}
+    merge: int = getattr(config, "spatial_merge_size", 1)
+    patch: Any = getattr(images, "patch_size", None)
+    if merge > 1 and hasattr(patch, "keys"):
+        asked["patch_size"] = {side: merge * patch[side] for side in ("height", "width")}
+    return asked
+
+
+READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
+"""What transformers calls the norm before an MLP, whose input is the sum behind attention."""
+
+POST_MLP_NORM = "post_feedforward_layernorm"
+"""What it calls a norm behind an MLP."""
+
+
+class TransformersOracle:
+    """transformers' model of a checkpoint."""
+
+    def __init__(self, path: Path, generates: bool = True) -> None:
+        self.generates = generates
+        self.model: Any = _class_of(path).from_pretrained(path, dtype=torch.float32).eval()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of its parameters and stored buffers."""
+        return set(self.model.state_dict())
+
+    def logits(self, ids: list[int], prefix: int = 0, image: ProcessedImage | None = None) -> Tensor:
+        """float32 [n, vocabulary]; of a model without an output head, its hidden rows [n, hidden].
+
+        ``prefix``: tokens of a prompt that all see each other; ``image``: the prompt's image.
+        """
+        given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        if prefix:
+            given["token_type_ids"] = (torch.arange(len(ids)) >= prefix).long()[None]
+        if image is not None:
+            known = inspect.signature(self.model.forward).parameters
+            marks = (given["input_ids"] == image.token).long()
+            given = {**{key: marks for key in ("token_type_ids", "mm_token_type_ids") if key in known}, **given}
+            given |= {key: value for key, value in image.inputs.items() if key in known}
+            if "cross_attention_mask" in known:
+                given["cross_attention_mask"] = _make_tile_mask(image, marks[0])
+        with torch.inference_mode():
+            found: Tensor
+            if self.generates:
+                found = self.model(**given, use_cache=False).logits[0]
+            else:
+                found = self.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        return found
+
+    def rows(self, image: ProcessedImage, cross_layers: tuple[int, ...] = ()) -> Tensor:
+        """float32 [rows, hidden] that stand for an image in a prompt.
+
+        Of layers ``cross_layers``, which use cross-attention: [rows, their keys and values, one layer's behind the
+        other's].
+        """
+        if cross_layers:
+            return self._project_keys_values(image, cross_layers)
+        known = inspect.signature(self.model.get_image_features).parameters
+        with torch.inference_mode():
+            found = self.model.get_image_features(**{k: v for k, v in image.inputs.items() if k in known})
+        found = getattr(found, "pooler_output", found)
+        parts = found if isinstance(found, list | tuple) else [found]
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).float()
+
+    def _project_keys_values(self, image: ProcessedImage, cross_layers: tuple[int, ...]) -> Tensor:
+        inner, found = self.model.model, list[Tensor]()
+        known = inspect.signature(inner.vision_model.forward).parameters
+        with torch.inference_mode():
+            states = inner.vision_model(**{k: v for k, v in image.inputs.items() if k in known}).last_hidden_state
+            states = inner.multi_modal_projector(states)
+            states = states.reshape(-1, states.shape[-1])
+            for layer in (inner.language_model.layers[index].cross_attn for index in cross_layers):
+                k = layer.k_norm(layer.k_proj(states).view(len(states), -1, layer.head_dim))
+                found += [k.reshape(len(states), -1), layer.v_proj(states)]
+        return torch.cat(found, dim=1).float()
+
+    def parts(self, ids: list[int], layers: int, prefix: int = 0) -> Outputs:
+        """What each part of each layer puts out, [n, width], in the order in which it is computed, then the logits."""
+        modules = self.model.modules()
+        stack: Any = next((m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == layers), None)
+        if stack is None:
+            raise Skipped(f"transformers' model has no list of {layers} layers to look into")
+        outputs: Outputs = {}
+        hooks = [stack[0].register_forward_pre_hook(_note_input("embeddings", outputs), with_kwargs=True)]
+        for i, layer in enumerate(stack):
+            # With norms behind attention, too, another one reads the sum; with norms behind both alone, none does.
+            alone = hasattr(layer, POST_MLP_NORM) and not hasattr(layer, READERS[0])
+            reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
+            for name, child in layer.named_children():
+                if "Attention" in type(child).__name__ and not hasattr(child, "output"):  # a sum and a norm behind it
+                    hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
+                elif "MLP" in type(child).__name__:
+                    hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))
+                elif name == reader:
+                    hook = _note_input(f"sum behind attention of layer {i}", outputs)
+                    hooks.append(child.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(_note_output(f"sum behind layer {i}", outputs)))
+        try:
+            outputs["logits"] = self.logits(ids, prefix)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return outputs
+
+
+def _make_tile_mask(image: ProcessedImage, marks: Tensor) -> Tensor:
+    """int64 [1, n, 1, tiles]: tokens from an image's mark on see the tiles that it fills, those before it none."""
+    behind = marks.cumsum(0) > 0
+    return (behind[:, None] * image.inputs["aspect_ratio_mask"].reshape(1, -1))[None, :, None].long()
+
+
+def _note(name: str, outputs: Outputs, value: Any) -> None:
+    tensor = value[0] if isinstance(value, tuple) else value
+    outputs[name] = tensor.detach().clone().reshape(-1, tensor.shape[-1])
+
+
+def _note_input(name: str, outputs: Outputs) -> Callable[..., None]:
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _note(name, outputs, args[0] if args else kwargs["hidden_states"])
+
+    return hook
+
+
+def _note_output(name: str, outputs: Outputs) -> Callable[..., None]:
+    return lambda module, args, out: _note(name, outputs, out)

@@ -1,0 +1,350 @@
+"""The test harness: a real model with a small engine's tensors, which launches any bucket with poisoned padding.
+
+Poison is NaN in SINK (KV block, arena row, hidden row of padding), junk in slot 0, and random legal values in every
+padded position. Launches leave space for padding in each axis if their bucket allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from trencadis.backends.conformance.check_result import CheckFailed
+from trencadis.backends.conformance.family.vision_inputs import IMAGE_SLOTS, make_inputs, most_slots, tile_of
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.graphs.graph_manager import body_of
+from trencadis.core.launches import host_inputs as host
+from trencadis.core.launches.persistent_tensors import allocate_persistent, by_block
+from trencadis.core.models import registry
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.bucket_options import BucketOptions
+from trencadis.core.shapes.bucket_planner import make_plan
+from trencadis.core.shapes.shape_limits import ShapeLimits
+from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, WINDOW_SLOTS
+from trencadis.core.step import PENDING, Bias, ImageRows, PoolOutput, Reset, Row, Sample
+
+BLOCKS, SEQS, ARENA, TOKENS = 80, 4, 300, 400
+STEP_TOKENS = 256
+
+
+def edit(tensor: Any, change: Callable[[Any], None]) -> None:
+    """Changes a tensor of any device, shape and dtype in place; ``change`` gets it as a numpy array."""
+    values = tensor.cpu().numpy().copy()
+    change(values)
+    tensor.copy_(torch.from_numpy(values))
+
+
+def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
+    """The plan of a small engine; for a device without buckets, a plan that rounds needs."""
+    tile, most = tile_of(config), most_slots(tile_of(config))
+    limits = ShapeLimits(
+        SEQS, STEP_TOKENS, 16 * block, block, image_slots=tile or (IMAGE_SLOTS if config.vision else 0),
+        least_slots=tile or WINDOW_SLOTS, image_tile=tile, encoder_slots=most,
+    )  # fmt: skip
+    return make_plan(backend.policy, limits, BucketOptions(), config, every=True)
+
+
+def all_buckets(plan: Plan, stage: Stage, tile: int = 0) -> list[Bucket]:
+    """Every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by alignment.
+
+    ``tile``: as ``tile_of``.
+    """
+    if plan.buckets:
+        return list(plan.of(stage))
+    rows = range(1, 2 * SEQS + 1)
+    needs: dict[Stage, list[tuple[int, ...]]] = {
+        Stage.PREFILL: [(tokens, r) for tokens in range(1, 130, 9) for r in rows if r <= tokens],
+        Stage.VISION: [(slots,) for slots in range(tile or WINDOW_SLOTS, most_slots(tile) + 1, tile or WINDOW_SLOTS)],
+    }
+    variants = ("greedy", "full") if stage is Stage.SAMPLE else ("",)
+    return sorted({plan.fit(stage, need, v) for need in needs.get(stage, [(r,) for r in rows]) for v in variants})
+
+
+def spread_buckets(buckets: list[Bucket], count: int) -> list[Bucket]:
+    """``count`` buckets of each variant, evenly spaced over the list, both ends included."""
+    found: list[Bucket] = []
+    for variant in sorted({b.variant for b in buckets}):
+        of = [b for b in buckets if b.variant == variant]
+        indices = np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).round().astype(int))
+        found += [of[i] for i in indices]
+    return found
+
+
+@dataclass
+class Harness:
+    """A backend with its own model and the tensors of a small engine."""
+
+    config: ModelConfig
+    backend: Any
+    block: int
+    model: Any = field(init=False)
+    _values: dict[bool, list[tuple[Any, torch.Tensor]]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.vocab, self.tile, self.used = self.config.text.vocab, tile_of(self.config), 0
+        self.plan = plan_of(self.backend, self.config, self.block)
+        self.model = registry.build(self.config, self.backend)
+        made = allocate_persistent(
+            self.config, self.backend, blocks=BLOCKS, block_size=self.block,
+            arena_rows=max(ARENA, most_slots(self.tile) // self.slot.cell + 2), seqs=2 * SEQS, tokens=TOKENS,
+        )  # fmt: skip
+        self.model.bind(made)
+        self.bodies = {
+            "text": self.model.text, "greedy": lambda t: self.model.head(t, False),
+            "full": lambda t: self.model.head(t, True), "draw": lambda t: self.model.drawn_head(t),
+            "vision": self.model.vision, "reset": self.model.reset, "pool": self.model.pool,
+        }  # fmt: skip
+
+    @property
+    def slot(self) -> SlotForm:
+        """The form of a slot of VISION."""
+        return self.config.vision.slot if self.config.vision is not None else NO_SLOT
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the device that the model has."""
+        policy = self.backend.policy
+        offered = [s for s in policy.axes if s in policy.alignment]
+        return [s for s in offered if s is not Stage.VISION or self.config.vision is not None]
+
+    def body(self, bucket: Bucket) -> Any:
+        """The function that programs of this bucket run."""
+        return self.bodies[body_of(bucket)]
+
+    # Persistent tensors
+
+    def prepare(self, poison: bool) -> None:
+        """Resets the persistent tensors to fixed values; ``poison`` changes only what padding may touch."""
+        if poison not in self._values:
+            self._values[poison] = list(self._make_values(poison))
+        for tensor, values in self._values[poison]:
+            tensor.copy_(values)
+
+    def _make_values(self, poison: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+        p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
+        spoiled = np.random.default_rng(6)
+        bad = np.nan if poison else 0.0
+        flat = [cache for kv in p.kv for cache in kv[:2]]  # whole: views are not written to between launches
+        areas: Any = (
+            *((t, by_block(t, self.block).shape, 0, SINK_BLOCK) for t in flat),
+            (p.arena, p.arena.shape, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)),
+            (p.hidden, p.hidden.shape, None, 0),
+        )
+        for tensor, shape, zero, sink in areas:
+            values = rng.standard_normal(tuple(shape), np.float32)
+            if zero is not None:
+                values[zero] = 0
+            values[sink] = bad
+            yield tensor, torch.from_numpy(values).to(tensor.dtype).view(tensor.shape)
+        highs = {"last": self.vocab, "counts": 3, "prompt_mask": 256, "bias_id": self.vocab, "bias_value": 3}
+        for name, high in highs.items():
+            tensor = getattr(p.state, name)
+            dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+            values = rng.integers(0, high, tuple(tensor.shape)).astype(dtype)
+            if poison:
+                values[0] = spoiled.integers(0, high, values[0].shape)
+            yield tensor, torch.from_numpy(values)
+
+    def snapshot(self, bucket: Bucket) -> list[Any]:
+        """Copies of everything that a launch may change and padding must not."""
+        p = self.model.persistent
+        if bucket.stage is Stage.VISION:
+            return [p.arena.cpu()[2 * self.config.row_parts :].clone()]
+        if bucket.stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
+            return [t.cpu()[1:].clone() for t in p.state]
+        return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
+
+    def zero_is_zero(self) -> bool:
+        """Whether ZERO, which padding reads and nothing may write, is still zero."""
+        p = self.model.persistent
+        return not p.arena.cpu()[: self.config.row_parts].any() and not any(
+            cache.cpu()[0].any() for cache in self._caches()
+        )
+
+    def _caches(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, by block."""
+        return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv[:2]]
+
+    # One bucket
+
+    def launch(self, program: Any, step: str, real: int, poison: bool = False) -> list[Any]:
+        """Calls ``run`` or ``replay`` of a filled program on fixed tensors; returns its results and a snapshot."""
+        self.prepare(poison)
+        out = getattr(program, step)()
+        found = [] if out is None else _arrays(self.backend.fetch(out, real).result())
+        left = [*found, *self.snapshot(program.bucket)]
+        if not self.zero_is_zero():
+            raise CheckFailed(f"{program.bucket}: ZERO (KV block 0 or arena row 0) was written")
+        return left
+
+    def junk(self, program: Any, inputs: Any) -> bool:
+        """Writes random legal values to every padded position; False if the program does not expose ``inputs``."""
+        held = getattr(program, "inputs", None)
+        change = next((JUNK[c.__name__] for c in type(held).__mro__ if c.__name__ in JUNK), None)
+        if change is not None:
+            change(self, held, inputs, np.random.default_rng(8))
+        return change is not None
+
+    def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
+        """Inputs for a launch of ``bucket``, and their number of rows."""
+        if bucket.stage is Stage.VISION:
+            made, self.used = make_inputs(self.model, self.config, bucket.dims[0], rng)
+            return made, 0
+        real = max(bucket.dims[0] - 1, 1)
+        if bucket.stage is Stage.SAMPLE:
+            told = 1 if bucket.variant == "full" else -1
+            drawn = Sample(0.8, 5, 0.9, 0.01, 0.3, 0.1, 1.2, 0.3, (), told)
+            sample = Sample() if bucket.variant == "greedy" else drawn
+            first = int(rng.integers(1, 60))
+            return host.head_inputs([host.SampleRow(first + i, 1 + i, sample) for i in range(real)], self.vocab), real
+        if bucket.stage is Stage.POOL:
+            first, groups = int(rng.integers(1, 60)), (real + 1) // 2
+            return host.pool_inputs([first + i for i in range(real)], [1 + i % groups for i in range(real)]), groups
+        if bucket.stage is Stage.RESET:
+            one = int(rng.integers(8, 200))
+            resets = [Reset(1 + i, (3, 5, i), (7, 7, one), (Bias(4, 1.5),)) for i in range(real)]
+            return host.reset_inputs(resets, self.vocab), real
+        rows = _rows(bucket, rng, self.vocab, self.block)
+        return host.text_inputs(rows), len(rows)
+
+
+def _arrays(head: Any) -> list[Any]:
+    """Copies of the head's arrays: the next launch may overwrite a fetched one."""
+    if isinstance(head, PoolOutput):
+        return [torch.from_numpy(np.array(head.values))]
+    values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
+    return [torch.from_numpy(np.array(v)) for v in values if v is not None]
+
+
+def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
+    """As many rows and tokens as fit with space for padding in every axis, if possible."""
+    free = iter(2 + rng.permutation(BLOCKS))
+
+    def row(slot: int, context: int, count: int) -> Row:
+        blocks = tuple(int(next(free)) for _ in range(-(-(context + count) // size)))
+        tokens = [int(t) for t in rng.integers(0, vocab, count)]
+        images: tuple[ImageRows, ...] = ()
+        if count > 4:
+            images = (ImageRows(1, np.arange(2 + 2 * slot, 4 + 2 * slot, dtype=np.int32)),)
+        elif slot == 1:
+            tokens[-1] = PENDING
+        positions = rng.integers(0, 90, (3, count)).astype(np.int32)
+        return Row(slot, slot, context, tuple(tokens), blocks, positions, images)
+
+    first, second = (*bucket.dims, 0)[:2]
+    if bucket.stage is Stage.PREFILL:
+        return _make_ragged_rows(row, tokens=max(first - 3, 1), rows=max(second - 1, 1))
+    if bucket.stage is Stage.CONTEXT:
+        return [row(1, max((second - 1) * size - 3, 1) if second > 1 else 5, max(first - 3, 1))]
+    rows = max(first - 1, 1)
+    if bucket.stage is Stage.FRESH:
+        return [row(i + 1, 0, max(second - 1 - i, 1)) for i in range(rows)]
+    each = max(second // rows, 1)
+    return [row(i + 1, (each - 1) * size + 3 + i, 1) for i in range(rows)]
+
+
+def _make_ragged_rows(row: Callable[[int, int, int], Row], tokens: int, rows: int) -> list[Row]:
+    """Chunks of several tokens first, with and without context, then single tokens."""
+    rows = min(rows, tokens)
+    long = tokens - rows + 1
+    return [row(1, 0 if rows % 2 else 21, long), *(row(1 + i, 9 * i, 1) for i in range(1, rows))]
+
+
+# Junk in padded positions
+
+
+def _junk_text(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    pad = x.out_row.cpu().numpy() == 0
+
+    def scatter(tensor: Any, low: int, high: int) -> None:
+        padded = np.ones(tensor.shape[-1], bool)  # the start of a launch may be padded further than its rows
+        padded[: len(pad)] = pad
+
+        def change(values: Any) -> None:
+            values[..., padded] = rng.integers(low, high, values[..., padded].shape)
+
+        edit(tensor, change)
+
+    scatter(x.tokens, 0, harness.vocab)
+    scatter(x.positions, 0, 90)
+    scatter(x.image_row, 2, ARENA)
+    scatter(x.from_slot, 1, SEQS)
+    attn = x.attn
+    if hasattr(attn, "slot_map"):
+        if attn.blocks.dim() == 2:
+            edit(attn.blocks, lambda v: _junk_table(v, inputs, rng, harness.block))
+        return
+    if hasattr(attn, "slot"):
+        scatter(attn.slot, SINK_BLOCK * harness.block, (SINK_BLOCK + 1) * harness.block)
+    if hasattr(attn, "block_list"):
+        listed = attn.block_list.cpu().numpy() == 0
+        edit(attn.block_list, lambda v: _put(v, listed, rng.integers(2, BLOCKS, int(listed.sum()))))
+        if hasattr(attn, "usage"):
+            edit(attn.usage, lambda v: _put(v, listed, rng.integers(1, harness.block + 1, int(listed.sum()))))
+
+
+def _put(values: Any, where: Any, what: Any) -> None:
+    values[where] = what
+
+
+def _junk_table(blocks: Any, inputs: Any, rng: np.random.Generator, size: int) -> None:
+    """Writes junk to block table entries beyond a row's tokens, and to those of missing rows."""
+    counts = np.diff(inputs.row_start)
+    for row in range(len(blocks) - 1):
+        used = -(-int(inputs.context[row] + counts[row]) // size) if row < len(counts) else 0
+        blocks[row, used:] = rng.integers(2, BLOCKS, blocks.shape[1] - used)
+
+
+def _junk_vision(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    slots = x.pixels.shape[0]
+    windows = slots // WINDOW_SLOTS
+    used = np.arange(windows) < harness.used
+    real = np.where(used, inputs.count, 0)
+    pad = (np.arange(slots) % WINDOW_SLOTS) >= np.repeat(real, WINDOW_SLOTS)
+    edit(x.pixels, lambda v: _put(v, pad, rng.integers(0, 256, (int(pad.sum()), x.pixels.shape[1]))))
+    edit(x.position, lambda v: _put(v, pad, rng.integers(0, inputs.position.max() + 1, (int(pad.sum()), 2))))
+    if x.position_rows is not None:
+        shape = int(pad.sum()), x.position_rows.shape[1]
+        edit(x.position_rows, lambda v: _put(v, pad, rng.integers(0, 4, shape)))
+        edit(x.position_weights, lambda v: _put(v, pad, rng.random(shape)))
+    edit(x.segments.real, lambda v: _put(v, ~used, rng.integers(1, WINDOW_SLOTS + 1, int((~used).sum()))))
+
+
+def _junk_head(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest = slice(len(inputs.slot), None)
+    size = x.slot.shape[0] - len(inputs.slot)
+    masks = x.masks.shape[0]
+    whole = {"hidden_row": TOKENS, "top_k": 9, "target": harness.vocab, "mask_row": masks}
+    for name, high in whole.items():
+        junk = rng.integers(0, high, size)
+        edit(getattr(x, name), partial(_put, where=rest, what=junk))
+    for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform"):
+        edit(getattr(x, name), lambda v: _put(v, rest, rng.uniform(0.01, 1, size)))
+    unused = slice(len(inputs.masks), None)
+    edit(x.masks, lambda v: _put(v, unused, 1 | rng.integers(0, 256, (masks - len(inputs.masks), v.shape[1]))))
+
+
+def _junk_reset(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest, size = slice(len(inputs.slot), None), x.slot.shape[0] - len(inputs.slot)
+    edit(x.counts, lambda v: _put(v, rest, rng.integers(0, 9, (size, harness.vocab))))
+    edit(x.prompt_mask, lambda v: _put(v, rest, rng.integers(0, 256, (size, v.shape[1]))))
+    edit(x.bias_id, lambda v: _put(v, rest, rng.integers(0, harness.vocab, (size, MAX_BIAS))))
+    edit(x.bias_value, lambda v: _put(v, rest, rng.uniform(-9, 9, (size, MAX_BIAS))))
+
+
+def _junk_pool(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) -> None:
+    rest, size = slice(len(inputs.group), None), x.group.shape[0] - len(inputs.group)
+    edit(x.hidden_row, lambda v: _put(v, rest, rng.integers(0, TOKENS, size)))
+
+
+JUNK: dict[str, Callable[..., None]] = {
+    "TextTensors": _junk_text, "VisionTensors": _junk_vision, "HeadTensors": _junk_head, "ResetTensors": _junk_reset,
+    "PoolTensors": _junk_pool,
+}  # fmt: skip

@@ -1,0 +1,181 @@
+"""Ops of decoders that are put together from parts: layer norms, activations, experts, cross-attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trencadis.backends.conformance.check_result import CheckFailed, Skipped
+from trencadis.backends.conformance.harness import all_buckets, spread_buckets
+from trencadis.backends.conformance.op_checks import (
+    TEXT,
+    Work,
+    attention,
+    check_close,
+    compare_launches,
+    error_summary,
+    randn,
+    vs_reference,
+)
+from trencadis.backends.conformance.program_checks import make_harness
+from trencadis.backends.conformance.target import CheckTarget
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.layers.cross_attention import arena_row_numbers
+from trencadis.core.shapes.cross_attention_inputs import VARIANT, CrossAttentionInputs
+from trencadis.core.shared_constants import RESERVED_ROWS
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+
+IMAGE_ROWS, UNITS = 70, np.array([4, 0, 2], np.int32)
+"""Arena rows of an image, and the images of an arena of five that a launch sees, which is planned for one more."""
+
+
+def layer_norm(target: CheckTarget) -> str:
+    """(x - mean) / deviation * w + b; with a residual, of the sum of both, which it returns too."""
+    hidden = target.model.text.hidden
+    errors: list[float] = []
+    for rows in (1, 19):
+        # Away from zero, so that a deviation that is not taken from the mean shows.
+        x, residual = 3 + randn(rows, hidden), 2 * randn(rows, hidden, seed=1)
+        weight, bias = randn(hidden, seed=2), randn(hidden, seed=3)
+        errors += vs_reference(target, lambda ops, put: lambda a, w, b: ops.layer_norm(a, w, b, 1e-2), x, weight, bias)
+        errors += vs_reference(
+            target, lambda ops, put: lambda a, w, b, r: ops.layer_norm(a, w, b, 1e-2, r), x, weight, bias, residual
+        )
+    return error_summary(errors)
+
+
+def attend_window(target: CheckTarget) -> str:
+    """As ``op.attend``, over the last keys of a window: shorter than a block, longer than one, longer than all rows."""
+    if not target.policy_of("windows"):
+        raise Skipped("Policy.windows is False: this device serves no model with windows")
+    return compare_launches(target, attention(target, (0, 5, target.block_size + 3, 100_000)))
+
+
+def attend_upto(target: CheckTarget) -> str:
+    """As ``op.attend``, where tokens see each other up to the end of their span, with and without a window."""
+    if not target.policy_of("upto"):
+        raise Skipped("Policy.upto is False: this device attends causally")
+    windows = (0, 7) if target.policy_of("windows") else (0,)
+    return compare_launches(target, attention(target, windows, spans=True))
+
+
+def act(target: CheckTarget) -> str:
+    """Each activation, also far from zero."""
+    x = 4 * randn(13, target.model.text.intermediate)
+    errors: list[float] = []
+    for kind in ACTIVATIONS:
+        errors += vs_reference(target, _by_kind("act", kind), x)
+    return error_summary(errors)
+
+
+def act_mul(target: CheckTarget) -> str:
+    """Each activation of the first half times the second half."""
+    x = 2 * randn(13, 2 * target.model.text.intermediate)
+    errors: list[float] = []
+    for kind in ACTIVATIONS:
+        errors += vs_reference(target, _by_kind("act_mul", kind), x)
+    return error_summary(errors)
+
+
+def experts(target: CheckTarget) -> str:
+    """Each token takes its best experts, by their shares as they are or divided by their sum; padding takes some too.
+
+    Scores differ clearly, so that rounding them moves no choice. One expert that nobody chooses overflows.
+    """
+    hidden, inner, count, rows = target.model.text.hidden, 24, 5, 19
+    gate_up = [randn(2 * inner, hidden, seed=i) / hidden**0.5 for i in range(count)]
+    down = [randn(hidden, inner, seed=9 + i) / inner**0.5 for i in range(count)]
+    gate_up[-1] = gate_up[-1] * 1e4
+    ranks = torch.rand(rows, count - 1, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    scores = torch.cat([0.5 * ranks, torch.full((rows, 1), -40.0)], 1)
+    errors: list[float] = []
+    for top, normalise, kind in ((1, False, "silu"), (2, True, "silu"), (3, False, "gelu_tanh")):
+        for n in (1, rows):
+
+            def setup(ops: Any, put: Any, how: tuple[int, bool, str] = (top, normalise, kind)) -> Work:
+                packed = ops.pack_experts([put(w) for w in gate_up], [put(w) for w in down])
+                if (packed.count, packed.inner) != (count, inner):
+                    raise CheckFailed(f"pack_experts says {packed.count} experts of {packed.inner} columns")
+                return lambda x, s: [ops.experts(x, s, packed, *how)]
+
+            errors += vs_reference(target, setup, _spread(n, hidden), scores[:n])
+    return error_summary(errors)
+
+
+def _spread(rows: int, width: int) -> Tensor:
+    """Tokens of sizes that differ."""
+    return randn(rows, width, seed=rows) * (1 + torch.arange(rows)[:, None] % 3)
+
+
+def _by_kind(name: str, kind: str) -> Any:
+    """The op ``name`` with its activation, as ``vs_reference`` takes it."""
+    return lambda ops, put: lambda x: [getattr(ops, name)(x, kind)]
+
+
+class CrossAttentionCheck:
+    """A body of cross_attend: over the second of three layers whose keys and values the arena holds.
+
+    Queries are looked up by token id; the other layers' columns are NaN.
+    """
+
+    def __init__(self, backend: Any, target: CheckTarget, dtype: torch.dtype) -> None:
+        t, width = target.model.text, 2 * target.model.text.kv_heads * target.model.text.head_dim
+        self.ops, self.heads, self.d = backend.ops, t.heads, t.head_dim
+
+        def put(x: Tensor) -> Tensor:
+            return x.to(target.dtype).to(dtype).to(backend.device)
+
+        self.table = put(randn(t.vocab, t.heads * t.head_dim, seed=7))
+        arena = randn(RESERVED_ROWS + 5 * IMAGE_ROWS, 3 * width, seed=5)
+        arena[:, :width] = arena[:, 2 * width :] = torch.nan
+        self.held = put(arena)[:, width : 2 * width]
+        self.out = backend.zeros((400, t.heads * t.head_dim), dtype)
+
+    def __call__(self, x: Any) -> None:
+        n = x.out_row.shape[0]
+        q = self.ops.gather_rows(self.table, x.tokens[:n].long()).reshape(n, self.heads, self.d)
+        rows = arena_row_numbers(x.cross_attention.units, IMAGE_ROWS) if self.ops.gathers else None
+        out = self.ops.cross_attend(q, self.held, rows, x.cross_attention, self.d**-0.5)
+        self.ops.scatter_rows(self.out, x.out_row, out.reshape(n, -1))
+
+
+def cross_attend(target: CheckTarget) -> str:
+    """Each token attends to the rows of each image that it sees, as often as it sees it."""
+    if not target.policy_of("cross_attention"):
+        raise Skipped("Policy.seen is False: this device serves no model whose layers use cross-attention")
+    harness, errors = make_harness(target), []
+    harness.backend.slot = harness.backend.slot._replace(unit=IMAGE_ROWS)
+    for stage in [s for s in harness.stages if s in TEXT]:
+        for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 4):
+            inputs, _ = harness.inputs(bucket, np.random.default_rng(3))
+            inputs.cross_attention, n = _make_cross_attention(len(inputs.tokens)), len(inputs.tokens)
+            outs = []
+            for backend, dtype, shape in (
+                (harness.backend, target.dtype, replace(bucket, variant=f"{VARIANT}{len(UNITS) + 1}")),
+                (target.reference(), torch.float32, Bucket(Stage.PREFILL, (n, len(inputs.context)), f"{VARIANT}3")),
+            ):
+                body = CrossAttentionCheck(backend, target, dtype)
+                program = backend.program(shape, body)
+                backend.fill(program, inputs)
+                program.run()
+                backend.synchronize()
+                outs.append(body.out.cpu()[1 : n + 1])
+            blind = torch.from_numpy(~inputs.cross_attention.reach.any(1))
+            if not outs[0][blind].isfinite().all():
+                raise CheckFailed(f"{bucket}: a token that sees no image is not finite")
+            errors.append(check_close(str(bucket), outs[0][~blind], outs[1][~blind], target.dtype))
+    return error_summary(errors)
+
+
+def _make_cross_attention(tokens: int) -> CrossAttentionInputs:
+    """Tokens that see none, some or all of the images, up to three times."""
+    rng = np.random.default_rng(tokens)
+    reach = rng.integers(1, IMAGE_ROWS + 1, (tokens, len(UNITS))) * (rng.random((tokens, len(UNITS))) < 0.6)
+    reach[0, 0] = IMAGE_ROWS
+    times = np.where(reach > 0, rng.integers(1, 4, reach.shape), 0)
+    return CrossAttentionInputs(UNITS, reach.astype(np.int32), times.astype(np.int32), np.full(tokens, 2, np.int32))

@@ -1,0 +1,229 @@
+"""Plans the attention of one launch on the CPU, once from the rows' lengths; every layer uses the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cpu.native import flash
+from trencadis.backends.cpu.native.decode_attention import SingleTokenRows
+from trencadis.core.backend import Attn
+
+GROUP_SLACK, GROUP_RATIO = 32, 1.25
+"""A decode group ends at a row longer than ratio x shortest + slack, so that a long row does not pad the others."""
+
+Where = slice | Tensor
+"""Token slots of the cache: a slice if blocks are consecutive, so that nothing is copied; else int64 indices."""
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """A row of several tokens [start, stop) that follow ``context`` stored ones.
+
+    ``where`` holds the keys that a token sees, from position ``first`` on. ``upto``: int32 [tokens] as in ``Attn``;
+    None: each token's own position. ``whole``: every token sees all keys.
+    """
+
+    start: int
+    stop: int
+    context: int
+    where: Where
+    first: int = 0
+    upto: Tensor | None = None
+    whole: bool = False
+
+    @property
+    def count(self) -> int:
+        """Tokens of the row in this launch."""
+        return self.stop - self.start
+
+    def to_flash_span(self, keys: Where) -> flash.Span:
+        """As the library's kernel takes it, with the slots of ``where``."""
+        return flash.Span(slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one token each: ``rows`` of the launch's tokens, keys gathered to one length."""
+
+    rows: Where
+    count: int
+    where: Where  # [count * length]
+    length: int
+    mask: Tensor | None  # bool [count, 1, 1, length]; None where all rows have that length
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """All rows of a launch; ``surplus``: some tokens belong to no request. ``singles``: for the library's kernel."""
+
+    spans: list[ChunkSpan] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    surplus: bool = False
+    singles: SingleTokenRows | None = None
+
+
+class CpuAttn(Attn):
+    """``Attn`` that plans its attention at the first use of each window; ``block_size`` must be set by the caller."""
+
+    block_size: int
+
+    @cached_property
+    def plans(self) -> dict[tuple[bool, int, bool], AttendPlan]:
+        return {}
+
+
+def get_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, native: bool = False) -> AttendPlan:
+    """The launch's plan; ``CpuAttn`` keeps it, other tensors are planned anew."""
+    if not isinstance(attn, CpuAttn):
+        return make_plan(attn, block_size, grouped, window, native)
+    made = attn.plans.get((grouped, window, native))
+    if made is None:
+        made = attn.plans[grouped, window, native] = make_plan(attn, block_size, grouped, window, native)
+    return made
+
+
+def make_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, native: bool = False) -> AttendPlan:
+    """Plans from lengths and block tables.
+
+    Args:
+        grouped: rows of one token are attended to together.
+        window: keys that a token sees, itself included; 0: all.
+        native: rows of one token are for the library's kernel, which gathers nothing.
+    """
+    starts: NDArray[np.int32] = attn.row_start.numpy()
+    context: NDArray[np.int32] = attn.context.numpy()
+    blocks: NDArray[np.int32] = attn.blocks.numpy()
+    counts = np.diff(starts)
+    made = AttendPlan(
+        surplus=bool(counts[-1]), singles=_singles(attn, starts, context, counts, window) if native else None
+    )
+    for row in np.flatnonzero(counts[:-1] > (native or grouped)).tolist():
+        made.spans.append(_span(row, attn, starts, context, blocks, block_size, window))
+    if grouped and not native:
+        single = np.flatnonzero(counts[:-1] == 1).tolist()
+        made.groups.extend(_groups(single, starts, context, blocks, block_size, window))
+    return made
+
+
+def _groups(
+    single: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32],
+    block_size: int, window: int,
+) -> Iterator[Group]:  # fmt: skip
+    """Rows of one token each, in groups."""
+    for rows in (
+        _group_similar_lengths(single, np.minimum(context + 1, window) if window else context + 1) if single else ()
+    ):
+        yield _group(rows, starts, context, blocks, block_size, window)
+
+
+def _group_similar_lengths(single: list[int], key_counts: NDArray[np.int32]) -> Iterator[list[int]]:
+    """Rows of one token in groups that see about as many keys; ``key_counts``: how many each row of the launch sees."""
+    single.sort(key=lambda row: int(key_counts[row]))
+    first = 0
+    for i in range(1, len(single) + 1):
+        limit = int(key_counts[single[first]]) * GROUP_RATIO + GROUP_SLACK if i < len(single) else 0
+        if i == len(single) or int(key_counts[single[i]]) > limit:
+            yield single[first:i]
+            first = i
+
+
+def _singles(
+    attn: Attn, starts: NDArray[np.int32], context: NDArray[np.int32], counts: NDArray[np.int32], window: int
+) -> SingleTokenRows | None:
+    rows = np.flatnonzero(counts[:-1] == 1).astype(np.int32)
+    if not len(rows):
+        return None
+    length = context[rows] + np.int32(1)
+    first = np.maximum(length - np.int32(window), 0) if window else np.zeros_like(length)
+    return SingleTokenRows(starts[rows], rows, first, length, attn.blocks)
+
+
+def _span(
+    row: int, attn: Attn, starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32],
+    block_size: int, window: int,
+) -> ChunkSpan:  # fmt: skip
+    start, stop, before = int(starts[row]), int(starts[row + 1]), int(context[row])
+    length = before + stop - start
+    first = max(before - window + 1, 0) if window else 0
+    made = ChunkSpan(start, stop, before, _slots_from(blocks[row], first, length, block_size), first)
+    return made if attn.upto is None else _extend_visibility(made, attn.upto[start:stop], length, window)
+
+
+def _extend_visibility(span: ChunkSpan, upto: Tensor, length: int, window: int) -> ChunkSpan:
+    """``span``, whose tokens see as far as ``upto`` says, where that is further than themselves."""
+    if bool((upto == torch.arange(span.context, length)).all()):
+        return span
+    return replace(span, upto=upto, whole=int(upto.min()) == length - 1 and not 0 < window < length)
+
+
+def _group(
+    rows: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32], block_size: int,
+    window: int,
+) -> Group:  # fmt: skip
+    chosen = np.sort(np.asarray(rows))
+    tokens = starts[chosen].astype(np.int64)
+    lengths = context[chosen].astype(np.int64) + 1
+    consecutive = int(tokens[-1] - tokens[0]) == len(tokens) - 1
+    where_rows: Where = slice(int(tokens[0]), int(tokens[-1]) + 1) if consecutive else torch.from_numpy(tokens)
+    begin = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    longest = int((lengths - begin).max())
+    if len(rows) == 1:
+        where = _slots_from(blocks[chosen[0]], int(begin[0]), int(lengths[0]), block_size)
+        return Group(where_rows, 1, where, longest, None)
+    index, mask = _gather_slots(blocks[chosen], begin, lengths, longest, block_size)
+    return Group(where_rows, len(rows), index, longest, mask)
+
+
+def _gather_slots(
+    blocks: NDArray[np.int32], begin: NDArray[np.int64], lengths: NDArray[np.int64], longest: int, block_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """``Group.where`` and ``Group.mask`` of several rows, whose keys lie at positions [begin, lengths)."""
+    if begin.any():
+        positions = begin[:, None] + np.arange(longest)
+        lengths = lengths - begin
+        held = np.take_along_axis(blocks, np.minimum(positions // block_size, blocks.shape[1] - 1), axis=1)
+        index = held.astype(np.int64) * block_size + positions % block_size
+    else:
+        index = _indices(blocks, longest, block_size)
+    hidden = np.arange(longest)[None] >= lengths[:, None]
+    index[hidden] = 0  # the ZERO block
+    mask = torch.from_numpy(~hidden)[:, None, None] if hidden.any() else None
+    return torch.from_numpy(index.reshape(-1)), mask
+
+
+def _indices(blocks: NDArray[np.int32], length: int, block_size: int) -> NDArray[np.int64]:
+    """[rows, length] token slots of the first ``length`` tokens of each row."""
+    held = blocks[:, : -(-length // block_size)].astype(np.int64)
+    slots = held[:, :, None] * block_size + np.arange(block_size)
+    return np.ascontiguousarray(slots.reshape(len(blocks), -1)[:, :length])
+
+
+def _slots_from(blocks: NDArray[np.int32], first: int, stop: int, block_size: int) -> Where:
+    """Token slots of positions [first, stop) of a row."""
+    if not first:
+        return _where(blocks, stop, block_size)
+    skipped = first // block_size
+    where = _where(blocks[skipped:], stop - skipped * block_size, block_size)
+    return slice_slots(where, first - skipped * block_size, stop - skipped * block_size)
+
+
+def slice_slots(where: Where, start: int, stop: int) -> Where:
+    """Slots ``start`` to ``stop`` of ``where``."""
+    if isinstance(where, slice):
+        return slice(where.start + start, where.start + stop)
+    return where[start:stop]
+
+
+def _where(blocks: NDArray[np.int32], length: int, block_size: int) -> Where:
+    held = blocks[: -(-length // block_size)]
+    if bool((np.diff(held) == 1).all()):
+        start = int(held[0]) * block_size
+        return slice(start, start + length)
+    return torch.from_numpy(_indices(held[None], length, block_size)[0])

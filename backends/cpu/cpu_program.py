@@ -1,0 +1,226 @@
+"""A bucket on the CPU: host arrays become padded tensors, and a body is called with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cpu.attention_plan import CpuAttn
+from trencadis.backends.cpu.native.thread_use import ThreadUse
+from trencadis.backends.cpu.padding import (
+    cells,
+    flag_padding_windows,
+    head,
+    last_slots,
+    pad,
+    pad_cross_attention,
+    pad_interpolation,
+    pool,
+    reset,
+    slot_map,
+    visible_ends,
+    windows,
+)
+from trencadis.core.backend import (
+    Body,
+    HeadTensors,
+    Inputs,
+    PoolTensors,
+    ProgramState,
+    ResetTensors,
+    Segments,
+    TensorsOut,
+    TextTensors,
+    VisionTensors,
+    host_output,
+)
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import NO_SLOT
+from trencadis.core.launches.launch_tensors import CrossAttentionTensors, first_rows
+from trencadis.core.launches.rank_input_batch import PersistentHeadInputs, PersistentTextInputs
+from trencadis.core.shapes.cross_attention_inputs import planned_units
+from trencadis.core.shared_constants import SINK_ROW, ZERO_BLOCK
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+
+
+@dataclass(eq=False)
+class CpuProgram:
+    """``core.backend.Program`` without capture: each fill makes new tensors, except for a persistent batch that only
+    advanced.
+    """
+
+    bucket: Bucket
+    body: Body
+    thread_use: ThreadUse | None = None
+    state: ProgramState = ProgramState.PLANNED
+    bytes: int = 0
+    inputs: Any = None
+    source: Inputs | None = None
+    """What ``inputs`` were made of, if it may come again."""
+
+    def fill(self, inputs: Inputs, block_size: int, upto: bool) -> None:
+        """Makes tensors of a launch's arrays; ``upto``: ``BackendConfig.upto``."""
+        if inputs is self.source:
+            self.inputs = _refresh(self.inputs, inputs, block_size)
+            return
+        self.inputs = make_tensors(self.bucket, inputs, block_size, upto)
+        comes_again = isinstance(inputs, PersistentHeadInputs) or (
+            isinstance(inputs, PersistentTextInputs) and not upto
+        )
+        self.source = inputs if comes_again else None
+
+    def compile(self) -> None:
+        """Nothing to compile."""
+        self.state = max(self.state, ProgramState.COMPILED)
+
+    def rehearse(self) -> None:
+        """Costs nothing that could be measured before the first fill."""
+
+    def run(self) -> Any:
+        if self.thread_use is not None:
+            self.thread_use.update(self.bucket.dims[0])
+        with torch.inference_mode():
+            out = self.body(self.inputs)
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """Nothing to capture; the policy says so (``captures``)."""
+
+    def replay(self) -> Any:
+        return self.run()
+
+    def release(self) -> int:
+        self.inputs = self.source = None
+        return 0
+
+
+def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False) -> Any:
+    """The stage's tensors at the bucket's size; ``upto``: ``BackendConfig.upto``."""
+    match inputs:
+        case StepInputs():
+            count, rows = bucket.dims if bucket.stage is Stage.PREFILL else (bucket.dims[0], bucket.dims[0])
+            made = _text(inputs, count, rows, block_size, upto)
+            return (
+                made._replace(cross_attention=_make_cross_attention(inputs, count, bucket)) if bucket.variant else made
+            )
+        case VisionInputs():
+            return _vision(inputs, bucket.dims[0])
+        case HeadInputs():
+            # A copy, because a program holds its inputs until its next fill.
+            return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
+        case _:
+            return _make_rare_tensors(bucket, inputs)
+
+
+def _refresh(made: Any, x: Inputs, block_size: int) -> Any:
+    """Updates the tensors of an unchanged persistent batch in place; the launch that read them has returned. It is
+    written in place: the launch that read it has returned.
+    """
+    if isinstance(x, HeadInputs):
+        made.uniform.numpy()[: len(x.uniform)] = x.uniform
+        return made
+    assert isinstance(x, StepInputs) and x.last is not None
+    real, old = len(x.context), made.attn
+    made.positions.numpy()[:, :real] = x.positions
+    old.context.numpy()[:real] = x.context
+    old.slot_map.numpy()[:real] = last_slots(x.last, x.context, block_size)
+    blocks = _blocks(x, len(old.context))
+    return made._replace(attn=_attn(block_size, old.row_start, old.context, blocks, old.slot_map))
+
+
+def _make_rare_tensors(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
+    """Makes the tensors of RESET and POOL launches."""
+    match inputs:
+        case ResetInputs():
+            counts = pad(inputs.counts, (bucket.dims[0], inputs.counts.shape[1]), np.int32)
+            return ResetTensors(*map(torch.from_numpy, reset(inputs, bucket.dims[0], counts)))
+        case PoolInputs():
+            return PoolTensors(*map(torch.from_numpy, pool(inputs, bucket.dims[0])))
+
+
+def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> TextTensors:
+    """Surplus tokens form the last row: they read ZERO, are stored in SINK, and their hidden state goes to row 0."""
+    real, real_rows = len(x.tokens), len(x.context)
+    row_start = np.full(rows + 2, real, np.int32)
+    row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
+    row_start[-1] = count
+    stored = torch.from_numpy(slot_map(x, count, block_size))
+    parts = torch.from_numpy(row_start), _pad(x.context, rows + 1), _blocks(x, rows + 1), stored
+    return TextTensors(
+        tokens=_pad(x.tokens, count),
+        from_slot=_pad(x.from_slot, count),
+        positions=_pad(x.positions, 3, count),
+        image_row=_pad(x.image_row, count),
+        out_row=_pad(x.out_row, count, dtype=np.int64),
+        attn=_attn(block_size, *parts, _pad(visible_ends(x), count) if upto else None),
+    )
+
+
+def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
+    """The fields of ``Attn`` in their order, without a plan yet."""
+    made = CpuAttn(*parts)  # type: ignore[arg-type]
+    made.block_size = block_size
+    return made
+
+
+def _make_cross_attention(x: StepInputs, count: int, bucket: Bucket) -> CrossAttentionTensors | None:
+    found = pad_cross_attention(x, count, planned_units(bucket.variant))
+    return None if found is None else CrossAttentionTensors(*map(torch.from_numpy, found))
+
+
+def _blocks(x: StepInputs, rows: int) -> Tensor:
+    """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
+    if x.table is not None and rows <= len(x.table):
+        return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
+    return _pad(x.blocks, rows, x.blocks.shape[1], value=ZERO_BLOCK)
+
+
+def _vision(x: VisionInputs, slots: int) -> VisionTensors:
+    """Padding windows write to the SINK row."""
+    (segment, real), padding_window = (
+        windows(x, slots),
+        None if x.padding_window is None else flag_padding_windows(x, slots),
+    )
+    made = VisionTensors(
+        pixels=_pad(x.pixels, slots, x.pixels.shape[1], dtype=np.uint8),
+        position=_pad(x.position, slots, x.position.shape[1]),
+        rows=_pad(x.rows, cells(x, slots, NO_SLOT), dtype=np.int64, value=SINK_ROW),
+        segments=Segments(
+            torch.from_numpy(segment),
+            torch.from_numpy(real),
+            None if padding_window is None else torch.from_numpy(padding_window),
+        ),
+    )
+    return made if x.position_rows is None else _with_interpolation(made, x, slots)
+
+
+def _with_interpolation(made: VisionTensors, x: VisionInputs, slots: int) -> VisionTensors:
+    """``made`` with rows of the table of positions."""
+    near, share = pad_interpolation(x, slots)
+    assert near is not None and share is not None
+    return made._replace(position_rows=torch.from_numpy(near), position_weights=torch.from_numpy(share))
+
+
+def _pad(x: Array, *shape: int, dtype: type = np.int32, value: float = 0) -> Tensor:
+    return torch.from_numpy(pad(x, shape, dtype, value))
+
+
+class CpuPending:
+    """A result that is already on the host; ``core.backend.Pending``."""
+
+    def __init__(self, out: TensorsOut, rows: int) -> None:
+        self._out: Any = host_output(out, [None if t is None else first_rows(t, rows).numpy() for t in out])
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._out

@@ -1,0 +1,109 @@
+"""Experts on the CPU: which of them a token takes, the product over all of them, and the one over those that are hit.
+
+The product over all is the specification: it has static shapes and reads nothing on the host, so that a device which
+records graphs inherits it. Gates and ups of all experts are one wide matrix and downs another; what a token did not
+choose is zero between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.backend import Weight
+
+ROWS = 8192
+"""Most rows (tokens times experts) that the product over all holds at a time."""
+
+
+@dataclass
+class JoinedExperts:
+    """All experts as two matrices: gate_up [count x 2 inner, hidden], down [count x inner, hidden]."""
+
+    gate_up: Tensor
+    down: Tensor
+    count: int
+    inner: int
+
+
+@dataclass
+class SeparateExperts:
+    """Packed weights of each expert."""
+
+    gate_up: list[Weight]
+    down: list[Weight]
+    count: int
+    inner: int
+    nbytes: int = 0
+
+
+def join_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> JoinedExperts:
+    """From gate_up [2 inner, hidden] and down [hidden, inner] of each expert."""
+    inner = down[0].shape[1]
+    return JoinedExperts(torch.cat(list(gate_up)), torch.cat([d.t() for d in down]), len(down), inner)
+
+
+def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(shares float32 [n, top], experts int64 [n, top]) of scores [n, count]; the softmax is over all of them."""
+    found = scores.float().softmax(-1).topk(top)
+    shares = found.values
+    if normalise:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares, found.indices
+
+
+def run_all_experts(
+    ops: Any, x: Tensor, scores: Tensor, w: JoinedExperts, top: int, normalise: bool, kind: str
+) -> Tensor:
+    """``core.backend.Ops.experts`` by all experts, ``ROWS`` rows at a time; shares of experts not chosen are zero."""
+    shares, chosen = route_tokens(scores, top, normalise)
+    n = len(x)
+    every = torch.zeros((n, w.count), dtype=torch.float32, device=x.device).scatter(1, chosen, shares)
+    many = min(max(ROWS // max(n, 1), 1), w.count)
+    out: Tensor | None = None
+    for first in range(0, w.count, many):
+        count = min(many, w.count - first)
+        last = first + count
+        gate_up = functional.linear(x, w.gate_up[first * 2 * w.inner : last * 2 * w.inner])
+        made = ops.act_mul(gate_up.reshape(n * count, 2 * w.inner), kind).view(n, count, w.inner)
+        share = every[:, first:last, None]
+        # Not a product alone: an expert that nobody chose may overflow, and infinity times zero is no number.
+        taken = torch.where(share > 0, made * share.to(x.dtype), 0.0).to(x.dtype)
+        part = taken.view(n, count * w.inner) @ w.down[first * w.inner : last * w.inner]
+        out = part if out is None else out + part
+    assert out is not None
+    return out
+
+
+def run_chosen_experts(
+    ops: Any, x: Tensor, scores: Tensor, w: SeparateExperts, top: int, normalise: bool, kind: str
+) -> Tensor:
+    """As ``run_all_experts``, but loops over experts and reads only the weights of experts that a token chose.
+
+    A token's sum runs from its best expert to its least, whatever the other tokens chose.
+    """
+    shares, chosen = route_tokens(scores, top, normalise)
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=w.count).tolist()
+    rows = x.index_select(0, order // top)
+    made = torch.empty_like(rows)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            stop = start + count
+            inner = ops.act_mul(ops.linear(rows[start:stop], w.gate_up[expert]), kind)
+            made[start:stop] = ops.linear(inner, w.down[expert])
+            start = stop
+    parts = torch.empty_like(made)
+    parts[order] = made
+    parts = parts.view(len(x), top, -1) * shares.to(x.dtype)[..., None]
+    out = parts[:, 0].clone()
+    for i in range(1, top):
+        out.add_(parts[:, i])
+    return out

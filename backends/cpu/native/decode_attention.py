@@ -1,0 +1,69 @@
+"""Attention of decoding rows by the library's kernel, which reads keys and values where they lie in their blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cpu.native import checks, threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.layouts import AttendLayout
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+from trencadis.core.backend import LayerKV
+
+LANES = 16
+"""Values of a head are a multiple of this: the widest vector."""
+
+WIDEST = 512
+"""Most values of a head; of panels.h."""
+
+
+@dataclass(frozen=True)
+class SingleTokenRows:
+    """Rows of one token each, int32 [n]: the launch's token, the row of the block tables, and the keys that it sees,
+    from ``first`` to before ``length``. ``blocks``: int32 [rows, width]."""
+
+    token: NDArray[np.int32]
+    row: NDArray[np.int32]
+    first: NDArray[np.int32]
+    length: NDArray[np.int32]
+    blocks: Tensor
+
+
+def is_supported(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
+    """Whether the kernel attends: to values of ``q``'s type, or to signed codes of 8 bits with their scales."""
+    size = kv.k.shape[-1]
+    if size % LANES or size > WIDEST or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
+        return False
+    coded = kv.k_scale is not None and kv.k.dtype == torch.int8
+    return (coded or kv.k.dtype == q.dtype) and kv.k.is_contiguous() and kv.v.is_contiguous()
+
+
+def attend(q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Tensor, table: KernelTable) -> None:
+    """Attention of single tokens: q [n, h, d], ``out`` [n, h, d] is written where ``rows`` names tokens.
+
+    A row's bits depend on nothing but the row. Softmax and sums are float32.
+    """
+    _, heads, size = q.shape
+    if q.stride(2) != 1 or q.stride(1) != size:
+        q = q.contiguous()
+    assert out.is_contiguous() and rows.blocks.stride(1) == 1
+    if checks.enabled():
+        checks.check_range("rows of queries", rows.token, 0, len(q))
+        checks.check_blocks(rows.blocks, rows.row, rows.first, rows.length, kv.k.shape[1], kv.k.shape[0])
+    kept = 0 if kv.kept is None else kv.kept.shape[-1]
+    at = [None if t is None else t.data_ptr() for t in (q, out, kv.k, kv.v, kv.k_scale, kv.v_scale, kv.kept, kv.pairs)]
+    layout = AttendLayout(
+        *at,
+        rows.blocks.data_ptr(),
+        *(a.ctypes.data for a in (rows.token, rows.row, rows.first, rows.length)),
+        len(rows.token), heads, kv.k.shape[2], size, kv.k.shape[1], rows.blocks.stride(0), q.stride(0), kept,
+        scale, TYPES[q.dtype], int(kv.k.dtype == torch.int8), 0 if kv.kept is None else TYPES[kv.kept.dtype],
+    )  # fmt: skip
+    if threads.calls().attend(ctypes.addressof(layout), table.number, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the sums of {len(rows.token)} rows")

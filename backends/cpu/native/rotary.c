@@ -1,0 +1,27 @@
+/* What Python calls to rotate queries and keys. */
+
+#include "exports.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#define GRAIN 32768 /* values that are worth another thread */
+
+typedef struct {
+    const Rotary *rotate;
+    const Kernels *kernels;
+} RotaryCall;
+
+static void turn_work(void *data, int64_t first, int64_t last, int64_t thread) {
+    const RotaryCall *call = data;
+    (void)thread;
+    call->kernels->rotate(call->rotate, first, last);
+}
+
+/* out [n][heads + groups][size]: q and k, rotated. */
+EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads) {
+    panels_count(ROTARIES, kind);
+    RotaryCall call = {p, panels_kernels(kind)};
+    pool_run(turn_work, &call, n, 0, 0, pool_threads(n * (p->heads + p->groups) * p->size / GRAIN, threads));
+}
+
+#endif

@@ -1,0 +1,59 @@
+"""What stands between products, in one pass over each row.
+
+Norms and gates of 16-bit values alone, for which torch takes up to nine passes; the best of a row of any type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cpu.native import threads
+from trencadis.backends.cpu.native.kernel_table import KernelTable, Op
+from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
+
+SILU_MUL, RMS_NORM, BEST = range(3)
+
+
+def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
+    """silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch has to do it."""
+    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) or not gate_up.is_contiguous():
+        return None
+    n, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((n, width))
+    _run(SILU_MUL, gate_up, None, None, out, n, width, 0.0, table.number)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, table: KernelTable) -> Tensor | None:
+    """x / rms(x) * weight of rows [n, width]; a residual is added to ``x`` itself first. None: torch has to do it."""
+    if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) or x.dtype != weight.dtype:
+        return None
+    if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        return None
+    width = x.shape[-1]
+    out = torch.empty_like(x)
+    _run(RMS_NORM, x, residual, weight, out, x.numel() // width, width, eps, table.number)
+    return out
+
+
+def best(logits: Tensor, table: KernelTable) -> Tensor | None:
+    """int64 [n]: the index of the first largest value of each row [n, width]. None: torch has to find it."""
+    served = table.serves(Op.ARGMAX, DTYPE_NAMES.get(logits.dtype, ""))
+    if not served or not logits.is_contiguous() or logits.shape[1] == 0:
+        return None
+    n, width = logits.shape
+    out = torch.empty(n, dtype=torch.int64)
+    _run(BEST, logits, None, None, out, n, width, 0.0, table.number)
+    return out
+
+
+def _run(
+    op: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, n: int, width: int, eps: float,
+    kind: int,
+) -> None:  # fmt: skip
+    threads.calls().rows(
+        op, x.data_ptr(), None if residual is None else residual.data_ptr(),
+        None if weight is None else weight.data_ptr(), out.data_ptr(), n, width, eps, TYPES[x.dtype], kind,
+        torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,20 @@
+"""Memory that this process may use: the machine's, or its control group's if that is smaller."""
+
+from __future__ import annotations
+
+from trencadis.core.memory.host_memory import free_host, total_host
+
+
+class CpuMemory:
+    """Bytes; ``core.backend.Memory``."""
+
+    def total(self) -> int:
+        return total_host()
+
+    def real_kv_bytes(self) -> int | None:
+        """Returns None: all memory of the device is real."""
+        return None
+
+    def free(self) -> int:
+        """Bytes that can still be allocated without swapping; page cache counts as free."""
+        return free_host()

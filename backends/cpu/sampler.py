@@ -1,0 +1,100 @@
+"""Sampling in plain torch with static shapes; the meaning of every sampling parameter is written here.
+
+raw logits -> raw logprobs (what is reported) -> bias -> repetition, frequency, presence penalties -> mask ->
+temperature -> min_p, top_k, top_p -> one draw by inverting the cumulated distribution in vocabulary order.
+
+Filters are thresholds on probabilities, so ids of equal probability stay or go together: top_k keeps all that are
+no less probable than the k-th, top_p keeps the shortest run of best ids whose share of what min_p and top_k left
+reaches top_p, and all their equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
+from trencadis.core.request import GREEDY_BELOW, MAX_LOGPROBS
+
+
+def sample_full(
+    logits: Tensor,
+    head: HeadTensors,
+    state: SamplerState,
+    limit: Callable[[Tensor, HeadTensors], Tensor],
+    note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
+) -> HeadTensorsOut:
+    """Everything on: [r, V] logits -> tokens and logprobs.
+
+    Args:
+        limit, note: the backend's ``thresholds`` and ``update``.
+    """
+    raw = logits.float()
+    logprobs = raw.log_softmax(-1)
+    scores, allowed = apply_penalties(raw, head, state)
+    token = torch.where(head.target >= 0, head.target, draw(scores, allowed, head, limit))
+    own = logprobs.gather(1, token[:, None])
+    rank = (logprobs > own).int().sum(-1) + 1
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1)
+    note(token, head, state, True)
+    return HeadTensorsOut(token.int(), own[:, 0], rank.int(), top.indices.int(), top.values)
+
+
+def apply_penalties(raw: Tensor, head: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor]:
+    """([r, V] scores after bias and penalties, [r, V] bool ids the mask allows)."""
+    vocab = raw.shape[1]
+    ids, values, counts, bits = (
+        t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value, state.counts, state.prompt_mask)
+    )
+    scores = raw.scatter_add(1, ids, values)
+    drawn = counts > 0
+    seen = unpack(bits, vocab) | drawn
+    factor = head.repetition[:, None]
+    scores = torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
+    scores = scores - head.frequency[:, None] * counts - head.presence[:, None] * drawn
+    return scores, unpack(head.masks.index_select(0, head.mask_row), vocab)
+
+
+def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Tensor, HeadTensors], Tensor]) -> Tensor:
+    """int64 [r]: argmax, or the first id at which the cumulated probability exceeds the row's uniform number."""
+    low = torch.finfo(torch.float32).min
+    best = torch.where(allowed, scores, low).argmax(-1)
+    warm = scores / head.temperature.clamp_min(GREEDY_BELOW)[:, None]
+    probs = torch.where(allowed, warm, low).softmax(-1)
+    kept = torch.where(probs >= limit(probs, head), probs, 0.0)
+    cumulated = kept.cumsum(-1)
+    total = cumulated[:, -1:]
+    goal = head.uniform[:, None] * total
+    # A uniform number that rounds to the total must still find an id of positive probability: the last one.
+    found = torch.minimum((cumulated <= goal).int().sum(-1), (cumulated < total).int().sum(-1))
+    return torch.where(head.temperature < GREEDY_BELOW, best, found)
+
+
+def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[r, 1] least probability kept; filters that are off (top_k 0, top_p 1, min_p 0) let everything through."""
+    vocab = probs.shape[1]
+    ordered = probs.sort(-1, descending=True).values
+    k = torch.where(top_k > 0, top_k.clamp_max(vocab), vocab).long()
+    least = torch.maximum(ordered.gather(1, k[:, None] - 1), min_p[:, None] * ordered[:, :1])
+    left = torch.where(ordered >= least, ordered, 0.0)
+    cumulated = left.cumsum(-1)
+    inside = cumulated - left < top_p[:, None] * cumulated[:, -1:]
+    inside = (inside & (left > 0)) | (torch.arange(vocab, device=probs.device) == 0)
+    nucleus = torch.where(inside, left, 2.0).amin(-1, keepdim=True)
+    return torch.where(top_p[:, None] < 1.0, torch.maximum(least, nucleus), least)
+
+
+def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
+    """last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0."""
+    state.last.index_copy_(0, head.slot, token.int())
+    if full:
+        ones = torch.ones_like(head.slot, dtype=state.counts.dtype)
+        state.counts.index_put_((head.slot, token), ones, accumulate=True)
+
+
+def unpack(bits: Tensor, vocab: int) -> Tensor:
+    """uint8 [r, ceil(V / 8)] in little bit order -> bool [r, V]."""
+    bit = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return ((bits[:, :, None] >> bit) & 1).bool().flatten(1)[:, :vocab]

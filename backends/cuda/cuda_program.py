@@ -1,0 +1,155 @@
+"""A bucket on an NVIDIA card: static inputs, a body, and its way to CAPTURED."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes
+from trencadis.backends.cuda.launches.input_buffers import InputBuffers, StageBuffers, buffer_bytes
+from trencadis.backends.cuda.runtime_protocol import CudaEvent, Graph, Runtime, Stream
+from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState, TensorsOut, host_output
+from trencadis.core.buckets import Bucket
+
+
+class AttentionLibrary(Protocol):
+    """A library that attends in place of this engine's kernels (``libraries.ops.Library``)."""
+
+    def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
+        """Wraps ``body`` with what the library needs; ``buffers`` call back for each launch that it must plan."""
+        ...
+
+
+class CudaProgram:
+    """``core.backend.Program``.
+
+    Buckets of a stage share the memory of their inputs, and graphs of a stage the memory they work in.
+
+    Args:
+        fetched: recorded when the last copy of outputs to the host is done; later launches may overwrite them.
+        library: what attends in place of this engine's kernels.
+    """
+
+    def __init__(
+        self, bucket: Bucket, body: Body, sizes: Sizes, runtime: Runtime, buffers: StageBuffers, fetched: CudaEvent,
+        library: AttentionLibrary | None = None,
+    ) -> None:  # fmt: skip
+        self.bucket, self.body, self.runtime = bucket, body, runtime
+        self.state = ProgramState.PLANNED
+        try:
+            self.buffers = InputBuffers(bucket, sizes, runtime, buffers.of(bucket.stage, buffer_bytes(bucket, sizes)))
+            if library is not None:
+                self.body = library.wrap_body(self.buffers, body)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
+        self.bytes = self.buffers.bytes
+        self._fetched = fetched
+        self._graph: Graph | None = None
+
+    @property
+    def inputs(self) -> Any:
+        """The stage's tensors, at fixed addresses."""
+        return self.buffers.tensors
+
+    def fill(self, inputs: Inputs | None) -> None:
+        """Queues the copy of ``inputs``; ``None``: padding alone."""
+        self.buffers.fill(inputs)
+
+    def compile(self) -> None:
+        """Launches padding, since Triton compiles a kernel at its first call; an interpreter compiles nothing."""
+        if self.runtime.interprets:
+            self.state = max(self.state, ProgramState.COMPILED)
+        else:
+            self.fill(None)
+            self.run()
+
+    def rehearse(self) -> None:
+        """Launches padding, by the graph if there is one."""
+        if not self.runtime.interprets:
+            self.fill(None)
+            self.replay()
+
+    def run(self) -> Any:
+        self._begin()
+        out = self.runtime.launch(str(self.bucket), self.body, self.inputs, self.buffers.static)
+        self._end()
+        self.state = max(self.state, ProgramState.COMPILED)
+        return out
+
+    def capture(self) -> None:
+        """Captures after a warm run, so that no library sets itself up within the capture."""
+        if not self.runtime.graphs or self.state is ProgramState.CAPTURED:
+            return
+        self.fill(None)
+        self.runtime.on_captures(self._capture)
+
+    def _capture(self) -> None:
+        self.run()
+        before = self.runtime.memory.free()
+        self._graph = self.runtime.capture(
+            self.bucket.stage.name, str(self.bucket), self.body, self.inputs, self.buffers.static
+        )
+        self.bytes = self.buffers.bytes + max(before - self.runtime.memory.free(), 0)
+        self.state = ProgramState.CAPTURED
+
+    def replay(self) -> Any:
+        """The same tensors each time: valid until the next launch of this bucket's stage."""
+        if self._graph is None:
+            return self.run()
+        self._begin()
+        self.runtime.replay(self._graph)
+        self._end()
+        return self._graph.out
+
+    def release(self) -> int:
+        """Releases the graph; returns the bytes that were freed: its nodes; with the last graph of its stage, also what
+        they shared."""
+        if self._graph is None:
+            return 0
+        self.runtime.synchronize()
+        before = self.runtime.memory.free()
+        graph, self._graph = self._graph, None
+        self.state, self.bytes = ProgramState.COMPILED, self.buffers.bytes
+        self.runtime.release(graph)
+        return max(self.runtime.memory.free() - before, 0)
+
+    def _begin(self) -> None:
+        """Orders the launch after the copy of its inputs, and after the copy of the outputs that it overwrites."""
+        self.runtime.wait(Stream.PROGRAMS, self.buffers.buffer.written)
+        self.runtime.wait(Stream.PROGRAMS, self._fetched)
+
+    def _end(self) -> None:
+        self.runtime.record(self.buffers.buffer.last_read, Stream.PROGRAMS)
+
+
+class CudaPending:
+    """Outputs on their way to the host; ``core.backend.Pending``.
+
+    Args:
+        fetched: recorded when the copies are done, for launches that overwrite what the copies read.
+    """
+
+    def __init__(self, out: TensorsOut, rows: int, runtime: Runtime, fetched: CudaEvent) -> None:
+        self._rows, self._runtime, self._done = rows, runtime, runtime.event()
+        launched = runtime.event()
+        runtime.record(launched, Stream.PROGRAMS)
+        runtime.wait(Stream.DOWNLOADS, launched)
+        self._out, self._host = out, [None if t is None else self._copy(t) for t in out]
+        runtime.record(self._done, Stream.DOWNLOADS)
+        runtime.record(fetched, Stream.DOWNLOADS)
+
+    def _copy(self, t: Tensor) -> Tensor:
+        host = self._runtime.allocate_pinned((self._rows, *t.shape[1:]), t.dtype)
+        self._runtime.download(host, t[: self._rows])
+        return host
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self._runtime.is_complete(self._done)
+
+    def result(self) -> Any:
+        """Waits for the copies."""
+        self._runtime.host_wait(self._done)
+        return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])

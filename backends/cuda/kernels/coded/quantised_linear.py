@@ -1,0 +1,271 @@
+"""Products with quantised weights: codes are read as they are stored and decoded on the way into the tensor cores.
+
+Up to ``FEW`` rows the columns are cut into pieces that run in parallel, and a second kernel adds them in their order;
+more rows run in tiles. How columns are cut follows from the weight's shape alone, so a row has the same bits whatever
+rows are beside it, as long as the class of rows is the same.
+
+Codes are multiplied as they are, and each group's sum by its scale: integers and floats of 8 bits are exact in 16.
+Activations of 8 bits are rounded first, one scale a token; integers are then multiplied as such.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, INT8, SHIFTED, TINY, QuantisedWeight
+from trencadis.core.quant.scheme import half_of
+
+FEW, SOME = 15, 64
+"""Most rows of a launch that is cut by columns, and of one in small tiles."""
+
+STEP = 64
+"""Columns of a step; a step crosses no group."""
+
+PROGRAMS, LEAST_STEPS = 264, 4
+"""Programs that a launch of few rows is cut into, at most, and the fewest steps of one: two for each of an H100's."""
+
+BLOCK = 1024
+
+_INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
+_MIDDLE = tl.constexpr(8)
+_NEAREST = tl.constexpr(12582912.0)
+"""1.5 x 2^23: added to a float32 and taken off again, it leaves the nearest whole number."""
+
+
+def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
+    """[n, in] -> [n, out] of ``x``'s type: float16, bfloat16 or float32."""
+    check(x, w)
+    n, dtype = x.shape[0], x.dtype
+    out = torch.empty((n, w.out_features), dtype=dtype, device=x.device)
+    if not n:
+        return out
+    x = x.contiguous() if w.gather is None else x.index_select(1, w.gather)
+    if not w.rounds:
+        return _multiply(x, None, w, out)
+    if w.kind == E4M3 and n > FEW:
+        codes, scale = round_rows(x, torch.float8_e4m3fn)
+        weight = w.codes.view(torch.float8_e4m3fn).t()
+        return torch._scaled_mm(
+            codes, weight, scale_a=scale[:, None] / SHIFTED, scale_b=w.factor[None], bias=w.bias, out_dtype=dtype
+        )
+    return _multiply(*round_rows(x, torch.int8 if w.kind == INT8 else dtype), w, out)
+
+
+def check(x: Tensor, w: QuantisedWeight) -> None:
+    """x [n, in] of a floating type, and a weight whose parts fit each other."""
+    assert x.ndim == 2 and x.shape[1] == w.in_features, (x.shape, w.in_features)
+    assert w.codes.is_contiguous() and w.codes.shape[0] == w.out_features and w.factor.shape == (w.out_features,)
+    assert w.codes.dtype == (torch.int8 if w.kind == INT8 else torch.uint8)
+    for part in (w.scale, w.zero):
+        assert part is None or (part.is_contiguous() and part.shape[1] == w.out_features)
+
+
+def span(w: QuantisedWeight) -> int:
+    """Columns of one step."""
+    return 2 * half_of(w.group) if w.kind == INT4 else gcd(w.group, STEP) if w.group else STEP
+
+
+def pieces(features: int, steps: int, n: int) -> int:
+    """Into how many pieces the columns of few rows are cut: by the weight's shape alone."""
+    return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
+
+
+def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> tiles.Tile:
+    """m: rows, n: output features.
+
+    The table's ``head`` is the bits of a code; its ``group`` is 1 where groups have scales, which take a second sum.
+    """
+    length = "few" if rows <= FEW else "some" if rows <= SOME else "many"
+    bits = 4 if w.kind == INT4 else 8
+    found = tiles.FORCED.get("quantised")
+    return found or tiles.find("quantised", tiles.arch_of(device), dtype.itemsize * 8, bits, int(w.group > 0), length)
+
+
+def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor) -> Tensor:
+    n, features = out.shape
+    tile = tile_of(w, n, out.dtype, out.device)
+    each = span(w)
+    steps = -(-w.columns // each)
+    cut = pieces(features, steps, tile.n) if n <= FEW else 1
+    part = torch.empty((cut, n, features), dtype=torch.float32, device=out.device) if cut > 1 else out
+    bias = out if w.bias is None else w.bias
+    xs = w.factor if x_scale is None else x_scale
+    quantised_kernel[(-(-n // tile.m), -(-features // tile.n), cut)](
+        part, x, xs, w.codes, w.factor, w.factor if w.scale is None else w.scale, x if w.zero is None else w.zero,
+        bias, n, features, w.columns, w.codes.shape[1], -(-steps // cut),
+        KIND=w.kind, GROUP=w.group, SPAN=each, ZERO=w.zero is not None, ROUNDED=x_scale is not None,
+        BIAS=w.bias is not None, CUT=cut > 1, WHOLE=w.columns % each == 0, M=tile.m, N=tile.n,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if cut > 1:
+        added_kernel[(n, -(-features // BLOCK))](
+            out, part, xs, w.factor, bias, n, features, cut,
+            ROUNDED=x_scale is not None, BIAS=w.bias is not None, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def round_rows(x: Tensor, to: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(codes [n, in], float32 scales [n]) of x: int8, float8_e4m3fn, or e4m3's values in ``x``'s own type."""
+    held = torch.uint8 if to == torch.float8_e4m3fn else to
+    codes = torch.empty(x.shape, dtype=held, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    most = 127.0 if to == torch.int8 else 448.0
+    rounding_kernel[(x.shape[0],)](
+        x, codes, scale, x.shape[1], most, TINY, WHOLE=to == torch.int8, BITS=held == torch.uint8, BLOCK=BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    return codes.view(to), scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantised_kernel(
+    out, x, x_scale, codes, factor, scale, zero, bias, rows, features, columns, width, steps,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
+    BIAS: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    feature = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    piece = tl.program_id(2)
+    here, there = row < rows, feature < features
+    first = piece * steps
+    last = tl.minimum(first + steps, tl.cdiv(columns, SPAN))
+    x_row, code_row = x + row * columns, codes + feature * width
+    acc = tl.zeros([M, N], tl.int32 if ROUNDED and KIND == _INT8 else tl.float32)
+    for i in range(first, last):
+        if KIND == _INT4:
+            HALF: tl.constexpr = SPAN // 2
+            at = i * HALF + tl.arange(0, HALF)
+            held = tl.load(code_row[None, :] + at[:, None], mask=there[None, :], other=0)
+            begin = i * SPAN
+            acc = add_product(acc, held & 15, x_row, scale, zero, begin, features, columns, feature, here, there,
+                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE)  # fmt: skip
+            acc = add_product(acc, held >> 4, x_row, scale, zero, begin + HALF, features, columns, feature, here, there,
+                        KIND, GROUP, HALF, ZERO, ROUNDED, WHOLE)  # fmt: skip
+        else:
+            at = i * SPAN + tl.arange(0, SPAN)
+            inside = there[None, :] if WHOLE else there[None, :] & (at < columns)[:, None]
+            held = tl.load(code_row[None, :] + at[:, None], mask=inside, other=0)
+            acc = add_product(acc, held, x_row, scale, zero, i * SPAN, features, columns, feature, here, there,
+                        KIND, GROUP, SPAN, ZERO, ROUNDED, WHOLE)  # fmt: skip
+    address = row[:, None] * features + feature[None, :]
+    kept = here[:, None] & there[None, :]
+    if CUT:
+        tl.store(out + piece.to(tl.int64) * rows * features + address, acc.to(tl.float32), mask=kept)
+    else:
+        value = acc.to(tl.float32) * tl.load(factor + feature, mask=there, other=0.0)[None, :]
+        if ROUNDED:
+            value = value * tl.load(x_scale + row, mask=here, other=0.0)[:, None]
+        if BIAS:
+            value += tl.load(bias + feature, mask=there, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + address, value.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def add_product(
+    acc, held, x_row, scale, zero, begin, features, columns, feature, here, there,
+    KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``acc`` and the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]."""
+    at = begin + tl.arange(0, WIDTH)
+    inside = here[:, None] if WHOLE else here[:, None] & (at < columns)[None, :]
+    values = tl.load(x_row[:, None] + at[None, :], mask=inside, other=0)
+    if ROUNDED and KIND == _INT8:
+        acc = tl.dot(values, held, acc, input_precision="ieee", out_dtype=tl.int32)
+    elif GROUP:  # the second half of the last step may lie behind the last group
+        group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
+        codes = decode_numbers(held, zero + group, there, KIND, ZERO).to(values.dtype)
+        size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
+        acc += tl.dot(values, codes, input_precision="ieee") * size[None, :]
+    else:
+        codes = decode_numbers(held, zero + feature, there, KIND, ZERO).to(values.dtype)
+        acc = tl.dot(values, codes, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr):
+    """Codes less their zero points, as numbers that float16 and bfloat16 hold; floats by their bits in float16."""
+    if KIND == _INT4:
+        codes = held.to(tl.int8) - (tl.load(zero, mask=there, other=0)[None, :] if ZERO else _MIDDLE)
+    elif KIND == _INT8:
+        codes = held.to(tl.int16) - tl.load(zero, mask=there, other=0).to(tl.int16)[None, :] if ZERO else held
+    elif KIND == _E4M3:
+        bits = held.to(tl.uint16)
+        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    else:
+        codes = (held.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return codes
+
+
+@triton.jit(do_not_specialize=["rows", "cut"])
+def added_kernel(
+    out, part, x_scale, factor, bias, rows, features, cut,
+    ROUNDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = feature < features
+    at = part + row * features + feature
+    value = tl.zeros([BLOCK], tl.float32)
+    for _ in range(0, cut):
+        value += tl.load(at, mask=there, other=0.0)
+        at += rows * features
+    value *= tl.load(factor + feature, mask=there, other=0.0)
+    if ROUNDED:
+        value *= tl.load(x_scale + row)
+    if BIAS:
+        value += tl.load(bias + feature, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * features + feature, value.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["most", "tiny"])
+def rounding_kernel(
+    x, codes, scale, width, most, tiny, WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One token: its largest magnitude is the largest code. What is not finite spoils its scale, and so its row."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    peak = tl.zeros([BLOCK], tl.float32)
+    spoiled = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        value = tl.load(x + row * width + start + lane, mask=start + lane < width, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, tl.abs(value))
+        spoiled += value * 0.0
+    size = tl.maximum(tl.max(peak, 0), tiny) / most
+    tl.store(scale + row, size + tl.sum(spoiled, 0))
+    for start in range(0, width, BLOCK):
+        inside = start + lane < width
+        value = tl.load(x + row * width + start + lane, mask=inside, other=0.0).to(tl.float32) / size
+        value = tl.where(tl.abs(value) <= most, value, tl.where(value > 0, most, -most))
+        if WHOLE:
+            code = (value + _NEAREST) - _NEAREST
+        else:
+            code = float8(value)
+            if BITS:
+                code = bits_of(code)
+        tl.store(codes + row * width + start + lane, code.to(codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def float8(value):
+    """float32 values up to 448, rounded to the nearest e4m3: three bits behind the first, down to steps of 2^-9."""
+    power = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
+    step = (tl.maximum(power, 118) << 23).to(tl.float32, bitcast=True)
+    return ((value / step + _NEAREST) - _NEAREST) * step
+
+
+@triton.jit
+def bits_of(value):
+    """int32 codes of e4m3 values in float32: exponents count from 2^-7, and below 2^-6 codes are multiples of 2^-9."""
+    size = tl.abs(value)
+    normal = (size.to(tl.int32, bitcast=True) >> 20) - 960
+    code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
+    return tl.where(value < 0, code | 0x80, code)

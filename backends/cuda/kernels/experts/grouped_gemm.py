@@ -1,0 +1,149 @@
+"""Grouped products of experts: each program multiplies one tile of pairs by some columns of their expert.
+
+Three kernels: gate and up with the activation between them, down times the share of the pair, and the sum of a token's
+pairs from its best expert to its least. A row's bits follow from its token and from the class of tiles, which follows
+from the launch's shape; with ``alike`` there is one class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels import tiles
+from trencadis.backends.cuda.kernels.activation import KINDS, apply_activation
+from trencadis.backends.cuda.kernels.experts.routing import Routes, route
+
+STEP = {16: 64, 32: 32}
+"""Columns of a step, by the bits of a value."""
+
+FEW = 16
+"""Pairs an expert has on average, up to which tiles are small."""
+
+BLOCK = 1024
+
+
+@dataclass
+class StackedExperts:
+    """The experts of a layer: gate_up [count, 2 inner, hidden], down [count, hidden, inner]."""
+
+    gate_up: Tensor
+    down: Tensor
+    count: int
+    inner: int
+
+
+def run(
+    x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
+) -> Tensor:
+    """``core.backend.Ops.experts``; ``alike``: with the tiles that every launch shares."""
+    check(x, scores, w, kind)
+    (n, hidden), inner = x.shape, w.inner
+    out = torch.empty_like(x)
+    if not n:
+        return out
+    tile, step = tile_of(x, n * top, w.count, alike), STEP[x.dtype.itemsize * 8]
+    routes = route(scores, top, normalise, tile.m)
+    between = torch.empty((n * top, inner), dtype=x.dtype, device=x.device)
+    part = torch.empty((n * top, hidden), dtype=x.dtype, device=x.device)
+    sizes = {"M": tile.m, "N": tile.n, "K": step, "num_warps": tile.warps, "num_stages": tile.stages}
+    _up(x, w, routes, top, kind, between, sizes)
+    _down(between, w, routes, part, sizes)
+    experts_sum_kernel[(n, -(-hidden // BLOCK))](out, part, hidden, TOP=top, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
+    """x [n, hidden] and scores [n, count], contiguous, and weights of x's type that fit them."""
+    assert kind in KINDS, kind
+    assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
+    assert w.gate_up.shape == (w.count, 2 * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
+    assert w.down.shape == (w.count, x.shape[1], w.inner) and w.down.is_contiguous()
+    assert w.gate_up.dtype == w.down.dtype == x.dtype
+
+
+def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tiles.Tile:
+    """m: pairs, n: columns. The table's ``head`` and ``group`` stand for nothing here."""
+    length = "few" if not alike and pairs <= FEW * count else "many"
+    found = tiles.FORCED.get("experts")
+    return found or tiles.find("experts", tiles.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)
+
+
+def _up(x: Tensor, w: StackedExperts, r: Routes, top: int, kind: str, out: Tensor, sizes: dict[str, int]) -> None:
+    grid = r.owner.shape[0], -(-w.inner // sizes["N"])
+    experts_kernel[grid](out, x, w.gate_up, r.order, r.owner, x.shape[1], w.inner, TOP=top, KIND=KINDS[kind], **sizes)
+
+
+def _down(x: Tensor, w: StackedExperts, r: Routes, out: Tensor, sizes: dict[str, int]) -> None:
+    hidden = out.shape[1]
+    grid = r.owner.shape[0], -(-hidden // sizes["N"])
+    experts_down_kernel[grid](out, x, w.down, r.shares, r.order, r.owner, hidden, w.inner, **sizes)
+
+
+@triton.jit
+def experts_kernel(
+    out, x, weight, order, owner, hidden, inner,
+    TOP: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert = tl.load(owner + tile)
+    if expert >= 0:
+        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
+        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        here, there = pair >= 0, column < inner
+        row = x + (tl.where(here, pair, 0) // TOP) * hidden
+        gates = weight + (expert.to(tl.int64) * 2 * inner + column) * hidden
+        ups = gates + inner.to(tl.int64) * hidden
+        gate = tl.zeros([M, N], tl.float32)
+        up = tl.zeros([M, N], tl.float32)
+        for start in range(0, hidden, K):
+            at = start + tl.arange(0, K)
+            inside = at < hidden
+            values = tl.load(row[:, None] + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            inside_both = there[None, :] & inside[:, None]
+            held = tl.load(gates[None, :] + at[:, None], mask=inside_both, other=0.0)
+            gate = tl.dot(values, held, gate, input_precision="ieee")
+            held = tl.load(ups[None, :] + at[:, None], mask=inside_both, other=0.0)
+            up = tl.dot(values, held, up, input_precision="ieee")
+        made = apply_activation(gate, KIND) * up
+        address = out + pair[:, None] * inner + column[None, :]
+        tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+@triton.jit
+def experts_down_kernel(
+    out, x, weight, shares, order, owner, hidden, inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    tile = tl.program_id(0)
+    expert = tl.load(owner + tile)
+    if expert >= 0:
+        pair = tl.load(order + tile * M + tl.arange(0, M)).to(tl.int64)
+        column = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        here, there = pair >= 0, column < hidden
+        row = x + tl.where(here, pair, 0) * inner
+        downs = weight + (expert.to(tl.int64) * hidden + column) * inner
+        made = tl.zeros([M, N], tl.float32)
+        for start in range(0, inner, K):
+            at = start + tl.arange(0, K)
+            inside = at < inner
+            values = tl.load(row[:, None] + at[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            held = tl.load(downs[None, :] + at[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            made = tl.dot(values, held, made, input_precision="ieee")
+        made *= tl.load(shares + pair, mask=here, other=0.0)[:, None]
+        address = out + pair[:, None] * hidden + column[None, :]
+        tl.store(address, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+@triton.jit
+def experts_sum_kernel(out, part, hidden, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP):
+        total += tl.load(part + (row * TOP + i) * hidden + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=there)

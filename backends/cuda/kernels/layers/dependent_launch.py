@@ -1,0 +1,45 @@
+"""Dependent launches: a kernel may start while the one before it still runs, and waits before it reads what that wrote.
+
+From sm_90 on (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Weights, which no
+kernel writes, are fetched into the L2 cache before the wait. A kernel lets the next one start behind its own wait: so
+whatever is ahead of a wait runs when all launches but the last are done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from trencadis.backends.cuda.kernels import tiles
+
+LEAST = 90
+
+
+def possible(device: torch.device) -> bool:
+    """True if kernels on ``device`` can use programmatic dependent launch; the interpreter cannot."""
+    return not knobs.runtime.interpret and tiles.arch_of(device) >= LEAST
+
+
+def options(dependent: bool) -> dict[str, Any]:
+    """What a launch is given beside its arguments."""
+    return {"launch_pdl": True} if dependent else {}
+
+
+@triton.jit
+def wait():
+    """Waits until everything that earlier launches wrote is visible and their inputs may be overwritten."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(pointers):
+    """Brings the lines at ``pointers`` to the L2 cache; waits for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,173 @@
+"""Attention of decoding rows that rotates queries and keys, norms their heads, and stores keys and values itself.
+
+Work items and their join are those of ``paged_attention``. Every program rotates the queries that it needs. The one
+whose piece holds the row's new token rotates that key, stores it with its value, and adds it to the softmax from
+registers, behind the stored keys: nothing that a launch writes to the cache is read in the same launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels import online_softmax, paged_attention, tiles
+from trencadis.backends.cuda.kernels.attention_tensors import SingleAttn
+from trencadis.backends.cuda.kernels.layers import dependent_launch
+from trencadis.backends.cuda.kernels.layers.dependent_launch import wait
+from trencadis.backends.cuda.kernels.paged_attention import QueryTile, attend_part, leave_part
+from trencadis.backends.cuda.kernels.paged_keys import PagedKeys, Reach
+from trencadis.core.backend import LayerKV, Rotary
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of queries and of keys, [d] each."""
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+
+
+def attend(
+    qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, scale: float, window: int = 0,
+    norms: HeadNorms | None = None,
+) -> Tensor:  # fmt: skip
+    """[n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
+
+    Args:
+        qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type.
+        window: keys that a token sees, itself included; 0: all.
+    """
+    n, (groups, d) = qkv.shape[0], kv.k.shape[2:]
+    heads = qkv.shape[1] // d - 2 * groups
+    _check(qkv, rotary, kv, attn, heads)
+    q = qkv[:, : heads * d].view(n, heads, d)
+    out = qkv.new_empty(n, heads, d)
+    partial = paged_attention.partial(attn, q, kv)
+    tile = tiles.pick("attend_decode", q, heads // groups)
+    depends = dependent_launch.possible(qkv.device)
+    normed = norms is not None
+    stages = max(tile.stages - (window > 0), 1)  # with all of them the loop at the window's edge spills on sm_90
+    turned_items_kernel[(groups, attn.item_row.shape[0])](
+        out, partial.values, partial.weight, qkv, rotary.cos, rotary.sin, norms.queries if norms else qkv,
+        norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
+        attn.block_start, attn.item_row, attn.item_token, attn.item_begin, attn.item_stop, attn.item_part,
+        attn.context.shape[0], scale * online_softmax.LOG2E.value, norms.eps if norms else 0.0,
+        GROUP=heads // groups, GROUPS=groups, D=d, LANES=tiles.lanes(d), M=tile.m, N=tile.n, BLOCK=kv.k.shape[1],
+        PART=partial.weight.shape[3], WINDOW=window, NORMED=normed, DEPENDENT=depends,
+        num_warps=tile.warps, num_stages=stages, **dependent_launch.options(depends),
+    )  # fmt: skip
+    paged_attention.join(partial, attn, q, kv, out, alike=False, depends=depends)
+    return out.view(n, heads * d)
+
+
+def _check(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, heads: int) -> None:
+    """What the kernel relies on."""
+    d, groups = kv.k.shape[3], kv.k.shape[2]
+    assert qkv.is_contiguous() and qkv.shape[1] == (heads + 2 * groups) * d and heads % groups == 0, qkv.shape
+    assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype == qkv.dtype
+    for t in rotary:
+        assert t.shape == (qkv.shape[0], d) and t.is_contiguous()
+    assert kv.k_scale is None and attn.upto is None and attn.slot_map.shape == qkv.shape[:1]
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def turned_items_kernel(
+    out, part, weight, qkv, cos, sin, q_norm, k_norm, k, v, slot_map, row_start, context, blocks, block_start,
+    item_row, item_token, item_begin, item_stop, item_part, rows, scale, eps,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``rows`` counts the surplus row, which is the last and has no keys."""
+    if DEPENDENT:
+        wait()
+    group = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(item_row + item)
+    if row < 0:
+        return
+    token = tl.load(item_token + item)
+    before = tl.load(context + row)
+    begin = tl.load(item_begin + item)
+    limit = tl.where(row < rows - 1, tl.load(item_stop + item), 0)
+    part_at = tl.load(item_part + item)
+    newest = (begin <= before) & (before < limit)
+    position = (tl.load(row_start + row) + token).to(tl.int64)
+    lane = tl.arange(0, M)
+    live = lane < GROUP
+    head = group * GROUP + lane
+    dim = tl.arange(0, LANES)
+    source = qkv + position * ((GROUPS * GROUP + 2 * GROUPS) * D)
+    queries = _norm_and_rotate(
+        source, head, live, cos + position * D, sin + position * D, q_norm, eps, D, LANES, NORMED
+    )
+    tile = QueryTile(queries, lane, live, position + lane * 0, lane * 0 + token, head, token, token + 1)
+    reach = _stored_reach(before, begin, limit, N, WINDOW)
+    keys = PagedKeys(k + group * D, v + group * D, blocks + tl.load(block_start + row), reach.stop)
+    run = attend_part(
+        reach, keys, queries, 0, scale, M, N, BLOCK, GROUPS * D, D, LANES, WINDOW, True, 0, 0
+    )  # fmt: skip
+    one = tl.arange(0, 1)
+    key = _norm_and_rotate(
+        source, GROUPS * GROUP + group + one, one < tl.where(newest, 1, 0), cos + position * D, sin + position * D,
+        k_norm,
+        eps, D, LANES, NORMED,
+    )  # fmt: skip
+    inside = (dim < tl.where(newest, D, 0))[None, :]
+    own = GROUPS * GROUP + GROUPS + group
+    value = tl.load(source + own * D + dim[None, :], mask=inside, other=0.0)
+    slot = tl.load(slot_map + position)
+    at = (slot * GROUPS + group) * D + dim[None, :]
+    tl.store(k + at, key, mask=inside)
+    tl.store(v + at, value, mask=inside)
+    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
+    more = tl.broadcast_to(value.to(tl.float32), (M, LANES))
+    high = tl.where(newest, score, online_softmax.LOWEST)
+    size = tl.where(newest, tl.full([M], 1.0, tl.float32), 0.0)
+    acc, peak, total = online_softmax.join(run.acc, run.peak, run.total, more, high, size)
+    if part_at >= 0:
+        leave_part(part, weight, (part_at.to(tl.int64) * GROUPS + group) * PART, tile, acc, peak, total, PART, D, LANES)
+    else:
+        mean = online_softmax.finish(acc, total).to(out.dtype.element_ty)
+        to = position * (GROUPS * GROUP * D) + (head * D)[:, None] + dim[None, :]
+        tl.store(out + to, mean, mask=live[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def _norm_and_rotate(
+    source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr
+):
+    """[heads, LANES] of one token, normed and rounded where NORMED, rotated and rounded."""
+    HALF: tl.constexpr = D // 2
+    dim = tl.arange(0, LANES)
+    far = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    inside = live[:, None] & (dim < D)[None, :]
+    held = tl.load(source + (head * D)[:, None] + dim[None, :], mask=inside, other=0.0)
+    across = tl.load(source + (head * D)[:, None] + far[None, :], mask=inside, other=0.0)
+    near = held.to(tl.float32)
+    other = across.to(tl.float32)
+    if NORMED:
+        size = tl.rsqrt(tl.sum(near * near, 1) / D + eps)[:, None]
+        own = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
+        theirs = tl.load(norm + far, mask=dim < D, other=0.0).to(tl.float32)[None, :]
+        near = (near * size * own).to(held.dtype).to(tl.float32)
+        other = (other * size * theirs).to(held.dtype).to(tl.float32)
+    cosine = tl.load(cos + dim, mask=dim < D, other=0.0)[None, :]
+    sine = tl.load(sin + dim, mask=dim < D, other=0.0)[None, :]
+    sine = tl.where((dim < HALF)[None, :], -sine, sine)
+    return (near * cosine + other * sine).to(held.dtype)
+
+
+@triton.jit
+def _stored_reach(before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr):
+    """``Reach`` of one token among the ``before`` keys that are stored, from ``begin`` to ``limit``."""
+    stop = tl.minimum(before, limit)
+    first = 0
+    edge = begin
+    if WINDOW > 0:
+        first = before - WINDOW + 1
+        begin = tl.maximum(begin, tl.maximum(first, 0) // N * N)
+        edge = tl.maximum(begin, (tl.maximum(first, 0) + N - 1) // N * N)
+    return Reach(begin, edge, stop, stop, first, stop - 1)

@@ -1,0 +1,119 @@
+"""Sums over ranks in two steps: each rank adds one share of every part of the message, and all collect the shares.
+
+A rank reads every message once in one step (``sums``); here it reads one share of each and then one sum of each, which
+is 2 / ranks of the bytes, for one more word of every rank. A program has as many blocks of the message as there are
+ranks, one of them its own; it waits for the same program of every rank and for nothing else. The two steps are two
+turns of the protocol of ``sums``: messages and sums are its two halves, and who writes a half again has seen every
+rank's word about the other one, which that rank gave behind its last read. Where a program's blocks lie does not depend
+on the length of a message, so launches of any lengths follow each other. One rank adds a block, so all have its bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels.peers.one_shot_reduce import (
+    BLOCK,
+    SPINS,
+    PeerBuffers,
+    advance,
+    launch,
+    signal_peers,
+    wait_for_all,
+)
+
+MOST = 4 << 20
+"""Bytes of the longest message; from here on NCCL is not behind (github.com/vllm-project/vllm/pull/24532)."""
+
+LEAST_RANKS = 3
+"""With two ranks both ways read the same bytes."""
+
+ONE_STEP = {2: 512 << 10, 4: 512 << 10, 8: 256 << 10}
+"""Ranks, at most -> bytes up to which one step serves (vLLM's csrc/custom_all_reduce.cuh takes one stage below)."""
+
+tell_sums, wait_for_sums = signal_peers, wait_for_all
+
+
+def steps(nbytes: int, world: int) -> int:
+    """Steps of a sum of ``nbytes`` over ``world`` ranks: 1, 2, or 0 where the library sums."""
+    one = next((most for ranks, most in ONE_STEP.items() if world <= ranks), 0)
+    if nbytes <= one:
+        return 1
+    return 2 if world >= LEAST_RANKS and one and nbytes <= MOST else 0
+
+
+def programs(count: int, world: int) -> int:
+    """Of a message of ``count`` values."""
+    return -(-count // (BLOCK * world))
+
+
+def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
+    """Whether a message fits."""
+    return (
+        x.is_contiguous()
+        and 0 < x.nbytes <= buffers.half
+        and programs(x.numel(), buffers.world) <= len(buffers.launches)
+    )
+
+
+def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None) -> Tensor:
+    """Like x: the sum over ranks, and ``residual`` with it, in float32 with one rounding.
+
+    Every rank launches the same messages in the same order.
+
+    Args:
+        buffers: of these sums alone.
+    """
+    assert can_reduce(x, buffers)
+    count = programs(x.numel(), buffers.world)
+    return launch(peer_shares_kernel, count, x, buffers, residual, BLOCK=BLOCK, SPINS=SPINS)
+
+
+@triton.jit
+def peer_shares_kernel(
+    out, x, residual, messages, flags, launches, count, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr,
+    HALF: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    word = tl.load(launches + part) + 1
+    lane = tl.arange(0, BLOCK)
+    own = tl.multiple_of(tl.load(messages + RANK).to(tl.pointer_type(out.dtype.element_ty)), 16)
+    for share in tl.static_range(WORLD):
+        at = (part * WORLD + share) * BLOCK + lane
+        inside = at < count
+        tl.store(own + at, tl.load(x + at, mask=inside, other=0.0), mask=inside)
+    tl.debug_barrier()  # every thread has stored before one says so
+    signal_peers(flags, part, word, RANK, WORLD, LANES)
+    late = wait_for_all(flags, part, word, RANK, WORLD, SPINS)
+    tl.debug_barrier()
+    at = (part * WORLD + RANK) * BLOCK + lane
+    inside = at < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(WORLD):
+        peer = tl.multiple_of(tl.load(messages + rank).to(tl.pointer_type(out.dtype.element_ty)), 16)
+        total += tl.load(peer + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if ADD:
+        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.where(late > 0, float("nan"), total)
+    offset = sums_from(HALF) + part * BLOCK + lane
+    tl.store(own + offset, total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+    tell_sums(flags, part, word + 1, RANK, WORLD, LANES)
+    late = wait_for_sums(flags, part, word + 1, RANK, WORLD, SPINS)
+    tl.debug_barrier()
+    for rank in tl.static_range(WORLD):
+        at = (part * WORLD + rank) * BLOCK + lane
+        inside = at < count
+        peer = tl.multiple_of(tl.load(messages + rank).to(tl.pointer_type(out.dtype.element_ty)), 16)
+        sum_of = tl.load(peer + offset, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        sum_of = tl.where(late > 0, float("nan"), sum_of)
+        tl.store(out + at, sum_of.to(out.dtype.element_ty), mask=inside)
+    advance(launches, part, word + 1)
+
+
+@triton.jit
+def sums_from(HALF: tl.constexpr):
+    """Where sums begin, behind the messages."""
+    return HALF

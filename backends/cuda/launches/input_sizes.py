@@ -1,0 +1,138 @@
+"""Bytes of a bucket's static inputs, as ``buffers.InputBuffers`` lays them out. Pure Python, for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trencadis.backends.cuda.kernels.query_blocks import IMAGE_SPAN, LONG, SPAN, cross_attention_lanes, lanes_of
+from trencadis.core.buckets import Bucket, InputSizes, Stage
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.shapes.cross_attention_inputs import planned_units
+
+ALIGNMENT = 256
+"""Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
+
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100, which the planner assumes if there is no card."""
+
+LEAST = 256
+"""Fewest keys of a piece: with fewer, joining partial results costs more than another processor saves."""
+
+WAVES, JOIN_FACTOR = 5, 8
+"""Longest pieces of a processor's part of the work, so that the longest processor has at most 1 + 1 / WAVES of the
+mean; and those that there is room for, since pieces are shorter where they begin at whole steps."""
+
+
+def align_up(size: int) -> int:
+    """``size`` rounded up to where the next tensor begins."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class ItemCapacity(NamedTuple):
+    """Capacity of a bucket for work items (launches/work_items.py).
+
+    ``parts`` bounds partial results; blocks that are cut have two at least. ``shares``: longest pieces that the work of
+    a KV head is worth. ``span``: where cuts may lie; 0: anywhere.
+    """
+
+    rows: int
+    items: int
+    joins: int
+    parts: int
+    shares: int
+    span: int
+
+
+def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
+    """Tokens of a block of queries; ``group``: query heads of a KV head."""
+    if bucket.stage is Stage.DECODE and not alike:
+        return 1
+    return max(lanes_of(bucket.dims[0], alike) // max(group, 1), 1)
+
+
+def item_capacity(
+    bucket: Bucket, group: int, processors: int, kv_heads: int, longest: int, alike: bool
+) -> ItemCapacity:
+    """What any launch of ``bucket`` needs; ``longest``: keys of the longest possible row."""
+    tokens, rows = bucket.dims[0], bucket.dims[-1]
+    each = block_tokens(bucket, group, alike)
+    blocks = tokens if each == 1 else tokens // each + rows + 1
+    shares, heads = -(-longest // LEAST) * blocks, max(kv_heads, 1)
+    joins = max(min(JOIN_FACTOR * processors // heads, shares) // 2, 1)
+    return ItemCapacity(
+        rows, blocks + 2 * joins, joins, 2 * joins, max(WAVES * processors // heads, 1), SPAN if alike else 0
+    )
+
+
+def cross_attention_block_tokens(bucket: Bucket, group: int) -> int:
+    """Tokens of a block of queries that uses cross-attention; ``group``: query heads of a KV head."""
+    return max(cross_attention_lanes(bucket.stage is Stage.DECODE) // max(group, 1), 1)
+
+
+def cross_attention_capacity(bucket: Bucket, group: int, processors: int, kv_heads: int, length: int) -> ItemCapacity:
+    """What cross-attention needs in any launch of ``bucket``; ``length``: arena rows of an image.
+
+    Partial results take as much memory as those of text at most: where they are smaller, there are more of them.
+    """
+    heads, lanes = max(kv_heads, 1), cross_attention_lanes(bucket.stage is Stage.DECODE)
+    blocks = -(-bucket.dims[0] // cross_attention_block_tokens(bucket, group))
+    spans = planned_units(bucket.variant) * -(-length // IMAGE_SPAN)
+    parts = max(min(blocks * spans, JOIN_FACTOR * processors * (LONG // lanes) // heads), 2)
+    joins = max(min(blocks, parts // 2), 1)
+    return ItemCapacity(0, blocks + parts, joins, parts, max(WAVES * processors // heads, 1), IMAGE_SPAN)
+
+
+def cross_attention_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS) -> int:
+    """Bytes of partial results of cross-attention, which a text launch holds at a time."""
+    if not planned_units(bucket.variant):
+        return 0
+    capacity = cross_attention_capacity(
+        bucket, sizes.group, processors, sizes.kv_heads, sizes.slot.cross_attention_rows
+    )
+    lanes = cross_attention_lanes(bucket.stage is Stage.DECODE)
+    return 4 * capacity.parts * sizes.kv_heads * lanes * (sizes.head_dim + 2)
+
+
+def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
+    """Bytes of all of a bucket's input tensors (``inputs.arrays`` makes them)."""
+    return sum(map(align_up, _tensors(bucket, sizes, processors, invariant)))
+
+
+def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool) -> Iterator[int]:
+    """Bytes of each tensor."""
+    count, bits = bucket.dims[0], -(-sizes.vocab // 8)
+    match bucket.stage:
+        case Stage.PREFILL | Stage.DECODE:
+            longest = sizes.row_blocks * sizes.block_size
+            capacity = item_capacity(bucket, sizes.group, processors, sizes.kv_heads, longest, invariant)
+            yield from _text(count, bucket.dims[-1], sizes)
+            yield from (*(4 * capacity.items,) * 5, *(4 * capacity.joins,) * 2, 4 * (capacity.joins + 1))
+            if sizes.upto and (bucket.stage is Stage.PREFILL or invariant):
+                yield 4 * count
+            if units := planned_units(bucket.variant):
+                cross_attention = cross_attention_capacity(
+                    bucket, sizes.group, processors, sizes.kv_heads, sizes.slot.cross_attention_rows
+                )
+                yield from (*(4 * units,) * 2, *(4 * count * units,) * 2, 4 * count, *(4 * cross_attention.items,) * 5)
+                yield from (4 * cross_attention.joins, 4 * (cross_attention.joins + 1))
+        case Stage.VISION:
+            windows = count // 64
+            yield from (sizes.slot.values * count, 4 * 2 * count, 8 * (count // sizes.slot.cell), *(4 * windows,) * 6)
+            yield from (4 * sizes.slot.position_neighbours * count,) * 2
+            yield from (4 * windows,) * (4 if sizes.slot.padding_windows else 0)
+        case Stage.SAMPLE:
+            yield from (*(8 * count,) * 4, *(4 * count,) * 8)
+            yield bits * (1 if bucket.variant == "greedy" else count + 1)
+        case Stage.RESET:
+            yield from (8 * count, 4 * sizes.vocab * count, bits * count, 8 * MAX_BIAS * count, 4 * MAX_BIAS * count)
+        case Stage.POOL:
+            yield from (8 * count, 4 * count)
+        case _:
+            raise ValueError(f"{bucket} is no stage of this device")
+
+
+def _text(tokens: int, rows: int, sizes: InputSizes) -> Iterator[int]:
+    """Bytes of ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block starts."""
+    yield from (4 * tokens, 4 * tokens, 4 * 3 * tokens, 4 * tokens, 8 * tokens)
+    yield from (4 * (rows + 2), 4 * (rows + 1), 4 * rows * sizes.row_blocks, 8 * tokens, 4 * (rows + 2))

@@ -1,0 +1,161 @@
+"""Work items: which queries of a text launch attend to which of their keys, planned on the host. Pure numpy.
+
+A block of queries is some tokens of one row. Where its keys are more than a fair share of a processor's work, they are
+cut into pieces of equal length, which are attended to separately and joined in the order of their keys. No item is
+longer than a share, which is a ``sizes.WAVES``-th of a processor's part: whichever processor is free takes the next
+item, so that none works longer than 1 + 1 / WAVES of the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.backends.cuda.launches.input_sizes import LEAST, ItemCapacity
+
+Int32 = NDArray[np.int32]
+
+STEP = 64
+"""Pieces begin at multiples of this many keys: every tile of keys divides it."""
+
+END = 1 << 30
+"""Where the last piece of a block stops: at the last key that its tokens see, which the device knows."""
+
+HORIZON = 32
+"""Tokens for which a plan of decoding rows serves: so many keys more in each last piece."""
+
+
+class QueryBlocks(NamedTuple):
+    """Queries that share their keys."""
+
+    row: Int32
+    token: Int32  # the first of them, by its index among the row's tokens in this launch
+    keys: Int32  # how many keys they see, from the row's first
+
+
+class Items(NamedTuple):
+    """Arrays at the bucket's size for the fields of ``ItemAttn`` with the same names."""
+
+    item_row: Int32
+    item_token: Int32
+    item_begin: Int32
+    item_stop: Int32
+    item_part: Int32
+    join_row: Int32
+    join_token: Int32
+    join_part: Int32
+
+
+def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = None) -> QueryBlocks:
+    """The blocks of all rows in turn.
+
+    Args:
+        context, counts: int32 [r] stored keys and new tokens of each row.
+        tokens: most tokens of a block.
+        upto: int32 [n] the last key of each token where that may lie behind its own position.
+    """
+    held = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts), dtype=np.int32), held)
+    token = (np.arange(len(row), dtype=np.int32) - np.repeat(held.cumsum() - held, held)) * tokens
+    keys = context[row] + np.minimum(token + tokens, counts[row])
+    if upto is not None and len(row):
+        keys = np.maximum(keys, np.maximum.reduceat(upto, (counts.cumsum() - counts)[row] + token) + 1)
+    return QueryBlocks(row, token.astype(np.int32), keys.astype(np.int32))
+
+
+def plan(blocks: QueryBlocks, capacity: ItemCapacity) -> Items:
+    """Items by descending length, each with the index of its partial result or -1 where its result is whole."""
+    each, share = cut_blocks(blocks.keys, capacity)
+    item = np.repeat(np.arange(len(each)), each)
+    piece = np.arange(len(item)) - np.repeat(each.cumsum() - each, each)
+    begin = piece * share[item]
+    stop = np.where(piece + 1 == each[item], END, begin + share[item])
+    if capacity.span:  # every item of a block that is cut leaves a result of each of its spans
+        ends = -(-blocks.keys[item] // capacity.span) * capacity.span
+        stop = np.where(each[item] > 1, np.minimum(stop, ends), stop)
+    length = np.minimum(stop, blocks.keys[item]) - begin
+    joined = np.flatnonzero(each > 1)
+    parts = each[joined] if not capacity.span else -(-blocks.keys[joined] // capacity.span)
+    ends = parts.cumsum()
+    first_part = np.full(len(each), -1, np.int64)
+    first_part[joined] = ends - parts
+    part = first_part[item] + np.where(first_part[item] < 0, 0, piece if not capacity.span else begin // capacity.span)
+    order = np.argsort(-length, kind="stable")
+    join_part = np.full(capacity.joins + 1, ends[-1] if len(ends) else 0, np.int32)
+    join_part[: len(joined)] = ends - parts
+    return Items(
+        padded(blocks.row[item][order], capacity.items, -1),
+        padded(blocks.token[item][order], capacity.items),
+        padded(begin[order], capacity.items),
+        padded(stop[order], capacity.items),
+        padded(part[order], capacity.items, -1),
+        padded(blocks.row[joined], capacity.joins, -1),
+        padded(blocks.token[joined], capacity.joins),
+        join_part,
+    )
+
+
+def cut_blocks(keys: Int32, capacity: ItemCapacity) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(pieces of each block, keys of each piece but the last) that the capacity allows."""
+    step = capacity.span or STEP
+    share = max(int(keys.sum()) // capacity.shares // step * step, LEAST, step)
+    while True:
+        long = keys > share
+        parts = -(-keys[long] // (capacity.span or share))
+        if len(parts) <= capacity.joins and parts.sum() <= capacity.parts:
+            break
+        share = -(-9 * share // 8 // step) * step
+    each, size = np.ones(len(keys), np.int64), np.full(len(keys), share, np.int64)
+    even = -(-keys[long] // -(-keys[long] // share))
+    size[long] = -(-even // step) * step
+    each[long] = -(-keys[long] // size[long])
+    return each, size
+
+
+def padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
+    """int32 [size]: ``values``, then ``rest``."""
+    assert len(values) <= size, f"{len(values)} items do not fit {size}"
+    out = np.full(size, rest, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+class ItemPlans:
+    """Caches the last work-item plan of a bucket: decoding rows that only advanced reuse its pieces."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        """Plans made so far."""
+        self._lengths: Int32 | None = None
+        self._last: Items | None = None
+
+    def single(self, context: Int32, surplus: int, capacity: ItemCapacity) -> Items:
+        """For rows of one token each, and ``surplus`` tokens of none. All rows that are at most HORIZON tokens further
+        than when a plan was made have that plan: its last pieces stop where the device says."""
+        if self._last is not None and self._lengths is not None and len(self._lengths) == len(context):
+            further = context - self._lengths
+            if not len(further) or (0 <= further[0] < HORIZON and bool((further == further[0]).all())):
+                return self._last
+        self._lengths = context.copy()
+        self._last = self.several(context, np.ones(len(context), np.int32), surplus, 1, capacity)
+        return self._last
+
+    def several(
+        self,
+        context: Int32,
+        counts: Int32,
+        surplus: int,
+        tokens: int,
+        capacity: ItemCapacity,
+        upto: Int32 | None = None,
+    ) -> Items:
+        """For rows of any number of tokens."""
+        self.made += 1
+        real: Any = blocks_of(context, counts, tokens, upto)
+        idle = np.arange(0, surplus, tokens, dtype=np.int32)
+        if len(idle):
+            rest = QueryBlocks(np.full(len(idle), capacity.rows, np.int32), idle, np.zeros(len(idle), np.int32))
+            real = QueryBlocks(*map(np.concatenate, zip(real, rest, strict=True)))
+        return plan(real, capacity)

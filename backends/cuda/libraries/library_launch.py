@@ -1,0 +1,33 @@
+"""What a library has of one bucket: tables beside its inputs, and attention of its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trencadis.backends.cuda.kernels.attention_tensors import ItemAttn
+from trencadis.core.backend import LayerKV
+
+Array = NDArray[Any]
+
+
+class LibraryLaunch(Protocol):
+    """The launches of one bucket of text."""
+
+    plans: bool
+    """Whether ``plan`` must run for each launch."""
+
+    def plan(self, arrays: Mapping[str, Array]) -> None:
+        """Plans the next launch from its host arrays, by name, beside the copy of its inputs; never within a graph."""
+        ...
+
+    def begin(self, attn: ItemAttn) -> None:
+        """What all layers share, at the start of the body, and in its graph."""
+        ...
+
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, window: int) -> Tensor:
+        """[n, h, d]; surplus tokens get 0."""
+        ...

@@ -1,0 +1,125 @@
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host.
+
+Small sums may go over the memory of peers instead (``peers``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trencadis.core import envs
+from trencadis.core.backend import BackendConfig
+
+if TYPE_CHECKING:
+    from trencadis.backends.cuda.kernels.peers.symmetric_memory import PeerAllReduce
+
+_gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+"""torch 2.13 renames it and warns of the old name."""
+
+
+class CudaComm:
+    """``core.backend.Comm`` over the process group that the executor made: NCCL on cards, gloo on CPU tensors.
+
+    With several ranks the constructor is collective: every rank of every stage joins the groups of all stages. NCCL
+    sets itself up in its first collective, which cannot be captured, so that one runs here.
+    """
+
+    def __init__(self, cfg: BackendConfig, device: torch.device) -> None:
+        self.rank, self.world = cfg.rank, cfg.world
+        self._host: Any = None
+        self._group: Any = None  # None: the default group
+        if cfg.stages == 1:
+            self._host = torch.distributed.new_group(backend="gloo")
+        for stage in range(cfg.stages if cfg.stages > 1 else 0):
+            members = list(range(stage * cfg.world, (stage + 1) * cfg.world))
+            cards, host = torch.distributed.new_group(members), torch.distributed.new_group(members, backend="gloo")
+            if stage == cfg.stage:
+                self._group, self._host = cards, host
+        if self.world > 1:
+            torch.distributed.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self.notes: tuple[str, ...] = ()
+        self._peers: PeerAllReduce | None = None
+        if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
+            from trencadis.backends.cuda.kernels.peers import (
+                symmetric_memory,  # imports triton, which a twin does without
+            )
+
+            self._peers, why = symmetric_memory.open_peer_memory(self._group, self._host, self.rank, self.world, device)
+            self.notes = (why,) if why else ()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place or in other memory."""
+        if self._peers is not None and self._peers.can_reduce(x):
+            return self._peers.all_reduce(x)
+        torch.distributed.all_reduce(x, group=self._group)
+        return x
+
+    def sum_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """The sum over ranks and ``residual``, rounded once; None where only ``all_reduce`` sums such a message."""
+        if self._peers is None or not self._peers.can_reduce(x):
+            return None
+        return self._peers.all_reduce(x, residual)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, c] -> [n, world x c], ranks in order."""
+        parts = x.new_empty(self.world, *x.shape)
+        # In the shape of rows beside rows: gloo, unlike NCCL, takes no axis of ranks.
+        _gather(parts.flatten(0, 1), x.contiguous(), group=self._group)
+        return parts.movedim(0, -2).reshape(*x.shape[:-1], self.world * x.shape[-1])
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return _least(values, self._host)
+
+
+class CudaPipe:
+    """``core.backend.Pipe``: rows go from card to card on the stream of programs, outside of graphs.
+
+    NCCL sets a pair of ranks up in their first exchange, so that one runs here.
+
+    Args:
+        in_order: (work) -> None: runs it behind all launches so far and before all later ones.
+    """
+
+    def __init__(
+        self, cfg: BackendConfig, device: torch.device, in_order: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._in_order = in_order
+        self._before, self._after = cfg.number - cfg.world, cfg.number + cfg.world
+        self._host: Any = torch.distributed.new_group(backend="gloo")
+        row = torch.zeros(2, device=device)
+        if cfg.stage > 0:
+            self.receive(row, 1)
+        if cfg.stage < cfg.stages - 1:
+            self.send(row, 1)
+
+    def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
+        """Nothing is prepared."""
+
+    def send(self, hidden: Tensor, count: int) -> None:
+        rows = hidden[1 : 1 + count]
+
+        def work() -> None:
+            torch.distributed.send(rows, self._after)
+
+        self._in_order(work)
+
+    def receive(self, stream: Tensor, count: int) -> None:
+        rows = stream[1 : 1 + count]
+
+        def work() -> None:
+            torch.distributed.recv(rows, self._before)
+
+        self._in_order(work)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return _least(values, self._host)
+
+
+def _least(values: Sequence[int], group: Any) -> tuple[int, ...]:
+    found = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
+    return tuple(found.tolist())

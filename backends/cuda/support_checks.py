@@ -1,0 +1,164 @@
+"""Checks a machine and a model before anything is loaded; each error names the limit and what would work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from trencadis.backends.cuda.device_nodes import card_nodes
+from trencadis.backends.cuda.kernels import attention_checks
+from trencadis.backends.cuda.launches.input_sizes import PROCESSORS, block_tokens, item_capacity
+from trencadis.core.backend import BackendConfig
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.errors import StartupError
+
+LEAST_TRITON = 3, 6
+LEAST_CARD = 8, 0
+WIDEST_VOCABULARY = 1 << 20
+"""Ids of the largest vocabulary that one program summarises (``kernels/sample.py``)."""
+
+
+ELSE = "--device cpu runs anywhere"
+
+
+def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.device:
+    """Card ``index`` of this machine, after checks that Triton and the card serve ``dtype`` on ``world`` ranks.
+
+    Raises:
+        StartupError: a check failed.
+    """
+    if why := _absence_reason():
+        raise StartupError(f"--device cuda: no NVIDIA card can be used: {why}; {ELSE}")
+    _check_triton()
+    count = torch.cuda.device_count()
+    if world > count:
+        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and there are {count}")
+    if not 0 <= index < count:
+        raise StartupError(f"--device cuda:{index}: there is no such card, there are {count}, from 0 on")
+    found, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+    if found < LEAST_CARD:
+        raise StartupError(
+            f"{name} has compute capability {found[0]}.{found[1]}; the cuda kernels need "
+            f"{LEAST_CARD[0]}.{LEAST_CARD[1]} (Ampere) or newer; {ELSE}"
+        )
+    if dtype not in CARD_DTYPES:
+        raise StartupError(f"{name} does not compute in {_short(dtype)}; use --dtype bfloat16, float16 or float32")
+    return torch.device("cuda", index)
+
+
+CARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What every card from ``LEAST_CARD`` on computes in."""
+
+
+def unusable_reason() -> str:
+    """Empty where card 0 would serve; else why not."""
+    try:
+        pick_device(0)
+    except StartupError as error:
+        return str(error).removesuffix(f"; {ELSE}").removeprefix("--device cuda: ")
+    return ""
+
+
+def cards() -> list[str]:
+    """One line per card: index, name, compute capability, memory, and whether it serves."""
+    if _absence_reason():
+        return []
+    found = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        old = (p.major, p.minor) < LEAST_CARD
+        note = ", too old" if old else ""
+        found.append(
+            f"cuda:{i}  {p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB{note}"
+        )
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _absence_reason() -> str:
+    """Why torch sees no card, with the remedy; empty where it sees one."""
+    if torch.version.cuda is None:
+        if card_nodes():
+            return "there is one, but this build of torch has no CUDA; install a CUDA build (https://pytorch.org)"
+        return "there is none, and this build of torch has no CUDA"
+    if torch.cuda.is_available():
+        return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES hides them all"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "" if not card_nodes() else "; install or update the NVIDIA driver"
+        return f"{said.rstrip('.')}{remedy}"
+    return "its driver reports none"
+
+
+def _check_triton() -> None:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        raise StartupError("--device cuda needs Triton: pip install 'trencadis[cuda]'") from None
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        raise StartupError(f"triton {found} is too old for --device cuda: {least} or newer (pip install -U triton)")
+    if why := _no_compiler_reason():
+        raise StartupError(
+            f"--device cuda: Triton compiles what starts its kernels and {why}; install a C compiler and Python's "
+            f"headers (apt install gcc python3-dev); {ELSE}"
+        )
+
+
+def _no_compiler_reason() -> str:
+    """Why Triton cannot build its launchers; empty where it can, or has some from an earlier start."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    if any(cache.glob("*/cuda_utils*.so")):
+        return ""
+    if not (os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")):
+        return "there is no C compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else f"there is no {header}"
+
+
+def check_model(cfg: BackendConfig) -> None:
+    """Checks head sizes, groups, block size, dtype and vocabulary of a model, as far as they are known.
+
+    Raises:
+        StartupError: no kernel takes one of them.
+    """
+    if cfg.head_dim:
+        attention_checks.check_supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
+    if cfg.vision_head_dim:
+        attention_checks.check_supported(
+            cfg.vision_head_dim, 1, cfg.block_size, cfg.dtype, attention_checks.VISION_HEADS
+        )
+    _check_grid(cfg)
+    if cfg.vocab_size > WIDEST_VOCABULARY:
+        raise StartupError(
+            f"a vocabulary of {cfg.vocab_size}: the cuda kernels take {WIDEST_VOCABULARY}; --device cpu takes any"
+        )
+
+
+MOST_ITEMS = 65_535
+"""Programs along the second axis of a grid (CUDA C++ Programming Guide, "Technical Specifications")."""
+
+
+def _check_grid(cfg: BackendConfig) -> None:
+    """Work items of the largest launch stand on one axis of a grid."""
+    group, longest = max(cfg.heads // max(cfg.kv_heads, 1), 1), cfg.max_blocks_per_row * cfg.block_size
+
+    largest = Bucket(Stage.PREFILL, (cfg.max_tokens, cfg.max_rows))
+    count = item_capacity(largest, group, PROCESSORS, cfg.kv_heads, longest, cfg.batch_invariant).items
+    if count > MOST_ITEMS:
+        each = block_tokens(largest, group, cfg.batch_invariant)
+        most = cfg.max_tokens - each * (count - MOST_ITEMS)
+        raise StartupError(
+            f"--max-num-batched-tokens {cfg.max_tokens}: attention would take {count} programs along an axis that has "
+            f"{MOST_ITEMS}; {most // 1000 * 1000} tokens are few enough"
+        )

@@ -1,0 +1,256 @@
+"""The kernels that a decoding step launches, recorded from what serving runs: the model's bodies over the card's ops.
+
+Tensors have shapes and no memory, so a 72B is recorded in a second. Each launch of a Triton kernel and each call of
+torch that starts a kernel is a ``RecordedKernel``; the recording of one layer counts for all equal layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trencadis.backends.cuda.launches.cuda_inputs import Sizes, arrays
+from trencadis.backends.cuda.ops import CudaOps
+from trencadis.backends.cuda.policy import policy
+from trencadis.backends.cuda.timing.kernel_times import ATTENTION, COLLECTIVE, HEAD, PRODUCT, ROWS, RecordedKernel
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs
+from trencadis.core.launches.persistent_tensors import allocate_persistent
+from trencadis.core.memory.estimate import kv_heads
+from trencadis.core.models import registry
+from trencadis.core.step import Sample, StepInputs
+
+BLOCK = 16
+META = torch.device("meta")
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+NO_KERNEL = (
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape",
+    "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
+    "expand", "permute", "as_strided", "detach", "alias", "unbind",
+)  # fmt: skip
+"""Calls of torch that start no kernel."""
+
+
+class KernelRecorder:
+    """Records the kernels that a step launches, instead of launching them: ``with
+    KernelRecorder(...).recording():``.
+    """
+
+    def __init__(self, context: Sequence[int]) -> None:
+        self.kernels: list[RecordedKernel] = []
+        self._context = context
+
+    def record_collective(self, x: Tensor) -> None:
+        """Adds a collective over ``x``."""
+        self.kernels.append(RecordedKernel("all_reduce", COLLECTIVE, x.nbytes))
+
+    def record_launch(self, name: str, args: dict[str, Any]) -> None:
+        """Adds a launch of a Triton kernel."""
+        found = _READS.get(name, _all_bytes)(args, self._context)
+        kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
+        flops = 4 * sum(self._context) * args["out"].shape[1] * args["out"].shape[2] if name in ATTENDING[:2] else 0
+        if name.startswith(("quantised", "experts", "skinny")):
+            kind = PRODUCT
+        if name == "skinny_kernel":
+            flops = 2 * args["x"].shape[0] * args["weight"].numel()
+        self.kernels.append(RecordedKernel(name, kind, found, flops))
+
+    def record_call(self, name: str, args: Sequence[Any], out: Any) -> None:
+        """Adds a call of torch."""
+        given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        moved = sum(t.nbytes for t in (*given, *made))
+        if name in PRODUCTS:
+            x, w = given[-2:]
+            flops = 2 * x.shape[-2] * x.shape[-1] * w.shape[-1]
+            self.kernels.append(RecordedKernel(name, PRODUCT, moved, flops))
+        elif name not in NO_KERNEL:
+            self.kernels.append(RecordedKernel(name, ROWS, moved))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Launches are recorded and not made."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
+        kept = [kind.run for kind in kinds]
+
+        def note(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+            name = getattr(kernel, "__name__", "") or kernel.fn.__name__
+            self.record_launch(name, dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
+
+        for kind in kinds:
+            kind.run = note
+        try:
+            with _Calls(self), torch.no_grad():
+                yield
+        finally:
+            for kind, run in zip(kinds, kept, strict=True):
+                kind.run = run
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: KernelRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.record_call(func.overloadpacket.__name__, (args, kwargs or {}), out)
+        return out
+
+
+ATTENDING = ("items_kernel", "turned_items_kernel", "join_kernel")
+HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kernel", "told_kernel")
+
+
+def _all_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Bytes of all tensors of a launch, each once."""
+    return sum(t.nbytes for t in {id(t): t for t in args.values() if isinstance(t, Tensor)}.values())
+
+
+def _attention_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Each stored key and value once, queries and results."""
+    k, q = args["k"], args["out"]
+    return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
+
+
+def _skinny_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """The weight once, what goes in and comes out, and the sums of the pieces out and in."""
+    parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
+    sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
+    return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
+
+
+def _join_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """What the items leave: at most all that the capacity allows."""
+    held = args["part"].nbytes + args["weight"].nbytes
+    rows = args["out"].nbytes
+    pieces = sum(-(-keys // 256) for keys in context)
+    return int(min(held, 2 * rows * pieces // max(len(context), 1)) + rows)
+
+
+def _logits_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """The logits of a launch once; the tables of all slots are read where a row has penalties."""
+    found = args.get("logits")
+    return int(found.nbytes) if isinstance(found, Tensor) else 0
+
+
+def _rotary_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
+    """Queries, keys and values in and out, not the cache that they are stored in."""
+    return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
+
+
+_READS: dict[str, Any] = {
+    "items_kernel": _attention_bytes,
+    "turned_items_kernel": _attention_bytes,
+    "skinny_kernel": _skinny_bytes,
+    "join_kernel": _join_bytes,
+    "rope_kernel": _rotary_bytes,
+    "_embed": lambda args, context: 2 * args["out"].nbytes,
+    "_gather": lambda args, context: 2 * args["out"].nbytes,
+    "_scatter": lambda args, context: 2 * args["values"].nbytes,
+    **dict.fromkeys(HEADS, _logits_bytes),
+}
+"""Bytes of kernels that are handed more than they read."""
+
+
+class MeteredRanks:
+    """``core.backend.Comm`` of rank 0 of ``world`` that records collectives instead of running them."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world = 0, world
+        self.recorder: KernelRecorder | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * self.world)
+
+    def least(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values)
+
+    def _note(self, x: Tensor) -> None:
+        if self.recorder is not None and self.world > 1:
+            self.recorder.record_collective(x)
+
+
+class MetaCard:
+    """The subset of ``core.backend.Backend`` that a model's bodies need, over meta tensors."""
+
+    name, values, device, notes = "cuda", False, META, ()
+
+    def __init__(self, world: int) -> None:
+        self.dtype, self.ops, self.comm = torch.bfloat16, CudaOps(), MeteredRanks(world)
+        self.policy = dataclasses.replace(policy(""), host_weights=False)
+        self.slot: Any = None
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+
+class DecodeRecorder:
+    """Records decoding steps of one model on one of ``ranks`` cards."""
+
+    def __init__(self, model: ModelConfig, ranks: int = 1, processors: int = 132) -> None:
+        self.config, self.ranks, self.processors = model, ranks, processors
+        self.card: Any = MetaCard(ranks)
+        card: Any = self.card
+        self.model = registry.build(model, card, EngineConfig(load_format="dummy", dtype="bfloat16"))
+        self.heads = kv_heads(model.text, ranks)
+        self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
+
+    def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
+        """What one step of ``rows`` rows of ``context`` keys each launches: DECODE, and SAMPLE."""
+        blocks = -(-(context + 1) // BLOCK)
+        held = allocate_persistent(
+            self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=rows, tokens=max(rows, 16)
+        )
+        self.model.bind(held)
+        text = self.config.text
+        sizes = Sizes(BLOCK, blocks, text.vocab, self.heads, self.processors, group=self.group)
+        recorder = self.card.comm.recorder = KernelRecorder([context + 1] * rows)
+        decode = _tensors(arrays(Bucket(Stage.DECODE, (rows,)), _single(rows, context, blocks), sizes))
+        inputs = head_inputs([SampleRow(1 + i, 1 + i, Sample(full=draws)) for i in range(rows)], text.vocab)
+        sample = _tensors(arrays(Bucket(Stage.SAMPLE, (rows,), "draw" if draws else "greedy"), inputs, sizes))
+        model: Any = self.model
+        with recorder.recording():
+            model.text(decode)
+            if draws:
+                model.drawn_head(sample)
+            else:
+                model.head(sample, False)
+        self.card.comm.recorder = None
+        return recorder.kernels
+
+
+def _single(rows: int, context: int, blocks: int) -> StepInputs:
+    """Rows of one token each, all over the same blocks."""
+    index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
+    return StepInputs(
+        tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows), np.int32), image_row=nothing,
+        out_row=index[1:], row_start=index, context=np.full(rows, context, np.int32),
+        blocks=np.full((rows, blocks), 2, np.int32), slot=index[1:], adapter=nothing,
+    )  # fmt: skip
+
+
+def _tensors(tree: Any) -> Any:
+    """Tensors without memory in place of arrays."""
+    if isinstance(tree, np.ndarray):
+        return torch.empty(tree.shape, dtype=torch.from_numpy(np.empty(0, tree.dtype)).dtype, device=META)
+    return tree if tree is None else type(tree)(*map(_tensors, tree))

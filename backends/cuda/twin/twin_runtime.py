@@ -1,0 +1,351 @@
+"""The CPU twin of the runtime: makes the same calls at once and records them with the memory that they touch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from trencadis.backends.cuda.runtime_protocol import Array, CudaEvent, Graph, Stream
+from trencadis.backends.cuda.twin.twin_recording import LaunchReads, TwinRecording
+from trencadis.backends.hooks import STEP, Hooks
+from trencadis.core.backend import Memory, OutOfDeviceMemory
+from trencadis.core.errors import StartupError
+
+HOST = "host"
+SIZE = 8 << 30
+"""Bytes that a twin accounts for, without backing them: enough for a KV cache and for captures."""
+
+CALL = 128
+"""Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
+
+T = TypeVar("T")
+Region = tuple[int, int]
+"""Addresses [begin, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinCall:
+    """One call of a runtime: where it runs, what it reads and writes, and the event it records or waits for."""
+
+    kind: str
+    stream: str
+    name: str = ""
+    event: int = 0
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+
+
+class TwinEvent:
+    """An event, identified by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class TwinGraph:
+    """A recording, the outputs it writes, the static memory it reads and what it takes for itself."""
+
+    def __init__(
+        self, name: str, pool: str, recording: TwinRecording, out: Any, static: Tensor, calls: Sequence[TwinCall] = ()
+    ) -> None:
+        self.name, self.pool, self.recording, self.out, self.static, self.calls = (
+            name,
+            pool,
+            recording,
+            out,
+            static,
+            calls,
+        )
+        self.nodes = CALL * len(recording.steps)
+        self.own = self.nodes + recording.kept
+
+
+@dataclass
+class TwinMemory:
+    """A card's memory as numbers; ``core.backend.Memory``."""
+
+    size: int = SIZE
+    taken: int = 0
+
+    def total(self) -> int:
+        return self.size
+
+    def free(self) -> int:
+        return self.size - self.taken
+
+    def real_kv_bytes(self) -> int | None:
+        return None
+
+    def take(self, count: int) -> None:
+        """Books ``count`` bytes.
+
+        Raises:
+            OutOfDeviceMemory: there are fewer.
+        """
+        if count > self.free():
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
+        self.taken += count
+
+    def release(self, count: int) -> None:
+        """Releases ``count`` bytes."""
+        self.taken -= count
+
+
+@dataclass
+class TwinFaults:
+    """Failures to inject: by (kind of call, its number from 1); the share of a graph's bytes that a release returns."""
+
+    fails: dict[tuple[str, int], BaseException] = field(default_factory=dict)
+    returned: float = 1.0
+    leaks: int = 0
+    """Bytes that a failed capture keeps."""
+
+
+FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N"
+ENTRY = re.compile(r"(oom|error|crash)@(capture|launch|replay|upload|download):([1-9]\d*)")
+
+
+class DeviceError(RuntimeError):
+    """Raised when the device is lost: none of its memory can be trusted from then on."""
+
+
+def parse(text: str) -> TwinFaults:
+    """``oom@capture:3,error@replay:200``: calls of a kind are counted from 1; ``crash`` ends the process.
+
+    Raises:
+        StartupError: an entry that is none of these.
+    """
+    faults = TwinFaults()
+    for entry in filter(None, (e.strip() for e in text.split(","))):
+        found = ENTRY.fullmatch(entry)
+        if found is None:
+            raise StartupError(f"TRENCADIS_CUDA_TWIN_FAULTS: {entry!r} is none of {FORMS}")
+        what, kind, number = found.groups()
+        faults.fails[kind, int(number)] = {
+            "oom": OutOfDeviceMemory("CUDA out of memory (injected)"),
+            "error": DeviceError("CUDA error: an illegal memory access was encountered (injected)"),
+            "crash": SystemExit(),
+        }[what]
+    return faults
+
+
+class TwinRuntime:
+    """``Runtime`` on CPU tensors. A pool of graphs books the memory of its costliest launch once, as on a card.
+
+    Args:
+        graphs: whether launches can be captured.
+        interprets: whether Triton interprets the kernels.
+        record: the list that calls are appended to; None records nothing.
+        size: bytes of the card that the twin stands for.
+    """
+
+    standing: ClassVar[TwinFaults | None] = None
+    """Faults of every runtime made from now on; tests of whole start-ups set it."""
+
+    def __init__(
+        self,
+        graphs: bool = True,
+        interprets: bool = False,
+        label: str = "cuda (twin)",
+        record: list[TwinCall] | None = None,
+        size: int = SIZE,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.label, self.graphs, self.interprets = label, graphs, interprets
+        self.processors = 132
+        self.accounted = TwinMemory(size)
+        self.memory: Memory = self.accounted
+        self.faults = self.standing or parse(os.environ.get("TRENCADIS_CUDA_TWIN_FAULTS", ""))
+        self.hooks = Hooks(run_out=self.run_out)
+        self._failing: tuple[str, ...] = ()
+        self.calls = record
+        self.counts: Counter[str] = Counter()
+        self.pools: dict[str, list[TwinGraph]] = {}
+        self._work: dict[str, int] = {}
+        self._released: Counter[str] = Counter()
+        self._kept_tensors: list[Any] = []
+        self._shapes: set[tuple[str, ...]] = set()
+        self._inner: list[TwinCall] | None = None
+        """Calls of a launch that is being captured: every replay makes them again."""
+        self._watched: dict[int, Tensor] = {}
+        self._uploading_weights = False
+        self._events = 0
+
+    # Memory
+
+    def buffer(self, size: int) -> Tensor:
+        """The host backs the pages as they are written."""
+        array = np.zeros(size, np.uint8)
+        self.accounted.take(size)
+        weakref.finalize(array, self.accounted.release, size)
+        made = torch.from_numpy(array)
+        self._call("zeros", Stream.PROGRAMS.value, writes=(made,))
+        return made
+
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def write(self, area: Tensor) -> Array:
+        self._call("host write", HOST, writes=(area,))
+        return area.numpy()
+
+    def read(self, area: Tensor) -> Array:
+        self._call("host read", HOST, reads=(area,))
+        return area.numpy()
+
+    # Order
+
+    def event(self) -> TwinEvent:
+        self._events += 1
+        return TwinEvent(self._events)
+
+    def record(self, event: CudaEvent, stream: Stream) -> None:
+        self._call("record", stream.value, event=event)
+
+    def wait(self, stream: Stream, event: CudaEvent) -> None:
+        self._call("wait", stream.value, event=event)
+
+    def host_wait(self, event: CudaEvent) -> None:
+        self._call("wait", HOST, event=event)
+
+    def is_complete(self, event: CudaEvent) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._call("synchronize", HOST)
+
+    # Copies and launches
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        self._call("upload", Stream.UPLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        self._call("download", Stream.DOWNLOADS.value, reads=(source,), writes=(target,))
+        target.copy_(source)
+
+    def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
+        """Whatever a launch reads of ``writes`` is recorded from now on."""
+        self._call("upload", Stream.UPLOADS.value, writes=writes)
+        for t in writes:
+            self._watched[t.data_ptr()] = max(self._watched.get(t.data_ptr(), t), t, key=Tensor.numel)
+        call()
+
+    def upload_weights(self, target: Tensor, source: Tensor) -> None:
+        """Whatever a launch reads of ``target`` is recorded from now on."""
+        self._call("weights", Stream.WEIGHTS.value, reads=(source,), writes=(target,))
+        before = self._watched.get(target.data_ptr(), target)
+        self._watched[target.data_ptr()] = max(before, target, key=Tensor.numel)
+        self._uploading_weights = True
+        target.copy_(source)
+        self._uploading_weights = False
+
+    def note_read(self, t: Tensor) -> None:
+        """Records a read if ``t`` lies in memory that is filled by uploads of weights."""
+        at = t.data_ptr()
+        for begin, area in () if self._uploading_weights else self._watched.items():
+            if begin <= at < begin + area.nbytes:
+                self._call("read", Stream.PROGRAMS.value, reads=(area,))
+
+    def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
+        shapes = name, *(str((tuple(t.shape), t.dtype)) for t in leaves(inputs))
+        self._shapes.add(shapes)
+        with torch.no_grad(), self._watch_reads():
+            out = body(inputs)
+        self._call("launch", Stream.PROGRAMS.value, name, reads=(static,), writes=leaves(out))
+        return out
+
+    def on_captures(self, call: Callable[[], T]) -> T:
+        return call()
+
+    def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> TwinGraph:
+        self._call("capture", HOST, name)
+        self._inner = []
+        try:
+            with torch.no_grad(), TwinRecording() as recording, self._watch_reads():
+                out = body(inputs)
+        finally:
+            inner, self._inner = self._inner, None
+        recording.close(out)
+        graph = TwinGraph(name, pool, recording, out, static, inner)
+        work = max(recording.bytes - self._work.get(pool, 0), 0)
+        self.accounted.take(graph.own + work)
+        self._work[pool] = self._work.get(pool, 0) + work
+        self.pools.setdefault(pool, []).append(graph)
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        """Writes the outputs of every graph of the pool: one may lie in memory that another works in."""
+        assert isinstance(graph, TwinGraph)
+        written = [t for g in self.pools[graph.pool] for t in leaves(g.out)]
+        self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
+        if self.calls is not None:
+            self.calls += graph.calls
+        graph.recording.replay()
+
+    def _watch_reads(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.calls is None else LaunchReads(self.note_read)
+
+    def release(self, graph: Graph) -> None:
+        """As on a card: nodes return at once, the pool's memory, outputs too, with its last graph."""
+        assert isinstance(graph, TwinGraph)
+        self.pools[graph.pool].remove(graph)
+        back = graph.nodes
+        self._released[graph.pool] += graph.own - graph.nodes
+        if not self.pools[graph.pool]:
+            back += self._released.pop(graph.pool) + self._work.pop(graph.pool)
+        self.accounted.release(int(back * self.faults.returned))
+
+    def run_out(self, kind: str) -> None:
+        """The next ``capture``, or the next launch or replay of a ``step``, finds no memory."""
+        self._failing = ("launch", "replay") if kind == STEP else (kind,)
+
+    def release_bytes(self, count: int) -> None:
+        self.accounted.release(count)
+
+    def compilations(self) -> int:
+        """Distinct shapes launched so far: a card would compile or tune for each."""
+        return len(self._shapes)
+
+    def _call(
+        self, kind: str, stream: str, name: str = "", event: Any = None,
+        reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self.counts[kind] += 1
+        if kind in self._failing:
+            self._failing = ()
+            raise OutOfDeviceMemory(f"CUDA out of memory (twin): {kind} {name} (injected)")
+        failure = self.faults.fails.get((kind, self.counts[kind]))
+        if failure is not None:
+            if isinstance(failure, SystemExit):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.accounted.taken += self.faults.leaks if kind == "capture" else 0
+            raise failure
+        if self.calls is not None:
+            # Addresses stay in use while the record lives, so that equal ones mean the same memory.
+            self._kept_tensors += [*reads, *writes]
+            number = 0 if event is None else event.number
+            (self.calls if self._inner is None else self._inner).append(
+                TwinCall(kind, stream, name, number, tuple(map(_region, reads)), tuple(map(_region, writes)))
+            )
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _region(t: Tensor) -> Region:
+    return t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()

@@ -1,0 +1,82 @@
+"""``CUDA_VISIBLE_DEVICES``: cards by index, UUID or MIG instance, checked and shown before CUDA reads it. Torch-free.
+
+CUDA takes the entries up to the first that it does not know and says nothing about the others; so a list that it would
+cut is refused here. UUIDs may be shortened as long as they name one card, which only the driver knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from trencadis.core.devices import DeviceEnv
+from trencadis.core.errors import StartupError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+KINDS = {
+    "index": re.compile(r"\d+"),
+    "UUID": re.compile(r"GPU-[0-9a-fA-F-]+"),
+    "MIG instance": re.compile(r"MIG-(?:GPU-)?[0-9a-fA-F-]+(?:/\d+/\d+)?"),
+}
+
+
+def visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The entries of ``CUDA_VISIBLE_DEVICES``; None: it is unset and all cards are visible; (): it hides all.
+
+    Raises:
+        StartupError: an entry that names no card, one that stands twice, or entries of two kinds.
+    """
+    text = environ.get(VISIBLE)
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if parts in ([""], ["-1"]):
+        return ()
+    kinds = [kind_of(part) for part in parts]
+    form = "indices (0,1), UUIDs (GPU-...) or MIG instances (MIG-...), with commas between"
+    if "" in kinds:
+        raise StartupError(f"{VISIBLE}={text!r}: {parts[kinds.index('')]!r} names no card; it takes {form}")
+    if len(set(kinds)) > 1:
+        raise StartupError(
+            f"{VISIBLE}={text!r} mixes kinds, and CUDA would stop at the first other one; it takes {form}"
+        )
+    if len(set(parts)) < len(parts):
+        raise StartupError(f"{VISIBLE}={text!r} names a card twice, and CUDA would then show none")
+    if kinds[0] == "MIG instance" and len(parts) > 1:
+        raise StartupError(f"{VISIBLE}={text!r}: CUDA gives a process one MIG instance; name one")
+    return tuple(parts)
+
+
+def kind_of(entry: str) -> str:
+    """``index``, ``UUID``, ``MIG instance``, or "" for what is none of them."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(entry)), "")
+
+
+def describe(environ: Mapping[str, str]) -> str:
+    """``CUDA_VISIBLE_DEVICES=GPU-1b2c...: one card by UUID``; "" where it is unset."""
+    entries = visible(environ)
+    if entries is None:
+        return ""
+    if not entries:
+        return f"{VISIBLE}={environ[VISIBLE]!r} hides all cards"
+    count = "one card" if len(entries) == 1 else f"{len(entries)} cards"
+    return f"{VISIBLE}={environ[VISIBLE]}: {count} by {kind_of(entries[0])}, counted from 0 here"
+
+
+def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int = 1) -> DeviceEnv:
+    """Checks the variable for card ``index`` and ``world`` ranks (``core.devices.SETTLERS``).
+
+    Raises:
+        StartupError: it cannot be read, or shows fewer cards than are asked for.
+    """
+    entries = visible(environ)
+    if entries is not None and entries and not environ.get("TRENCADIS_CUDA_TWIN"):
+        if world > len(entries):
+            raise StartupError(
+                f"--tensor-parallel-size {world} needs {world} cards, and {VISIBLE}={environ[VISIBLE]} shows "
+                f"{len(entries)}"
+            )
+        if index >= len(entries):
+            raise StartupError(f"--device cuda:{index}: {VISIBLE}={environ[VISIBLE]} shows {len(entries)}, from 0 on")
+    line = describe(environ)
+    return DeviceEnv({}, (f"cuda: {line}",) if line else ())

@@ -1,0 +1,238 @@
+"""Quantised weights as a card keeps them: the codes of the checkpoint, and what each product decodes them with.
+
+A weight's value is (code - zero) x scale of its group x factor of its row. Codes of 4 bits lie two in a byte, so that
+the two halves of a tile are neighbouring columns (``core.quant.scheme.half_of``). Floats of 8 bits are decoded by
+shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the value itself for e5m2;
+the factor makes up for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import CELL, cells, cut_columns, half_of
+
+INT8, INT4, E4M3, E5M2 = range(4)
+"""Kinds of codes."""
+
+SHIFTED = 256.0
+"""What the bits of an e4m3, shifted into a float16, are too small by."""
+
+MIDDLE = 8
+"""Added to codes of 4 bits, and to their zero points."""
+
+ROUNDS_FLOATS = 89
+"""Compute capability x 10 from which a card multiplies floats of 8 bits."""
+
+NEWEST = 90
+"""The card that the twin stands for."""
+
+LARGEST = {INT8: 127.0, E4M3: 448.0}
+"""The largest code of an activation."""
+
+
+@dataclass(slots=True)
+class QuantisedWeight:
+    """A weight [out, in] as codes, beside what they mean.
+
+    Args:
+        codes: [out, bytes]: int8, or uint8 of floats or of two codes.
+        factor: float32 [out].
+        scale: [groups, out], float16 of values up to 1 (float32 where the engine's type is); None: the factor alone.
+        zero: int8 [groups or 1, out], of 4 bits with ``MIDDLE`` added; None: no zero points.
+        gather: int32 [columns], the input's column of each column; None: as they are.
+        columns: those that are kept; groups are filled up with zeros.
+        group: columns of a group; 0: one a row.
+        rounds: activations are rounded to 8 bits of the same kind, with a scale a token.
+    """
+
+    codes: Tensor
+    factor: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    gather: Tensor | None
+    bias: Tensor | None
+    kind: int
+    columns: int
+    group: int
+    rounds: bool
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all but the bias."""
+        held = (self.codes, self.factor, self.scale, self.zero, self.gather)
+        return sum(t.nbytes for t in held if t is not None)
+
+
+def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> QuantisedWeight:
+    """Packs a weight for a card of compute capability ``arch`` / 10.
+
+    Raises:
+        StartupError: a code of a float is not finite.
+    """
+    kind = _kind(q)
+    data, scale, zero, gather, group = _arrange_codes(q)
+    if kind in (E4M3, E5M2):
+        _check_finite(data, kind)
+    factor, parts = _factors(scale, q.dtype)
+    codes = _halves(data, group) if kind == INT4 else data
+    if zero is None and not q.scheme.symmetric and q.scheme.kind == "int":
+        zero = torch.zeros_like(scale, dtype=torch.int8)  # as the scheme is priced
+    if zero is not None:
+        zero = (zero.t() + MIDDLE if kind == INT4 else zero.t()).to(torch.int8).contiguous()
+    rounds = q.scheme.activations != "none" and group == 0 and zero is None and _rounds(kind, q, arch)
+    if kind == E4M3:
+        factor = factor * SHIFTED
+    return QuantisedWeight(
+        codes.contiguous(), factor.contiguous(), parts, zero, gather, bias, kind, data.shape[1], group, rounds,
+        *q.shape,
+    )  # fmt: skip
+
+
+def _kind(q: QTensor) -> int:
+    if q.data.dtype == torch.int8:
+        return INT4 if q.scheme.bits == 4 else INT8
+    return E4M3 if q.data.dtype == torch.float8_e4m3fn else E5M2
+
+
+def _rounds(kind: int, q: QTensor, arch: int) -> bool:
+    """Whether the card has products of 8 by 8 bits for this weight (floats: rows and columns by 16, in bfloat16)."""
+    if kind == E4M3:
+        return arch >= ROUNDS_FLOATS and q.dtype == torch.bfloat16 and not any(n % 16 for n in q.shape)
+    return kind == INT8
+
+
+def _check_finite(data: Tensor, kind: int) -> None:
+    size = data & 0x7F
+    if bool((size == 0x7F).any() if kind == E4M3 else (size >= 0x7C).any()):
+        raise StartupError("a weight holds 8-bit floats that are not finite; the checkpoint is damaged")
+
+
+def _arrange_codes(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
+    """Codes [out, columns] as bits, float32 scales and zero points [out, groups], gathered columns, and the group."""
+    data = q.data if q.data.dtype == torch.int8 else q.data.view(torch.uint8)
+    if q.scale.shape[1] == 1:
+        return data, q.scale, q.zero, None, 0
+    kept = cells(q.shape[1], q.group)
+    if q.order is None and not kept.gathered:
+        return data, q.scale, q.zero, None, kept.group
+    of = q.columns()
+    where, counts = torch.argsort(of, stable=True), torch.bincount(of, minlength=q.scale.shape[1])
+    sizes: list[int] = counts.tolist()
+    each = sizes[0]
+    if not q.shared and each and each % CELL == 0 and all(n == each for n in sizes[:-1]) and sizes[-1] <= each:
+        plain = bool((where[1:] > where[:-1]).all())
+        return data if plain else data[:, where], q.scale, q.zero, None if plain else where.int(), each
+    return _fill_groups(q, data, where, sizes)
+
+
+def _fill_groups(
+    q: QTensor, data: Tensor, where: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
+    """Groups of other sizes, each filled up to whole cells with codes that mean zero."""
+    device = data.device
+    count = [-(-n // CELL) for n in sizes]
+    if q.shared:  # up to what it is priced at
+        sizes = [*sizes, 0]
+        count.append(cut_columns(q.shape[1], q.scale.shape[1]) // CELL - sum(count))
+    numbers = torch.arange(len(sizes), device=device) % q.scale.shape[1]
+    of = torch.repeat_interleave(numbers, torch.tensor(count, device=device))
+    slots, at = [], 0
+    for n, cell in zip(sizes, count, strict=True):
+        slots.append(torch.arange(at, at + n, device=device))
+        at += cell * CELL
+    taken = torch.cat(slots)
+    zero = None if q.zero is None else q.zero[:, of]
+    out = data.new_zeros((data.shape[0], at))
+    if zero is not None:
+        out = zero.repeat_interleave(CELL, 1).to(data.dtype)
+    out[:, taken] = data[:, where]
+    gather = torch.zeros(at, dtype=torch.int32, device=device)
+    gather[taken] = where.int()
+    return out, q.scale[:, of], zero, gather, CELL
+
+
+def _factors(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """float32 [out], and what is left of the scales for each group, [groups, out]: none where there is one a row.
+
+    Factors are powers of two, so that what was stored in 16 bits loses nothing unless its row spans them.
+    """
+    if scale.shape[1] == 1:
+        return scale[:, 0].clone(), None
+    factor = torch.ldexp(torch.ones_like(scale[:, 0]), torch.frexp(scale.amax(1))[1])
+    kept = torch.float32 if dtype == torch.float32 else torch.float16
+    return factor, (scale / factor[:, None]).t().contiguous().to(kept)
+
+
+def _halves(data: Tensor, group: int) -> Tensor:
+    """uint8 [out, bytes] of codes of 4 bits [out, columns]: column i in the low bits, i + half in the high ones."""
+    half = half_of(group)
+    wide = functional.pad(data, (0, -data.shape[1] % (2 * half))) + MIDDLE
+    pairs = wide.view(torch.uint8).view(data.shape[0], -1, 2, half)
+    return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
+
+
+def dequantise(w: QuantisedWeight) -> Tensor:
+    """float32 [out, columns], in the order in which columns are kept: what the kernels multiply by."""
+    rows = w.codes.shape[0]
+    if w.kind == INT4:
+        half = half_of(w.group)
+        pairs = w.codes.view(rows, -1, 1, half)
+        codes = torch.cat([pairs & 15, pairs >> 4], 2).reshape(rows, -1)[:, : w.columns].float()
+        codes = codes if w.zero is not None else codes - MIDDLE
+    elif w.kind == INT8:
+        codes = w.codes.float()
+    else:
+        codes = float8_to_half(w.codes, w.kind).float()
+    if w.zero is not None:
+        codes -= _wide(w.zero, w)
+    if w.scale is not None:
+        codes *= _wide(w.scale, w)
+    return codes * w.factor[:, None]
+
+
+def float8_to_half(codes: Tensor, kind: int) -> Tensor:
+    """float16 of the bits of 8-bit floats (uint8): their values, those of e4m3 over ``SHIFTED``."""
+    wide = codes.to(torch.int16)
+    if kind == E5M2:
+        return (wide << 8).view(torch.float16)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).view(torch.float16)
+
+
+def _wide(each: Tensor, w: QuantisedWeight) -> Tensor:
+    """[out, columns], or [out, 1] where a row has one."""
+    if not w.group:
+        return each.t().float()
+    return each.t().float().repeat_interleave(w.group, 1)[:, : w.columns]
+
+
+def round_activations(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """(codes [n, in] as float32, float32 scales [n, 1]): activations as the card rounds them, a scale a token."""
+    wide = x.float()
+    scale = wide.abs().amax(1, keepdim=True).clamp_min(TINY) / LARGEST[kind]
+    codes = wide / scale
+    return codes.round() if kind == INT8 else codes.to(torch.float8_e4m3fn).float(), scale
+
+
+TINY = 1e-30
+"""The magnitude that a token of zeros counts as."""
+
+
+def product(x: Tensor, w: QuantisedWeight, values: Tensor | None = None) -> Tensor:
+    """[n, in] -> [n, out] of ``x``'s type, in plain torch; ``values``: ``dequantise(w)``, where it is known."""
+    values = dequantise(w) if values is None else values
+    x = x if w.gather is None else x.index_select(1, w.gather)
+    if w.rounds:
+        codes, scale = round_activations(x, w.kind)
+        y = functional.linear(codes, values) * scale
+    else:
+        y = functional.linear(x.float(), values)
+    return (y if w.bias is None else y + w.bias.float()).to(x.dtype)

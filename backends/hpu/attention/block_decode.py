@@ -1,0 +1,115 @@
+"""DECODE: one token of each row, over a flat list of blocks.
+
+Each block is attended to by its row's query, then blocks of a row are joined. With m the largest score of a block,
+P = exp(S - m), s = sum P and O = P V, and M the largest m of the row, the row's output is
+sum(exp(m - M) O) / sum(exp(m - M) s).
+
+One product of a block serves all its heads: a query is spread over the KV heads, with zeros for those that it does not
+read, and so are the weights. Products of one head at a time would need keys and values in another order, which is a
+second copy of all that was gathered; and the matrix engine takes as long for 4 heads as for 28.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.attention import quantised_kv_cache
+from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, SharedDecode
+from trencadis.backends.hpu.attention.softmax import AttentionKernels, lowest, times
+from trencadis.core.backend import LayerKV
+
+
+def prepare_decode(
+    attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
+) -> SharedDecode:
+    """What all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of ``size``."""
+    device, groups = kv.k.device, kv.k.shape[1]
+    dtype = kv.k.dtype if kv.k_scale is None else dtype
+    rows = attn.slot.shape[0]
+    kind = torch.float32 if fp32 else dtype
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    hidden = hidden_tokens(attn, size, window).to(kind) * lowest(kind)
+    reader = torch.arange(groups, device=device, dtype=torch.int32)[:, None].expand(-1, heads // groups).reshape(-1, 1)
+    spread = (reader == torch.arange(groups, device=device, dtype=torch.int32)).to(dtype)
+    return SharedDecode(
+        attn.slot,
+        attn.block_list,
+        attn.group.clamp_max(rows - 1),
+        attn.group.long(),
+        attn.group.masked_fill(attn.group == rows, -1),
+        hidden[:, None],
+        (row[:, None] == attn.group).to(kind),
+        spread[:, :, None],
+        spread[:, None],
+    )
+
+
+def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
+    """bool [B, b]: tokens of a block that its row does not see: those behind the row's end, or before its window."""
+    position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
+    hidden = position >= attn.usage[:, None]
+    if not window:
+        return hidden
+    assert attn.rest is not None, "a model with windows has this input"
+    return hidden | (attn.rest[:, None] - position > window)
+
+
+def attend_decode(
+    q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """Computes attention [R, h, d] of one token per row; keys are freed before values are gathered. Keys are given
+    up before values are gathered: each step is a function of its own.
+    """
+    product = quantised_kv_cache.scores if kv.k_scale is not None else _scores
+    scores = torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
+    high = scores.amax(-1, keepdim=True)
+    share = (scores - high).exp()
+    total = share.sum(-1, keepdim=True)
+    del scores
+    if kv.k_scale is not None:
+        part = quantised_kv_cache.weigh_values(share, kv, q.dtype, attn, size, fp32, kernels)
+    else:
+        part = _weigh_values(share, kv.v, attn, size, fp32, kernels)
+    if kernels.adjustment is not None and high.dtype != torch.float16:
+        return _join_blocks_fused(part, high, total, attn, kernels).to(q.dtype)
+    return _join_blocks(part, high, total, attn).to(q.dtype)
+
+
+def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
+    """[B, h, b]: each block's keys by its row's query, which has zeros for other KV heads."""
+    queries = (q[:, :, None] * attn.spread_query).view(q.shape[0], q.shape[1], -1).index_select(0, attn.owner)
+    keys = kv.k.view(-1, size, queries.shape[2]).index_select(0, attn.block_list)
+    return times(queries, keys.transpose(1, 2), fp32, kernels)
+
+
+def _weigh_values(
+    share: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
+) -> Tensor:
+    """[B, h, d]: each block's values by the weights [B, h, b], with zeros for other KV heads."""
+    groups, d = cache.shape[1:]
+    spread = (share.to(cache.dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
+    values = cache.view(-1, size * groups, d).index_select(0, attn.block_list)
+    return times(spread, values, fp32, kernels)
+
+
+def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) -> Tensor:
+    """[R, h, d] of blocks [B, h, d], their maxima and sums [B, h, 1]."""
+    rows, (_, heads, d) = attn.mapping.shape[0], part.shape
+    best = torch.full((rows + 1, heads, 1), lowest(high.dtype), dtype=high.dtype, device=high.device)
+    best.index_reduce_(0, attn.group, high, "amax")
+    factor = (high - best.index_select(0, attn.group)).exp()
+    above = attn.mapping @ (part * factor).view(-1, heads * d)
+    below = attn.mapping @ (total * factor).view(-1, heads)
+    return above.view(rows, heads, d) / below.view(rows, heads, 1).clamp_min(torch.finfo(high.dtype).tiny)
+
+
+def _join_blocks_fused(
+    part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode, kernels: AttentionKernels
+) -> Tensor:
+    """As ``_join_blocks``, by the fused kernel, which takes heads in two dimensions."""
+    assert kernels.adjustment is not None
+    rows, groups, (blocks, heads, d) = attn.mapping.shape[0], attn.spread_query.shape[1], part.shape
+    shape = [blocks, groups, heads // groups, 1, 1]
+    factor = kernels.adjustment(high.view(shape), total.view(shape), attn.unlisted, rows, shape)
+    return (attn.mapping @ (part * factor.view(blocks, heads, 1)).view(-1, heads * d)).view(rows, heads, d)

@@ -1,0 +1,147 @@
+"""CONTEXT: one row of new tokens after stored ones. Its own keys and values come from the launch, not from the cache.
+
+A short chunk after a short context is one masked call. Otherwise stored tokens come in slices, so that no more than one
+slice of the row's keys and values exists at a time, and the chunk is attended to causally, without a mask; what the
+slices give is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.attention import quantised_kv_cache
+from trencadis.backends.hpu.attention.attention_inputs import ContextAttn, JoinedContext, SlicedContext
+from trencadis.backends.hpu.attention.softmax import (
+    QUERY_TILE,
+    AttentionKernels,
+    AttentionPart,
+    MergedParts,
+    lowest,
+    plain,
+    plain_part,
+    plain_rows,
+    softmax_mode,
+)
+from trencadis.core.backend import LayerKV
+
+CAUSAL_STEP = 1024
+"""The fused kernel's statistics of a causal call are right for multiples of this many tokens alone."""
+
+
+def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedContext | SlicedContext:
+    """The masks of a launch, for blocks of ``size`` tokens and slices of ``slice_tokens``."""
+    count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
+    device = attn.slot.device
+    if blocks * size <= slice_tokens and count <= QUERY_TILE:
+        position = torch.arange(count, device=device, dtype=torch.int32)
+        before = torch.arange(blocks * size, device=device, dtype=torch.int32) < attn.context
+        visible = torch.cat([before.expand(count, -1), _own_mask(attn, position)], dim=1)
+        return JoinedContext(attn.slot, attn.block_list, visible[None, None])
+    step = max(slice_tokens // size, 1)
+    lists = torch.split(attn.block_list, step)
+    visible_by_slice, weight = [], []
+    for i, part in enumerate(lists):
+        left = attn.context - i * step * size
+        position = torch.arange(part.shape[0] * size, device=device, dtype=torch.int32)
+        visible_by_slice.append((position < left.clamp_min(1))[None, None, None])
+        weight.append((left <= 0).float() * lowest(torch.float32))
+    own = None
+    if attn.upto is not None:
+        own = _own_mask(attn, torch.arange(count, device=device, dtype=torch.int32))[None, None]
+    return SlicedContext(attn.slot, lists, tuple(visible_by_slice), tuple(weight), own)
+
+
+def _own_mask(attn: ContextAttn, position: Tensor) -> Tensor:
+    """bool [T, T]: which tokens of the chunk each of them sees."""
+    last = position if attn.upto is None else attn.upto - attn.context
+    return position <= last[:, None]
+
+
+def attend_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    attn: JoinedContext | SlicedContext,
+    size: int,
+    scale: float,
+    fp32: bool,
+    kernels: AttentionKernels,
+) -> Tensor:
+    """[T, h, d] over the stored tokens and [T, g, d] of the chunk, causal inside it."""
+    queries = q.transpose(0, 1)[None]
+    if isinstance(attn, SlicedContext):
+        own = [t.transpose(0, 1)[None] for t in (k, v)]
+        out = _attend_slices(queries, own[0], own[1], kv, attn, size, scale, fp32, kernels)
+        return out[0].transpose(0, 1).to(q.dtype)
+    keys, values = (
+        torch.cat([stored, own.transpose(0, 1)[None]], dim=2)
+        for stored, own in zip(stored_keys(kv, attn.block_list, size, q.dtype, kernels), (k, v), strict=True)
+    )
+    if kernels.sdpa is None:
+        out = plain(queries, keys, values, attn.visible, scale, fp32, kernels)
+    else:
+        out = kernels.sdpa(queries, keys, values, attn.visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))
+    return out[0].transpose(0, 1)
+
+
+def _attend_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    attn: SlicedContext,
+    size: int,
+    scale: float,
+    fp32: bool,
+    kernels: AttentionKernels,
+) -> Tensor:
+    """float32 [1, h, T, d]: the chunk itself first, then each slice, for every range of queries."""
+
+    def part(start: int, stop: int, keys: Tensor, values: Tensor, visible: Tensor | None) -> AttentionPart:
+        some = q[:, :, start:stop]
+        if kernels.parts is None:
+            assert visible is not None
+            return plain_part(some, keys, values, visible, scale, fp32, kernels)
+        mode = softmax_mode(q.dtype, fp32, "fast")
+        return AttentionPart(*kernels.parts(some, keys, values, visible, visible is None, scale, mode))
+
+    count = q.shape[2]
+    position = torch.arange(count, device=q.device, dtype=torch.int32)
+    ranges, merged = _ranges(count, size * attn.lists[0].shape[0], kernels), []
+    for start, stop in ranges:
+        causal = kernels.parts is not None and start == 0 and stop % CAUSAL_STEP == 0
+        visible = None if causal else (position[:stop] <= position[start:stop, None])[None, None]
+        if attn.own is not None:
+            merged.append(MergedParts(part(start, stop, k, v, attn.own[:, :, start:stop])))
+            continue
+        merged.append(MergedParts(part(start, stop, k[:, :, :stop], v[:, :, :stop], visible)))
+    for listed, visible, weight in zip(attn.lists, attn.visible, attn.weight, strict=True):
+        keys, values = stored_keys(kv, listed, size, q.dtype, kernels)
+        for (start, stop), one in zip(ranges, merged, strict=True):
+            one.add(part(start, stop, keys, values, visible), weight)
+    return merged[0].out() if len(merged) == 1 else torch.cat([one.out() for one in merged], dim=2)
+
+
+def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int, int]]:
+    """Queries that are attended to together: for the fused kernel those of its causal call, and the rest."""
+    if kernels.parts is None:
+        step = plain_rows(keys + count)
+        return [(start, min(start + step, count)) for start in range(0, count, step)]
+    whole = count // CAUSAL_STEP * CAUSAL_STEP
+    return [(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
+
+
+def stored_keys(
+    kv: LayerKV, block_list: Tensor, size: int, dtype: torch.dtype, kernels: AttentionKernels
+) -> Iterator[Tensor]:
+    """Keys, then values [1, g, B x b, d] of the listed blocks of a flat cache."""
+    if kv.k_scale is not None:
+        yield from quantised_kv_cache.gather_stored(kv, block_list, size, dtype, kernels)
+        return
+    for cache in kv[:2]:
+        found = cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
+        yield found.view(1, -1, *cache.shape[1:]).transpose(1, 2)

@@ -1,0 +1,85 @@
+"""A tensor on the emulated device: a wrapper around a host tensor that only the device may touch.
+
+It claims torch's ``lazy`` device type, which every build of torch knows and no backend here uses, so that
+``torch.zeros(..., device=d)``, ``.to(d)`` and ``.cpu()`` reach the emulator as they would reach a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator.allocator import Store
+from trencadis.backends.hpu.emulator.protocols import RecordedValue, TensorOwner
+
+DEVICE = torch.device("lazy")
+
+
+class DeviceTensor(Tensor):
+    """Values are in ``held`` (a CPU tensor, or a meta tensor without values); nobody but the device reads them."""
+
+    held: Tensor
+    store: Store
+    owner: TensorOwner
+    slot: RecordedValue | None
+    is_view: bool
+
+    @staticmethod
+    def __new__(cls, held: Tensor, store: Store, owner: TensorOwner, is_view: bool) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+        made.held, made.store, made.owner, made.slot, made.is_view = held, store, owner, None, is_view
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        owner = next(t.owner for t in flatten((args, kwargs)) if isinstance(t, DeviceTensor))
+        return owner.dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeviceTensor({list(self.shape)}, {self.dtype})"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise refusals.host_read("numpy")
+
+    def tolist(self) -> Any:
+        raise refusals.host_read("tolist")
+
+    def data_ptr(self) -> int:
+        raise refusals.host_read("data_ptr")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise refusals.host_read("numpy.asarray")
+
+
+def flatten(tree: Any) -> list[Any]:
+    """Leaves of nested tuples, lists and dicts, in order."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, tuple | list):
+        return [leaf for item in tree for leaf in flatten(item)]
+    return [tree]
+
+
+def rebuild(tree: Any, leaf: Any) -> Any:
+    """``tree`` with ``leaf`` applied to every leaf, in the order of ``flatten``."""
+    if isinstance(tree, dict):
+        return {key: rebuild(value, leaf) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(rebuild(item, leaf) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(rebuild(item, leaf) for item in tree)
+    return leaf(tree)

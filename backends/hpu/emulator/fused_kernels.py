@@ -1,0 +1,300 @@
+"""The fused kernels in plain torch. They compute in the given type and round where the real ones may not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from trencadis.backends.hpu.collectives import all_gather, all_reduce
+from trencadis.backends.hpu.emulator import float8_ops, refusals
+from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
+
+BLOCKWISE = 0
+CAUSAL_STEP = 1024
+MASK_BYTES, MASK_ITEM = (1 << 31) - 1, 2
+"""Largest mask of a head in bytes, and bytes of its values, booleans widened to bfloat16."""
+
+
+def softmax_scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+) -> Tensor:
+    """[B, h, S, T]: float32 in mode fp32. What is hidden is -inf, so that a row that sees nothing becomes NaN."""
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] > k.shape[1] else k
+    if softmax_mode == "fp32":
+        scores = q.float() @ keys.float().transpose(2, 3) * scale
+    else:
+        scores = q @ keys.transpose(2, 3) * scale
+    if is_causal:
+        position = torch.arange(scores.shape[-1], device=q.device)
+        scores = scores.masked_fill(position > position[: scores.shape[-2], None], -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def sdpa_recomp_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+) -> Tensor:
+    """[B, h, S, d] over [B, g, T, d]; a boolean mask is True where a key is seen, another one is added."""
+    scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
+    return scores.softmax(-1).to(q.dtype) @ values
+
+
+def sdpa_recomp_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sdpa_recomp_fwd``, each row's maximum in the inputs' type, and the inverse of its sum of exponentials.
+
+    The inverse belongs to the maximum as it is rounded. It is float32 but for bfloat16 in mode fast.
+    """
+    scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
+    high = scores.amax(-1, keepdim=True).to(q.dtype)
+    share = (scores.float() - high.float()).exp()
+    inverse = share.sum(-1, keepdim=True).reciprocal()
+    narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
+    return (share * inverse).to(q.dtype) @ values, high, inverse.to(q.dtype) if narrow else inverse
+
+
+def matmul_out_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """A product of bfloat16 matrices into a float32 tensor."""
+    return a.float() @ b.float()
+
+
+def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+    """``shape``: exp(high - M) / sum over the row's blocks of exp(high - M) * total; row -1 owns what is unlisted.
+
+    The sum is at least the block's own share, so that an unlisted block divides by no zero.
+    """
+    blocks = len(high)
+    flat, sums = high.reshape(blocks, -1), total.reshape(blocks, -1)
+    owner = torch.where(groups < 0, rows, groups).long()
+    best = torch.full((rows + 1, flat.shape[1]), -math.inf, dtype=flat.dtype, device=flat.device)
+    best = best.index_reduce(0, owner, flat, "amax")
+    factor = (flat - best.index_select(0, owner)).exp()
+    below = torch.zeros_like(best).index_add(0, owner, factor * sums)
+    below[rows] = 0
+    return (factor / torch.maximum(below.index_select(0, owner), factor * sums)).view(shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Rotary over the last dimension, first half against second half."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def check_summable(x: Tensor) -> None:
+    """Raises RuntimeError for dtypes that HCCL cannot add; the plug-in would convert to float32 or abort."""
+    if x.dtype not in float8_ops.WIDE:
+        raise RuntimeError(f"HCCL supports only float or bfloat16 reduction, not {x.dtype}")
+
+
+def all_reduced(x: Tensor) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    check_summable(x)
+    return x.clone() if x.is_meta else all_reduce(x.clone())
+
+
+def all_gathered(x: Tensor, world: int) -> Tensor:
+    """[n, width] of every rank side by side."""
+    return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
+
+
+def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """``symbols.convert_from_uint4``; into bfloat16, which its users ask for."""
+    if codes.dtype != torch.int32 or zero.dtype not in (torch.int32, scale.dtype):
+        raise RuntimeError("Only int input tensors are supported")
+    if dtype != torch.bfloat16:
+        raise RuntimeError(f"convert_from_uint4 gives bfloat16, not {dtype}")
+    rows, columns, groups = codes.shape[0], codes.shape[1] * 8, scale.shape[0]
+    if scale.shape[1] != columns or rows % groups or zero.shape != (groups, codes.shape[1]):
+        raise RuntimeError(
+            f"convert_from_uint4: scale {list(scale.shape)} and zero_point {list(zero.shape)} do not divide "
+            f"{[rows, columns]}"
+        )
+    each = rows // groups
+    difference = _nibbles(codes).float() - _nibbles(zero).float().repeat_interleave(each, 0)
+    return (difference * scale.float().repeat_interleave(each, 0)).to(dtype)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [n, m] -> [n, 8 m], lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 15).reshape(words.shape[0], -1)
+
+
+class KernelOps:
+    """The fused symbols as operations of torch, which a compiled graph holds as they are."""
+
+    library: Library | None = None
+
+    @classmethod
+    def register(cls) -> None:
+        """Defines them once a process."""
+        if cls.library is not None:
+            return
+        library: Any = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
+        cls.library = library
+        for schema, function in (
+            ("sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> Tensor",
+             sdpa_recomp_fwd),
+            ("sdpa_recomp_fwd.parts(Tensor q, Tensor k, Tensor v, Tensor? m, bool causal, float scale, str mode) -> "
+             "(Tensor, Tensor, Tensor)", sdpa_recomp_parts),
+            ("block_softmax_adjustment(Tensor high, Tensor total, Tensor groups, int rows, int[] shape) -> Tensor",
+             block_softmax_adjustment),
+            ("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm),
+            ("rotary_pos_embedding(Tensor x, Tensor sin, Tensor cos) -> Tensor", rotary_pos_embedding),
+            ("all_reduce(Tensor x) -> Tensor", all_reduced),
+            ("all_gather(Tensor x, int world) -> Tensor", all_gathered),
+            ("convert_from_uint4(Tensor codes, Tensor scale, Tensor zero, ScalarType dtype) -> Tensor",
+             convert_from_uint4),
+            *float8_ops.SCHEMAS,
+        ):  # fmt: skip
+            library.define(schema)
+            for key in ("CPU", "Meta"):
+                library.impl(schema.partition("(")[0], function, key)
+
+
+class Kernels:
+    """The bridge's fused symbols on one emulated device."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        KernelOps.register()
+
+    def sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        recompute_mode: bool | None = None,
+        valid_seq_len: Tensor | None = None,
+        seq_padding_type: str = "left",
+    ) -> Tensor:
+        """``FusedSDPA.apply``."""
+        if valid_seq_len is not None and (not is_causal or attn_mask is not None):
+            raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
+        self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())
+        factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if torch.compiler.is_compiling():
+            fused = torch.ops.trencadis_emulator.sdpa_recomp_fwd.default
+            return fused(q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(sdpa_recomp_fwd, q, k, v, attn_mask, is_causal, factor, softmax_mode.lower())
+        return out
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, mode: str) -> None:
+        """Limits of the kernel, some of which a card answers with NaN instead of an error."""
+        if mode == "fp32" and not q.dtype == k.dtype == v.dtype == torch.bfloat16:
+            raise AssertionError("softmax_mode fp32 takes bfloat16 alone")
+        if is_causal and mask is not None:
+            raise AssertionError("a mask must contain causality itself")
+        if q.dim() != 4 or k.dim() != 4 or q.shape[1] % k.shape[1]:
+            raise AssertionError("the kernel takes [B, H, S, D] and whole groups of heads")
+        if mask is not None and mask.dim() != 4:
+            raise ValueError(f"the kernel takes a mask of 4 dimensions, not {mask.dim()}")
+        if mask is not None and mask.shape[-2] * mask.shape[-1] * MASK_ITEM > MASK_BYTES:
+            raise refusals.mask_too_large("FusedSDPA", mask.shape[-2] * mask.shape[-1] * MASK_ITEM)
+
+    def parts(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``symbols.sdpa_parts``: statistics of a causal call are right for multiples of 1024 alone."""
+        self._check(q, k, v, mask, is_causal, softmax_mode.lower())
+        if is_causal and (q.shape[2] % CAUSAL_STEP or k.shape[2] % CAUSAL_STEP):
+            raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
+        if torch.compiler.is_compiling():
+            parts = torch.ops.trencadis_emulator.sdpa_recomp_fwd.parts
+            return parts(q, k, v, mask, is_causal, scale, softmax_mode.lower())  # type: ignore[no-any-return]
+        out: tuple[Tensor, Tensor, Tensor] = self.device.kernel(
+            sdpa_recomp_parts, q, k, v, mask, is_causal, scale, softmax_mode.lower()
+        )
+        return out
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """``symbols.product``."""
+        if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+            raise AssertionError("the product into float32 takes bfloat16 alone")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("Expected out tensor to have dtype c10::BFloat16, but got float instead")
+        out: Tensor = self.device.kernel(matmul_out_fp32, a, b)
+        return out
+
+    def adjustment(self, high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
+        """``torch.ops.hpu.block_softmax_adjustment``."""
+        if high.shape != total.shape or high.dtype != total.dtype or high.dtype == torch.float16:
+            raise AssertionError("maxima and sums are alike, in float32 or bfloat16")
+        if torch.compiler.is_compiling():
+            joined = torch.ops.trencadis_emulator.block_softmax_adjustment
+            return joined(high, total, groups, rows, shape)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(block_softmax_adjustment, high, total, groups, rows, shape)
+        return out
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``FusedRMSNorm.apply``."""
+        if x.dim() < 3:
+            raise RuntimeError("FusedRMSNorm takes at least 3 dimensions")
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(rms_norm, x, weight, eps)
+        return out
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Any, offset: int, mode: Any) -> Tensor:
+        """``apply_rotary_pos_emb`` in blockwise mode: inputs of several types are all widened to float32."""
+        if position_ids is not None or offset or getattr(mode, "value", mode) != BLOCKWISE:
+            raise NotImplementedError("the emulator rotates blockwise, without position ids or offset")
+        if torch.float32 in (x.dtype, cos.dtype, sin.dtype):
+            x, cos, sin = x.float(), cos.float(), sin.float()
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.rotary_pos_embedding(x, sin, cos)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(rotary_pos_embedding, x, sin, cos)
+        return out
+
+    def to_fp8(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """``torch.ops.hpu.cast_to_fp8_v2``, its first result."""
+        limit = self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_to_fp8_v2(x, scale, limit)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(float8_ops.cast_to_fp8_v2, x, scale, limit)
+        return out
+
+    def from_fp8(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """``torch.ops.hpu.cast_from_fp8``."""
+        limit = self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.cast_from_fp8(x, dtype, scale, limit)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(float8_ops.cast_from_fp8, x, dtype, scale, limit)
+        return out
+
+    def fp8_gemm(
+        self, a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """``torch.ops.hpu.fp8_gemm_v2`` with its second matrix transposed."""
+        args = a, b, dtype, a_scale, b_scale, bias, self.device.profile.fp8_top
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(float8_ops.fp8_gemm_v2, *args)
+        return out
+
+    def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """``torch.ops.hpu.convert_from_uint4``."""
+        if torch.compiler.is_compiling():
+            return torch.ops.trencadis_emulator.convert_from_uint4(codes, scale, zero, dtype)  # type: ignore[no-any-return]
+        out: Tensor = self.device.kernel(convert_from_uint4, codes, scale, zero, dtype)
+        return out

@@ -1,0 +1,43 @@
+"""Whole numbers of 64 bits: the card keeps 32 of them, so a value that needs more is refused instead of wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator import refusals
+
+LIMIT = 2**31
+"""Values lie in [-LIMIT, LIMIT), as ``PT_ENABLE_INT64_SUPPORT=0`` has it, the default."""
+
+
+def check_host(tensor: Tensor) -> None:
+    """Refuses a host tensor that the card would narrow to other values."""
+    _require_int32("copy", tensor)
+
+
+@cache
+def check_int32(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function``, whose int64 results must fit 32 bits."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        for leaf in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(leaf, Tensor) and leaf.dtype is torch.int64:
+                _require_int32(name, leaf)
+        return out
+
+    return run
+
+
+def _require_int32(name: str, tensor: Tensor) -> None:
+    if tensor.dtype is not torch.int64 or tensor.is_meta or tensor.numel() == 0:
+        return
+    low, high = (int(t) for t in tensor.aminmax())
+    if low < -LIMIT or high >= LIMIT:
+        raise refusals.too_wide(name, high if high >= LIMIT else low)

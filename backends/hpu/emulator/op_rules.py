@@ -1,0 +1,112 @@
+"""Rules that every operation on the emulated device is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.backends.hpu.emulator import refusals
+from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor
+
+aten = torch.ops.aten
+BOOLS = (torch.bool, torch.uint8)
+MASKED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+READS = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+COPIES = (aten.index_copy_.default, aten.index_copy.default)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INDEXED = {
+    aten.index_select.default: (1, 2),
+    aten.index_copy_.default: (1, 2),
+    aten.index_copy.default: (1, 2),
+    aten.index_reduce.default: (1, 2),
+    aten.index_add_.default: (1, 2),
+    aten.index_reduce_.default: (1, 2),
+    aten.gather.default: (1, 2),
+    aten.scatter_add.default: (1, 2),
+}
+"""Operations with (index of the dimension, index of the indices) among their arguments."""
+
+
+def check_call(func: Any, args: Any, leaves: list[Any], capture: bool) -> None:
+    """Rejects calls that are wrong whatever their values are."""
+    name = str(func)
+    tags = func.tags
+    if func in READS or torch.Tag.data_dependent_output in tags:
+        raise refusals.host_read(name)
+    if func in MASKED and any(isinstance(i, Tensor) and i.dtype in BOOLS for i in args[1]):
+        raise refusals.boolean_mask(name)
+    if torch.Tag.dynamic_output_shape in tags and func not in MASKED:
+        raise refusals.dynamic_shape(name)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() > 0:
+            raise refusals.host_mixed(name)
+    if capture:
+        for target in find_mutated_args(func, args):
+            if isinstance(target, DeviceTensor) and target.is_view:
+                raise refusals.view_update(name)
+
+
+def find_mutated_args(func: Any, args: Any) -> list[Any]:
+    """The arguments that ``func`` updates in place."""
+    positions = _argument_positions(func)
+    return [args[i] for i in positions if i < len(args)]
+
+
+@cache
+def _argument_positions(func: Any) -> tuple[int, ...]:
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(i)
+    return tuple(found)
+
+
+@cache
+def check_indices(func: Any) -> Callable[..., Any]:
+    """Wraps ``func`` so that its indices are checked when it runs; on a device an index out of range reads other
+    memory.
+    """
+    if func in MASKED:
+
+        def by_lists(*args: Any, **kwargs: Any) -> Any:
+            for dim, index in enumerate(args[1]):
+                if index is not None:
+                    _require_in_range(func, index, args[0].shape[dim])
+            return func(*args, **kwargs)
+
+        return by_lists
+    if func in INDEXED:
+        dim_at, index_at = INDEXED[func]
+
+        def by_dim(*args: Any, **kwargs: Any) -> Any:
+            _require_in_range(func, args[index_at], args[0].shape[args[dim_at]])
+            return _copy_float8(func, args) if func in COPIES and args[0].dtype in FLOAT8 else func(*args, **kwargs)
+
+        return by_dim
+    plain: Callable[..., Any] = func
+    return plain
+
+
+def _copy_float8(func: Any, args: tuple[Any, ...]) -> Tensor:
+    """``index_copy`` of 8-bit floats, which the host has for bytes alone."""
+    target, dim, index, source = args
+    found: Tensor = func(target.view(torch.uint8), dim, index, source.view(torch.uint8))
+    return target if func is aten.index_copy_.default else found.view(target.dtype)
+
+
+def _require_in_range(func: Any, index: Tensor, size: int) -> None:
+    if index.is_meta or index.numel() == 0:
+        return
+    low, high = (int(t) for t in index.aminmax())
+    if low < 0 or high >= size:
+        raise refusals.negative_index(str(func))
+
+
+def is_view(func: Any) -> bool:
+    """Whether an ATen call leaves everything as it is and returns the memory of an argument."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)

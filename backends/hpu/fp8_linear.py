@@ -1,0 +1,88 @@
+"""Weights of 8-bit floats on Gaudi: codes with one scale a row, multiplied by activations with one scale a token.
+
+The files' e4m3 reaches 448. A Gaudi 2 ends at 240, so there the codes of a weight that needs more are halved and its
+scales doubled, which is exact but for the 16 codes whose last bit is lost. A weight with several scales a row, or in
+e5m2, is rounded again to one a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trencadis.core.quant.quantised_tensor import QTensor
+from trencadis.core.quant.scheme import FACTOR
+
+log = logging.getLogger("trencadis.engine")
+
+E4M3 = torch.float8_e4m3fn
+TINY = 1e-30
+"""The magnitude that a token or a row of zeros counts as."""
+
+TAKEN = (torch.bfloat16, torch.float32)
+"""Types that the card's product gives."""
+
+
+@dataclass(slots=True)
+class Floats8Weight:
+    """A weight [out, in] on the card.
+
+    Args:
+        codes: float8_e4m3fn [out, in], within the card's range.
+        scale: float32 [out].
+        activation: float32 [1, 1], the scale of every activation; None: each token has its own.
+        bound: the largest activation that has a code then.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    activation: Tensor | None
+    bound: float
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and their scales."""
+        return self.out_features * (self.in_features + FACTOR) + (0 if self.activation is None else FACTOR)
+
+
+def floats8_weight(q: QTensor, bias: Tensor | None, limit: float, device: torch.device) -> Floats8Weight:
+    """Packs a weight of 8-bit floats, whose tensors lie on the host, for a card whose e4m3 ends at ``limit``."""
+    codes, scale = _rows(q) if q.data.dtype != E4M3 or q.scale.shape[1] > 1 else (q.data, q.scale[:, 0])
+    if limit < torch.finfo(E4M3).max and _beyond(codes, limit):
+        codes, scale = halve_codes(codes), scale * 2
+    activation = None if q.activation is None else torch.full((1, 1), q.activation).to(device)
+    bound = 0.0 if q.activation is None else q.activation * limit
+    held = codes.contiguous().to(device), scale.float().contiguous().to(device)
+    return Floats8Weight(*held, bias, activation, bound, *q.shape)
+
+
+def _beyond(codes: Tensor, limit: float, step: int = 1024) -> bool:
+    """Whether a code lies beyond ``limit``."""
+    return not codes.is_meta and any(bool((p.float().abs() > limit).any()) for p in torch.split(codes, step))
+
+
+def halve_codes(codes: Tensor, step: int = 1024) -> Tensor:
+    """e4m3 codes [out, in] of half the values, rounded to the nearest even, a slab at a time."""
+    if codes.is_meta:
+        return codes
+    parts = [(part.float() * 0.5).to(E4M3) for part in torch.split(codes, step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _rows(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor]:
+    """e4m3 codes [out, in] with one float32 scale a row [out], rounded again."""
+    if q.data.is_meta:
+        return torch.empty(q.shape, dtype=E4M3, device="meta"), torch.empty(q.shape[0], device="meta")
+    codes, scales = torch.empty(q.shape, dtype=E4M3), torch.empty(q.shape[0])
+    for start in range(0, q.shape[0], step):
+        values = q.rows(start, start + step).dequantised()
+        scale = values.abs().amax(1).clamp_min_(TINY) / torch.finfo(E4M3).max
+        codes[start : start + step] = (values / scale[:, None]).to(E4M3)
+        scales[start : start + step] = scale
+    return codes, scales

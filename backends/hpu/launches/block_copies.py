@@ -1,0 +1,189 @@
+"""KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.compiled_regions import own_code, part
+from trencadis.backends.hpu.launches.host_copies import Staging
+from trencadis.backends.hpu.launches.hpu_program import LaunchContexts
+from trencadis.core.backend import LayerKV
+from trencadis.core.shared_constants import SINK_BLOCK
+from trencadis.core.step import BlockMove
+
+Parts = list[list[Tensor]]
+"""Tensors of the caches by kind: those of one kind have one type and one shape of a token's share."""
+
+
+class BlocksLaunch(nn.Module):
+    """Gathers ``count`` blocks of all layers into the buffers, or scatters these; its input says which.
+
+    Args:
+        areas: the buffers, for each block and each kind of tensor [tensors of the kind, block size, ...].
+    """
+
+    def __init__(self, parts: Parts, areas: Sequence[Sequence[Tensor]], out: bool) -> None:
+        super().__init__()
+        self.parts, self.areas, self.out = parts, tuple(map(tuple, areas)), out
+
+    def forward(self, slots: Tensor) -> None:
+        """``slots``: int32 [count x block size], of the flat caches.
+
+        Buffers are written as a whole and caches by ``index_copy_``: a view can neither be written in a graph, nor
+        read with another offset by the same recipe.
+        """
+        at, count = slots.long(), len(self.areas)
+        for kind, tensors in enumerate(self.parts):
+            if self.out:
+                found = [t.index_select(0, at).view(count, -1, *t.shape[1:]) for t in tensors]
+                for i, buffer in enumerate(self.areas):
+                    buffer[kind].copy_(torch.stack([each[i] for each in found]))
+                continue
+            for n, t in enumerate(tensors):
+                t.index_copy_(0, at, torch.cat([buffer[kind][n] for buffer in self.areas]))
+
+
+class HpuBlockCopies:
+    """``core.launches.host_blocks.PlannedCopies``.
+
+    What the card orders by itself (docs/hpu-contract.md, Copies): an upload waits for launches that read its target, a
+    launch for uploads of its inputs, a fetch for the launch that wrote its source. Nothing waits for a fetch: neither a
+    launch that overwrites what it reads, nor an upload of what it brings. So the host waits for the fetches of one
+    launch before the next upload or gathering; between two Steps they are done.
+
+    Args:
+        sizes: blocks of a launch, ascending.
+    """
+
+    def __init__(
+        self, bridge: Bridge, kv: Sequence[LayerKV], block_size: int, sizes: Sequence[int],
+        contexts: LaunchContexts, staging: Staging, compile: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        self._bridge, self._size, self._sizes = bridge, block_size, tuple(sizes)
+        self._contexts, self._staging, self._compile = contexts, staging, compile
+        self._shapes = [(len(same), block_size, *same[0].shape[1:]) for same in kinds(kv)]
+        self._types = [same[0].dtype for same in kinds(kv)]
+        device = bridge.device
+        self._buffers = [
+            [
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype in zip(self._shapes, self._types, strict=True)
+            ]
+            for _ in range(self._sizes[-1])
+        ]
+        self._slots = {n: torch.zeros(n * block_size, dtype=torch.int32, device=device) for n in self._sizes}
+        self._host: list[list[Tensor]] = []
+        self._launches: dict[tuple[bool, int], Callable[[Tensor], Any]] = {}
+        self._fetched: Any = bridge.event()
+        self._fetching = False
+
+    def rehearse(self, kv: Sequence[LayerKV]) -> None:
+        """Runs every launch on the sink of caches that are dropped afterwards."""
+        self.bind(kv, False)
+        self._launches.clear()
+
+    def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
+        """Takes the caches and runs every launch on the sink; ``graphs``: captures them where the mode has any."""
+        parts = kinds(kv)
+        for size in self._sizes:
+            for out in (True, False):
+                self._launches[out, size] = self._launch(BlocksLaunch(parts, self._buffers[:size], out), graphs)
+                for _ in range(2):  # the second replays what the first has recorded
+                    self._run(out, [SINK_BLOCK] * size)
+        self._bridge.synchronize()
+
+    def hold(self, slots: int) -> None:
+        """Pins the host's slots: tensors of their own, since a view into pinned memory may not count as pinned."""
+        pin, blank = self._bridge.pin, torch.empty
+        self._host = [
+            [pin(blank(s, dtype=d)) for s, d in zip(self._shapes, self._types, strict=True)] for _ in range(slots)
+        ]
+        self.run([BlockMove(SINK_BLOCK, 0, True), BlockMove(SINK_BLOCK, 0, False)])
+
+    def run(self, moves: Sequence[BlockMove]) -> None:
+        """Copies blocks out and back in the order of ``moves``."""
+        for batch in batches(moves, self._sizes[-1]):
+            if self._fetching:
+                self._fetched.synchronize()
+                self._fetching = False
+            if batch[0].out:
+                self._run(True, [move.block for move in batch])
+                self._exchange(batch)
+                self._fetched.record()
+                self._fetching = True
+            else:
+                self._exchange(batch)
+                self._run(False, [move.block for move in batch])
+
+    def _exchange(self, batch: Sequence[BlockMove]) -> None:
+        """Whole tensors between buffers and slots, first buffer first."""
+        for buffer, move in zip(self._buffers, batch, strict=False):
+            for own, held in zip(buffer, self._host[move.slot], strict=True):
+                if move.out:
+                    held.copy_(own, non_blocking=True)
+                else:
+                    own.copy_(held, non_blocking=True)
+
+    def _run(self, out: bool, blocks: Sequence[int]) -> None:
+        size = next(n for n in self._sizes if n >= len(blocks))
+        ids = np.full(size, SINK_BLOCK, np.int32)
+        ids[: len(blocks)] = blocks
+        area = self._staging.next(0)
+        source = area.write(self._slots[size].numel() * 4).view(torch.int32)
+        source.numpy()[:] = (ids[:, None] * self._size + np.arange(self._size, dtype=np.int32)).reshape(-1)
+        self._slots[size].copy_(source, non_blocking=True)
+        area.mark_sent()
+        self._launches[out, size](self._slots[size])
+
+    def _launch(self, module: BlocksLaunch, graphs: bool) -> Callable[[Tensor], Any]:
+        bridge, contexts = self._bridge, self._contexts
+        if not bridge.is_lazy():
+            compiled = self._compile(own_code(part))
+
+            def run(slots: Tensor) -> None:
+                with torch.no_grad(), contexts.launch():
+                    compiled(module, slots)
+
+            return run
+        wrapped = bridge.wrap_in_hpu_graph(module)
+
+        def replay(slots: Tensor) -> None:
+            with torch.no_grad():
+                if graphs:
+                    wrapped.forward(slots)
+                    return
+                wrapped.forward(slots, bypass_hpu_graphs=True)
+                bridge.mark_step()
+
+        return replay
+
+
+def kinds(kv: Sequence[LayerKV]) -> Parts:
+    """The caches' tensors, those of one type and one shape together."""
+    found: dict[Any, list[Tensor]] = {}
+    for x in kv:
+        for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept):
+            if t is not None:
+                found.setdefault((t.dtype, t.shape[1:]), []).append(t)
+    return list(found.values())
+
+
+def batches(moves: Sequence[BlockMove], most: int) -> Iterator[list[BlockMove]]:
+    """Moves of one direction that one launch may do: no more than ``most``, and no block twice.
+
+    A scattering launch would leave either content in a block that it names twice.
+    """
+    batch: list[BlockMove] = []
+    for move in moves:
+        if batch and (len(batch) == most or move.out != batch[0].out or move.block in {m.block for m in batch}):
+            yield batch
+            batch = []
+        batch.append(move)
+    if batch:
+        yield batch

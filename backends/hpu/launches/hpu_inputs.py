@@ -1,0 +1,175 @@
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads ZERO and is stored in SINK.
+
+The arrays have the types of ``core.backend``'s tensors (numpy arrays in their place). Inputs of no rows give a launch
+of nothing but padding, which is what buffers hold before their first fill.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.backends.cpu.padding import (
+    cells,
+    empty_inputs,
+    flag_padding_windows,
+    head,
+    pad,
+    pad_cross_attention,
+    pad_interpolation,
+    pool,
+    reset,
+    visible_ends,
+    windows,
+)
+from trencadis.backends.hpu.attention.attention_inputs import BlockDecodeAttn, ContextAttn, FreshAttn
+from trencadis.backends.hpu.shared_shapes import padded_start
+from trencadis.core.backend import Inputs, Segments, TextTensors, VisionTensors
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.vision_config import NO_SLOT, SlotForm
+from trencadis.core.shapes.cross_attention_inputs import planned_units
+from trencadis.core.shared_constants import SINK_BLOCK, SINK_ROW, ZERO_BLOCK
+from trencadis.core.step import HeadInputs, PoolInputs, ResetInputs, StepInputs, VisionInputs
+
+Array = NDArray[Any]
+
+
+class LaunchForm(NamedTuple):
+    """What all launches of a model have in common: the inputs of one follow from it and its bucket.
+
+    Args:
+        vocab: ids of the vocabulary, which size the masks and counts of the sampler.
+        slot: the form of a slot of VISION.
+        windows: whether a layer has a sliding window, so that DECODE needs ``BlockDecodeAttn.rest``.
+        upto: whether tokens see beyond their own position, so that prompts need ``Attn.upto``.
+        shared: whether what starts a text launch has a size that buckets share (``sharing.padded_start``).
+    """
+
+    block_size: int
+    vocab: int
+    slot: SlotForm = NO_SLOT
+    windows: bool = False
+    upto: bool = False
+    shared: bool = False
+
+
+def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
+    """The stage's tensors as numpy arrays; ``None``: padding alone."""
+    match inputs if inputs is not None else empty_inputs(bucket.stage, form.vocab, form.slot):
+        case StepInputs() as x:
+            return text(bucket, x, form)
+        case VisionInputs() as x:
+            return _vision(x, bucket.dims[0], form.slot)
+        case HeadInputs() as x:
+            return head(x, bucket.dims[0], _masks(x, bucket, form.vocab))
+        case ResetInputs() as x:
+            return reset(x, bucket.dims[0], pad(x.counts, (bucket.dims[0], form.vocab), np.int32))
+        case PoolInputs() as x:
+            return pool(x, bucket.dims[0])
+
+
+def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
+    """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
+    count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
+    position, start = _token_positions(bucket, x), padded_start(count) if form.shared else count
+
+    def put(values: Array, width: int = start, dtype: type = np.int32) -> Any:
+        out: Array = np.zeros((*values.shape[:-1], width), dtype)
+        out[..., position] = values
+        return out
+
+    return TextTensors(
+        tokens=put(x.tokens),
+        from_slot=put(x.from_slot),
+        positions=put(x.positions),
+        image_row=put(x.image_row),
+        out_row=put(x.out_row, count, np.int64),
+        attn=_any(_attn(bucket, x, count, position, form)),
+        cross_attention=pad_cross_attention(x, count, planned_units(bucket.variant), position),
+    )
+
+
+def _token_positions(bucket: Bucket, x: StepInputs) -> Array:
+    """int64 [n]: where each token of the launch lies in the bucket."""
+    token = np.arange(len(x.tokens))
+    if bucket.stage is not Stage.FRESH:
+        return token
+    rows, width = bucket.dims
+    lengths = np.diff(x.row_start[: len(x.context) + 1])
+    assert len(lengths) <= rows and int(lengths.max(initial=0)) <= width, f"{bucket} is too small"
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row * width + token - x.row_start[row]
+
+
+def _attn(bucket: Bucket, x: StepInputs, count: int, position: Array, form: LaunchForm) -> Any:
+    """Where tokens are stored, and what the stage's attention reads besides."""
+    size = form.block_size
+    slot = SINK_BLOCK * size + np.arange(count) % size
+    lengths = np.diff(x.row_start[: len(x.context) + 1])
+    row = np.repeat(np.arange(len(x.context)), lengths)
+    index = x.context[row] + np.arange(len(x.tokens)) - x.row_start[row]
+    slot[position] = x.blocks[row, index // size].astype(np.int64) * size + index % size
+    if bucket.stage is Stage.FRESH:
+        upto = _upto(x, position, np.tile(np.arange(bucket.dims[1], dtype=np.int32), bucket.dims[0]), form)
+        return FreshAttn(_any(slot), pad(lengths, (bucket.dims[0],), np.int32, 1), upto)
+    listed = np.full(bucket.dims[1], ZERO_BLOCK, np.int32)
+    if bucket.stage is Stage.CONTEXT:
+        assert len(x.context) <= 1, "CONTEXT takes one row"
+        held = -(-int(x.context.sum()) // size)
+        listed[:held] = x.blocks[:1, :held].reshape(-1)
+        context = pad(x.context, (1,), np.int32)
+        own = (context + np.arange(count)).astype(np.int32)
+        return ContextAttn(_any(slot), _any(listed), context, _upto(x, position, own, form))
+    group, usage = np.full(bucket.dims[1], bucket.dims[0], np.int32), np.ones(bucket.dims[1], np.int32)
+    rest = np.ones(bucket.dims[1], np.int32)
+    _list_blocks(x, size, listed, group, usage, rest)
+    return BlockDecodeAttn(_any(slot), _any(listed), _any(group), _any(usage), _any(rest) if form.windows else None)
+
+
+def _upto(x: StepInputs, position: Array, own: Array, form: LaunchForm) -> Any:
+    """``Attn.upto`` where the model has it: of padding its ``own`` position, so that it sees a key."""
+    if not form.upto:
+        return None
+    own[position] = visible_ends(x)
+    return own
+
+
+def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array, rest: Array) -> None:
+    """The blocks of all rows one after the other; the last of a row is used up to the row's own token."""
+    held = x.context // size + 1
+    total = int(held.sum())
+    assert total <= len(listed), f"{total} blocks do not fit a bucket of {len(listed)}"
+    row = np.repeat(np.arange(len(held)), held)
+    ends = np.cumsum(held)
+    column = np.arange(total) - (ends - held)[row]
+    listed[:total], group[:total] = x.blocks[row, column], row
+    usage[:total] = size
+    usage[ends - 1] = x.context % size + 1
+    rest[:total] = x.context[row] + 1 - column * size
+
+
+def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
+    """Padding windows write to the SINK row."""
+    (segment, real), (near, share) = windows(x, slots), pad_interpolation(x, slots)
+    return VisionTensors(
+        pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
+        position=pad(x.position, (slots, 2), np.int32),
+        rows=pad(x.rows, (cells(x, slots, slot),), np.int64, SINK_ROW),
+        segments=Segments(_any(segment), _any(real), _any(flag_padding_windows(x, slots, slot.padding_windows))),
+        position_rows=_any(near),
+        position_weights=_any(share),
+    )
+
+
+def _masks(x: HeadInputs, bucket: Bucket, vocab: int) -> Array:
+    """Room for a mask of each row besides the one that allows everything; the greedy variant reads none."""
+    rows = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
+    masks: Array = pad(x.masks, (rows, -(-vocab // 8)), np.uint8, 255)
+    return masks
+
+
+def _any(x: Any) -> Any:
+    """An array in place of a tensor."""
+    return x

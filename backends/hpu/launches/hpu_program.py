@@ -1,0 +1,84 @@
+"""What the two kinds of HPU programs share: static inputs, the body as a module, errors of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.launches.host_copies import StaticInputs
+from trencadis.backends.hpu.launches.hpu_inputs import LaunchForm
+from trencadis.backends.hpu.ops import HpuOps
+from trencadis.core.backend import Body, Inputs, OutOfDeviceMemory, ProgramState
+from trencadis.core.buckets import Bucket
+
+
+class BodyModule(nn.Module):
+    """What is wrapped: a module whose ``forward`` is the body. Its inputs are tensors in tuples, nothing else."""
+
+    def __init__(self, body: Body, ops: HpuOps) -> None:
+        super().__init__()
+        self.body, self.ops = body, ops
+
+    def forward(self, inputs: Any) -> Any:
+        self.ops.begin()
+        return self.body(inputs)
+
+
+class LaunchContexts(NamedTuple):
+    """Context managers to enter around launches: empty for a real card, hooks for an emulated one."""
+
+    launch: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rehearsal: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class HpuProgram:
+    """The half of ``core.backend.Program`` that both modes share."""
+
+    def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, contexts: LaunchContexts) -> None:
+        self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
+        self.state = ProgramState.PLANNED
+        self.static = StaticInputs(bucket, bridge, form)
+        self.bytes = self.static.bytes
+
+    @property
+    def inputs(self) -> Any:
+        """The input tensors in the types that they are copied in: views, which checks may write to between launches."""
+        return self.static.tensors
+
+    def fill(self, inputs: Inputs | None) -> None:
+        """Queues the copies of a launch's host arrays; the rest of the bucket becomes inert padding."""
+        self.static.fill(inputs)
+
+    def compile(self) -> None:
+        """Makes the recipes, computing as little as the device allows."""
+        with self.bridge.compile_only():
+            self.run()
+
+    def rehearse(self) -> None:
+        """A launch of what the buffers hold; an emulated card leaves the values out."""
+        with self.contexts.rehearsal():
+            self.replay()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Runs without gradients; the device's own error for a lack of memory becomes the engine's."""
+        try:
+            with torch.no_grad():
+                yield
+        except RuntimeError as error:
+            if self.bridge.out_of_memory(error):
+                raise OutOfDeviceMemory(str(error)) from error
+            raise
+
+    def run(self) -> Any:
+        """One launch without a graph."""
+        raise NotImplementedError
+
+    def replay(self) -> Any:
+        """One launch by the fastest way that the program's state offers."""
+        raise NotImplementedError

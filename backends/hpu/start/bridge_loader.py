@@ -1,0 +1,185 @@
+"""Opens a card: fills the bridge from the installed plug-in, or from the emulator where there is no Gaudi."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import trencadis.backends.hpu.start.environment as environment
+from trencadis.backends.hpu.bridge import Bridge
+from trencadis.backends.hpu.collectives import all_gather, all_reduce, receive, send
+from trencadis.backends.hpu.optional_symbols import find_symbols
+from trencadis.backends.hpu.start import capability, hpu_env, machine, software_stack
+from trencadis.core.errors import StartupError
+from trencadis.core.graphs.oom_errors import format_error
+
+log = logging.getLogger("trencadis.engine")
+
+EMULATED_CARDS = 8
+"""Cards of an emulated machine, as of a real one of that kind."""
+
+ALLOCATION_FAILED = "Allocation failed for size::"
+"""What the plug-in's allocator says before it gives up."""
+
+DEVICE = "hpu"
+"""Where the plug-in's tensors live; a stub of it has none and keeps them on the CPU."""
+
+MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
+"""What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
+
+
+def open_bridge(
+    index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1, rank: int = 0
+) -> Bridge:
+    """The process's bridge: the environment is settled first, then the plug-in is imported.
+
+    Args:
+        index: the card, counted from 0 over those that are visible; of a group, that of its rank.
+
+    Raises:
+        StartupError: see ``capability.find``; a plug-in that cannot be used; fewer cards than ranks.
+    """
+    env = os.environ if environ is None else environ
+    found = capability.find(env, index, world)
+    settled = hpu_env.settle(env, index - rank, rank, world)
+    env.update(settled.variables)
+    for gone in settled.removed:
+        env.pop(gone, None)
+    if found.real:
+        return open_real(env, index, world)
+    from trencadis.backends.hpu.emulator import emulated_bridge  # a Gaudi needs none of it
+
+    emulated = emulated_bridge.bridge(env, index)
+    check_cards(EMULATED_CARDS, index, world)
+    return emulated
+
+
+def check_cards(count: int, index: int, world: int) -> None:
+    """Raises StartupError where a machine of ``count`` cards has none for rank or card ``index``."""
+    if world > count:
+        raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and there are {count}.")
+    if index >= count:
+        raise StartupError(f"--device hpu: card {index} is asked for and there are {count}, from 0.")
+
+
+def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
+    """The namespace over the installed plug-in.
+
+    Raises:
+        StartupError: one line for a plug-in that does not belong to this torch, and for a card that is not to be had.
+    """
+    try:
+        return _open_plugin(environ, index, world)
+    except MISMATCHED as error:
+        raise StartupError(environment.unusable_message(format_error(error), environ, software_stack.find())) from None
+
+
+def _acquire_card(hpu: Any, index: int, world: int) -> None:
+    """Makes card ``index`` the process's own."""
+    try:
+        if not hpu.is_available():
+            raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
+        check_cards(hpu.device_count(), index, world)
+        hpu.set_device(index)
+    except RuntimeError as error:
+        raise StartupError(
+            f"card {index} cannot be opened ({format_error(error)}): hl-smi shows who holds it"
+        ) from None
+
+
+@contextmanager
+def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hides the launcher's rank variables during the import, since the plug-in would pick a card by them."""
+    hidden = {name: environ.pop(name) for name in machine.LAUNCHED if name in environ}
+    try:
+        yield
+    finally:
+        environ.update(hidden)
+
+
+def _open_plugin(environ: MutableMapping[str, str], index: int, world: int) -> Bridge:
+    with _without_rank_variables(environ):
+        core = import_module("habana_frameworks.torch.core")
+        hpu: Any = import_module("habana_frameworks.torch.hpu")
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend "hccl"
+    is_lazy: Callable[[], bool] = import_module("habana_frameworks.torch.utils.internal").is_lazy
+    wrong = environment.mode_conflict(environ, is_lazy())
+    if wrong is not None:
+        raise StartupError(wrong)
+    wrap: Any = hpu.wrap_in_hpu_graph if is_lazy() else None
+    machine.check_module(environ, machine.find(environ), index, world)
+    _acquire_card(hpu, index, world)
+    kernels = _optional("habana_frameworks.torch.hpex.kernels")
+    norms = _optional("habana_frameworks.torch.hpex.normalization")
+    metrics = import_module("habana_frameworks.torch.hpu.metrics")
+    optional = find_symbols(software_stack.plugin_version(), hpu.get_device_name())
+    sdpa, rms = getattr(kernels, "FusedSDPA", None), getattr(norms, "FusedRMSNorm", None)
+    return Bridge(
+        label="hpu",
+        device=torch.device(DEVICE),
+        is_lazy=is_lazy,
+        mark_step=core.mark_step,
+        wrap_in_hpu_graph=lambda module: wrap(module, disable_tensor_cache=False),
+        compile=_compile,
+        compile_only=_compile_only,
+        synchronize=hpu.synchronize,
+        mem_get_info=hpu.mem_get_info,
+        out_of_memory=lambda error: ALLOCATION_FAILED in str(error),
+        metric_localcontext=metrics.metric_localcontext,
+        device_name=hpu.get_device_name,
+        all_reduce=all_reduce,
+        all_gather=all_gather,
+        send=send,
+        receive=receive,
+        collective_backend="hccl",
+        fused_sdpa=sdpa.apply if sdpa is not None else None,
+        fused_rms_norm=rms.apply if rms is not None else None,
+        apply_rotary=_rotary(kernels),
+        sdpa_parts=optional.sdpa_parts,
+        product=optional.product,
+        block_adjustment=optional.block_adjustment,
+        cast_to_fp8_v2=optional.cast_to_fp8_v2,
+        cast_from_fp8=optional.cast_from_fp8,
+        fp8_gemm_v2=optional.fp8_gemm_v2,
+        convert_from_uint4=optional.convert_from_uint4,
+        fp8_top=optional.fp8_top,
+        pin=lambda tensor: tensor.pin_memory("hpu"),
+        event=hpu.Event,
+    )
+
+
+def _optional(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _rotary(kernels: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    rotary, mode = getattr(kernels, "apply_rotary_pos_emb", None), getattr(kernels, "RotaryPosEmbeddingMode", None)
+    if rotary is None or mode is None:
+        return None
+    found: Callable[..., Tensor] = rotary
+    return lambda x, cos, sin: found(x, cos, sin, None, 0, mode.BLOCKWISE)
+
+
+def _compile(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, backend="hpu_backend", fullgraph=fullgraph, dynamic=False)
+    return compiled
+
+
+@contextmanager
+def _compile_only() -> Iterator[None]:
+    """The plug-in's compile-only mode; nothing where it has none (it raises KeyError for settings it does not know)."""
+    config = _optional("habana_frameworks.torch.internal.bridge_config")
+    with ExitStack() as stack:
+        with suppress(AttributeError, KeyError):
+            stack.enter_context(config.env_setting("PT_COMPILE_ONLY_MODE", True))
+        yield

@@ -1,0 +1,244 @@
+"""The lines of ``trencadis check-hpu`` that need the card: each kernel once, copies, a graph, a collective.
+
+Each probe compares with the CPU and says how far it is off; none depends on another, so that the first card shows all
+that is wrong with it at once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trencadis.backends.hpu.bridge import Bridge
+
+Probe = tuple[str, Callable[[], str]]
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest error as a share of the largest magnitude."""
+
+
+class ProbeFailed(Exception):
+    """What a kernel or a copy put out is wrong; the message says by how much."""
+
+
+class ProbeModule(nn.Module):
+    """A function as a module, which is what is compiled or captured.
+
+    It is the module's ``forward`` itself: torch keeps a few compiled variants for each code object, and a shared one
+    would be out of them after the eighth probe.
+    """
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.forward = run
+
+
+LACKING = {
+    "": "the plug-in lacks it: plain operations take its place",
+    "cast_to_fp8_v2": "the plug-in lacks it: no fp8 KV cache",
+}
+
+
+def probes(bridge: Bridge) -> Iterator[Probe]:
+    """(name, what to run) of every probe; running one returns a figure, or raises."""
+    for name, (run, args) in kernels(bridge).items():
+        yield f"kernel.{name}", lambda run=run, args=args: compare_with_cpu(bridge, run, args)  # type: ignore[misc]
+    symbols = {
+        "FusedSDPA": bridge.fused_sdpa, "FusedRMSNorm": bridge.fused_rms_norm,
+        "apply_rotary_pos_emb": bridge.apply_rotary, "cast_to_fp8_v2": bridge.cast_to_fp8_v2,
+    }  # fmt: skip
+    for name, symbol in symbols.items():
+        if symbol is not None:
+            yield f"kernel.{name}", lambda name=name: check_fused_kernel(bridge, name)  # type: ignore[misc]
+        else:
+            yield f"kernel.{name}", lambda name=name: LACKING.get(name, LACKING[""])  # type: ignore[misc]
+    yield "copies", lambda: copies(bridge)
+    yield "graph" if bridge.is_lazy() else "compiled launch", lambda: graph(bridge)
+    yield "collective", lambda: collective(bridge)
+
+
+def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """Plain operations that the bodies use, with arguments of a few rows."""
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8, 64, generator=g), torch.randn(64, 32, generator=g)
+    rows = torch.tensor([3, 1, 6], dtype=torch.int64)
+    ids = torch.randint(0, 8, (8, 5), generator=g)
+    bits = torch.randint(0, 256, (4, 8), generator=g, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8)
+    small = torch.randint(-90, 90, (8, 5), generator=g).to(torch.int8)
+    return {
+        "matmul.bfloat16": (lambda a, b: a @ b, (x.bfloat16(), w.bfloat16())),
+        "matmul.float32": (lambda a, b: a @ b, (x, w)),
+        "softmax": (lambda a: torch.softmax(a.float(), -1), (x.bfloat16(),)),
+        "silu": (lambda a: torch.nn.functional.silu(a) * a, (x.bfloat16(),)),
+        "index_select": (lambda a, i: a.index_select(0, i), (x, rows)),
+        "index_copy": (lambda a, i, v: a.clone().index_copy_(0, i, v), (x, rows, x[:3] + 1)),
+        "index_copy.int8": (lambda a, i, v: a.clone().index_copy_(0, i, v), (small, rows, small[:3] + 1)),
+        "index_put": (lambda a, i, v: a.clone().index_put_((i, i), v), (x, rows, x[:3, 0])),
+        "index_reduce": (lambda a, i, v: a.clone().index_reduce_(0, i, v, "amax"), (x, rows, x[:3] + 1)),
+        "gather": (lambda a, i: a.gather(1, i), (x, ids)),
+        "scatter_add": (lambda a, i, v: a.clone().scatter_add_(1, i, v), (x, ids, x[:, :5])),
+        "sort": (lambda a: torch.sort(a, -1, descending=True).values, (x,)),
+        "topk": (lambda a: torch.topk(a, 4).values, (x,)),
+        "cumsum": (lambda a: torch.cumsum(a, -1), (x,)),
+        "argmax": (lambda a: torch.argmax(a, -1), (x,)),
+        "where": (lambda a: torch.where(a > 0, a, -a), (x,)),
+        "masked_fill": (lambda a: a.masked_fill(a < 0, -1e4), (x,)),
+        "uint8 shifts": (lambda a, s: (a[..., None] >> s) & 1, (bits, shifts)),
+    }
+
+
+def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
+    """(result on the host, seconds of a second launch, operations that went back to the host)."""
+    module: Any = ProbeModule(run)
+    call = module if bridge.is_lazy() else bridge.compile(module)
+    on_card = tuple(a.to(bridge.device) for a in args)
+    with torch.no_grad(), bridge.metric_localcontext("cpu_fallback") as metric:
+        call(*on_card)
+        bridge.mark_step()
+        bridge.synchronize()
+        begun = time.perf_counter()
+        out = call(*on_card)
+        bridge.mark_step()
+        bridge.synchronize()
+        took = time.perf_counter() - begun
+        stats = metric.stats()
+        fallen = stats[1][1] if stats[0][1] and len(stats) > 1 and isinstance(stats[1][1], dict) else {}
+        back = ", ".join(fallen) or (f"{stats[0][1]} operations" if stats[0][1] else "")
+        return out.cpu(), took, back
+
+
+def compare_with_cpu(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> str:
+    """Runs an operation on the card and on the CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its own index_reduce new
+        found, took, back = time_launch(bridge, run, args)
+        return format_figure(error(found, run(*args)), took, back)
+
+
+def format_figure(off: float, took: float, back: str) -> str:
+    """The figure of a line."""
+    return f"error {off:.0e}, {took * 1e3:.2f} ms" + (f"; sent back to the host: {back}" if back else "")
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Largest error as a share of the largest magnitude.
+
+    Raises:
+        ProbeFailed: another shape, a value that is not finite, or an error above ``CLOSE``.
+    """
+    if found.shape != wanted.shape:
+        raise ProbeFailed(f"shape {list(found.shape)}, the CPU gives {list(wanted.shape)}")
+    if not wanted.is_floating_point():
+        wrong = int((found.long() != wanted.long()).sum())
+        if wrong:
+            raise ProbeFailed(f"{wrong} of {wanted.numel()} values differ from the CPU's")
+        return 0.0
+    off = float((found.float() - wanted.float()).abs().max()) / max(float(wanted.float().abs().max()), 1e-6)
+    if not off <= CLOSE.get(wanted.dtype, 1e-4):
+        raise ProbeFailed(f"off by {off:.1e} of the largest value")
+    return off
+
+
+def check_fused_kernel(bridge: Bridge, name: str) -> str:
+    """A fused kernel against its formula."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 4, 128, 64, generator=g).bfloat16() for _ in range(3))
+    if name == "FusedSDPA":
+        sdpa: Any = bridge.fused_sdpa
+        scale = 64**-0.5
+        found, took, back = time_launch(
+            bridge, lambda q, k, v: sdpa(q, k, v, None, 0.0, True, scale, "fp32"), (q, k, v)
+        )
+        wide = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+        return format_figure(error(found, wide.bfloat16()), took, back)
+    if name == "FusedRMSNorm":
+        norm: Any = bridge.fused_rms_norm
+        x, weight = torch.randn(1, 8, 64, generator=g), torch.rand(64, generator=g)
+        found, took, back = time_launch(bridge, lambda x, w: norm(x, w, 1e-6), (x, weight))
+        return format_figure(error(found, weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), took, back)
+    if name == "cast_to_fp8_v2":
+        return fp8_cache(bridge)
+    rotary: Any = bridge.apply_rotary
+    x, angle = torch.randn(8, 4, 64, generator=g), torch.rand(8, 1, 64, generator=g)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.chunk(2, dim=-1)
+    found, took, back = time_launch(bridge, lambda x, c, s: rotary(x, c, s), (x, cos, sin))
+    return format_figure(error(found, x * cos + torch.cat([-second, first], -1) * sin), took, back)
+
+
+def fp8_cache(bridge: Bridge) -> str:
+    """Codes of 8-bit floats, stored and read as an fp8 KV cache does."""
+    to, back = bridge.cast_to_fp8_v2, bridge.cast_from_fp8
+    assert to is not None and back is not None
+    x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(3)) * 60).clamp(-240, 240)
+    rows = torch.tensor([3, 1, 6], dtype=torch.int64)
+
+    def store_and_read(x: Tensor, rows: Tensor) -> Tensor:
+        codes = to(x)
+        kept = codes.clone().index_copy_(0, rows, codes.index_select(0, rows))
+        return back(kept, torch.float32)
+
+    found, took, sent = time_launch(bridge, store_and_read, (x, rows))
+    return format_figure(error(found, x.to(torch.float8_e4m3fn).float()), took, sent)
+
+
+def copies(bridge: Bridge) -> str:
+    """8 MB to the card without waiting, and back with."""
+    host = torch.arange(2 << 20, dtype=torch.int32)
+    target = torch.zeros(host.shape, dtype=host.dtype, device=bridge.device)
+    bridge.synchronize()
+    begun = time.perf_counter()
+    target.copy_(host, non_blocking=True)
+    bridge.synchronize()
+    there = time.perf_counter() - begun
+    begun = time.perf_counter()
+    found = target.cpu()
+    back = time.perf_counter() - begun
+    if not torch.equal(found, host):
+        raise ProbeFailed(f"{int((found != host).sum())} of {host.numel()} values differ after both copies")
+    rate = host.nbytes / 1e9
+    return f"to the card {rate / there:.1f} GB/s, back {rate / back:.1f} GB/s"
+
+
+def graph(bridge: Bridge) -> str:
+    """A small launch, captured (lazy mode) or compiled, run again with other values in the same tensors."""
+    module: Any = ProbeModule(lambda x, w: torch.softmax(x @ w, -1))
+    x, w = torch.randn(4, 16), torch.randn(16, 16)
+    static, weight = x.to(bridge.device), w.to(bridge.device)
+    free = bridge.mem_get_info()[0]
+    with torch.no_grad():
+        call = bridge.wrap_in_hpu_graph(module).forward if bridge.is_lazy() else bridge.compile(module)
+        out = call(static, weight)
+        bridge.synchronize()
+        for _ in range(2):
+            x = torch.randn(4, 16)
+            static.copy_(x)
+            out = call(static, weight)
+            bridge.mark_step()
+        off = error(out.cpu(), torch.softmax(x @ w, -1))
+    kind = "captured and replayed" if bridge.is_lazy() else "compiled and run again (compile mode has no graphs)"
+    return f"{kind}, error {off:.0e}, {max(free - bridge.mem_get_info()[0], 0)} bytes"
+
+
+def collective(bridge: Bridge) -> str:
+    """A sum over a group of one, through the library that several ranks use."""
+    name = bridge.collective_backend
+    if torch.distributed.is_initialized():
+        return "a group exists already"
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{Path(folder, 'store')}"
+        torch.distributed.init_process_group(name, init_method=meeting, rank=0, world_size=1)
+        try:
+            x = torch.ones(16).to(bridge.device)
+            out = bridge.all_reduce(x).cpu()
+        finally:
+            torch.distributed.destroy_process_group()
+    error(out, torch.ones(16))
+    return f"all_reduce over {name}, one rank"

@@ -1,0 +1,166 @@
+"""Which Gaudi plug-in is installed, over which torch, and whether the two belong together. Torch-free.
+
+Everything is read from files, so that nothing is imported before its variables are settled. The rules are those of the
+plug-in's own ``__init__`` (docs/hpu-contract.md), which would end in a traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from trencadis.core.process import torch_build
+
+PLUGIN = "habana-torch-plugin"
+MODULE = "habana_frameworks"
+
+LAST_LAZY = (1, 23)
+"""Newest release that runs lazy mode where nothing is said; later ones do it where PT_HPU_LAZY_MODE=1 asks for it."""
+
+COMPILES_FROM = (2, 9)
+"""First torch for compile mode: under 2.6 and 2.7 each layer is traced anew, and some launches not at all."""
+
+TORCH_OF = {
+    (1, 19, 0): "2.5.1", (1, 20, 0): "2.6.0", (1, 21, 0): "2.6.0", (1, 22, 0): "2.7.1", (1, 23, 0): "2.9.0",
+    (1, 24, 0): "2.10.0", (1, 24, 1): "2.11.0", (1, 24, 2): "2.13.0",
+}  # fmt: skip
+"""torch of each release, from the one named until the next."""
+
+UPSTREAM_FROM = (1, 24, 1)
+"""First release whose container for upstream torch is named here."""
+
+CONTAINERS = "vault.habana.ai/gaudi-docker"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is installed; None: it is not.
+
+    Args:
+        plugin: version of the plug-in's package, such as ``1.24.1.482``.
+        torch: as ``torch.__version__`` has it.
+        built_for: the torch that the plug-in was built for, as it says itself.
+        module: whether the plug-in's Python package is there.
+    """
+
+    plugin: str | None = None
+    torch: str | None = None
+    built_for: str | None = None
+    module: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether torch is Gaudi's build of it."""
+        return gaudis_torch(self.torch)
+
+    def problem(self) -> str:
+        """Why the plug-in cannot be used, in a few words that end with what to do; "" where nothing speaks against."""
+        if self.plugin is None and not self.module:
+            return f"its PyTorch plug-in is not installed: {remedy(self)}"
+        if self.plugin is None:
+            return f"{MODULE} is there without the package {PLUGIN} (half installed): {remedy(self)}"
+        if not self.module:
+            return f"{PLUGIN} {self.plugin} is listed and its module {MODULE} is gone (half installed): {remedy(self)}"
+        wanted, have = torch_build.numbers(self.built_for), torch_build.numbers(self.torch)
+        if self.torch is None:
+            return f"{PLUGIN} {self.plugin} is installed and torch is not: {remedy(self)}"
+        if wanted is not None and have is not None and wanted != have:
+            return (
+                f"{PLUGIN} {self.plugin} was built for torch {self.built_for} and torch {self.torch} is installed: "
+                f"{remedy(self)}"
+            )
+        return ""
+
+
+def find() -> Stack:
+    """The stack of this Python; nothing is imported."""
+    torch = torch_build.find_torch()
+    folder = torch_build.package_folder(MODULE)
+    torch_folder = Path(folder, "torch") if folder else None
+    built_for = None
+    if torch_folder is not None:
+        try:
+            built_for = (torch_folder / "required_version.txt").read_text(encoding="utf-8").strip() or None
+        except (OSError, UnicodeDecodeError):
+            built_for = None
+    return Stack(
+        plugin_version(), torch.version if torch else None, built_for,
+        torch_folder is not None and (torch_folder / "__init__.py").is_file(),
+    )  # fmt: skip
+
+
+def plugin_version() -> str | None:
+    """Version of the installed plug-in, without importing it."""
+    try:
+        return metadata.version(PLUGIN)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def release(plugin: str | None) -> tuple[int, int] | None:
+    """The Gaudi release that a plug-in belongs to: ``1.23.1.25`` is of 1.23; None where it cannot be read."""
+    return torch_build.numbers(plugin)
+
+
+def point_release(plugin: str | None) -> tuple[int, int, int] | None:
+    """(1, 24, 1) of ``1.24.1.482``; None where it cannot be read."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", plugin or "")
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+
+
+def gaudis_torch(torch: str | None) -> bool:
+    """Whether torch is Gaudi's own build: ``2.9.0+hpu_1.23.1-25.git8598e6d``, or ``2.5.1a0+git6fc067b``."""
+    local = (torch or "").partition("+")[2].lower()
+    return re.match(r"hpu(?![a-z])|git", local) is not None
+
+
+def lazy_offered(plugin: str | None, torch: str | None) -> bool:
+    """Whether lazy mode is what the plug-in runs best in: an old enough one over Gaudi's own build of torch."""
+    found = release(plugin)
+    return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
+
+
+def compiles(torch: str | None) -> bool:
+    """Whether torch's compiler traces every launch as one graph and shares what it makes of equal layers."""
+    found = torch_build.numbers(torch)
+    return found is None or found >= COMPILES_FROM
+
+
+def torch_of(plugin: str | None) -> str:
+    """The torch that Gaudi's containers of a plug-in's release carry; "" for a release that is not known."""
+    point = point_release(plugin)
+    known = [r for r in TORCH_OF if point is not None and r <= point and r[:2] == point[:2]]
+    return TORCH_OF[max(known)] if known else ""
+
+
+def image(plugin: str | None, lazy: bool = False) -> str:
+    """The container of a plug-in's release on Ubuntu 24.04; of the newest where the release is not known.
+
+    Args:
+        lazy: the one with Gaudi's own torch, which lazy mode needs.
+    """
+    point = point_release(plugin)
+    if point is None or not torch_of(plugin):
+        point = max(TORCH_OF)
+    torch = torch_of(".".join(map(str, point)))
+    kind = "pytorch-installer" if lazy or point < UPSTREAM_FROM else "pytorch-upstream-installer"
+    return f"{CONTAINERS}/{'.'.join(map(str, point))}/ubuntu24.04/habanalabs/{kind}-{torch}"
+
+
+def remedy(stack: Stack) -> str:
+    """What to do where plug-in and torch do not fit."""
+    of = release_of(stack.torch) if stack.plugin is None else ""
+    pinned = f"install {PLUGIN}=={of}.* beside torch {stack.torch}, or " if of else ""
+    return f"{pinned}start from the container {image(stack.plugin or of or None)}"
+
+
+def release_of(torch: str | None) -> str:
+    """The Gaudi release that carries a torch, as its version says (``+hpu_1.23.1-25...``) or as is known; else ""."""
+    said = re.search(r"\+hpu[_.-](\d+\.\d+\.\d+)", torch or "")
+    if said:
+        return said[1]
+    have = torch_build.numbers(torch)
+    known = [r for r, of in TORCH_OF.items() if have is not None and torch_build.numbers(of) == have]
+    return ".".join(map(str, max(known))) if known else ""

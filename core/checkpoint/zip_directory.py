@@ -1,0 +1,127 @@
+"""The directory of a zip archive whose entries are stored as they are, so that they can be mapped. Torch-free.
+
+After PKWARE's APPNOTE 6.3, with the records of 64 bits that archives above 4 GiB have. Python's ``zipfile`` reads the
+whole directory, however long, and takes entries that share their bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from mmap import mmap
+from typing import NamedTuple
+
+MAX_DIRECTORY = 4 << 20
+MAX_ENTRIES = 20_000
+MAX_COMMENT = 0xFFFF
+NONE32, NONE16 = 0xFFFFFFFF, 0xFFFF
+"""The value of a field whose true value stands in a 64-bit record."""
+
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 1
+_EXTRA64 = 1
+
+
+class ArchiveEntry(NamedTuple):
+    """Bytes [start, start + size) of the file; ``crc``: CRC-32 that the directory states."""
+
+    start: int
+    size: int
+    crc: int
+
+
+def entries(data: mmap) -> dict[str, ArchiveEntry]:
+    """The entries of an archive by name.
+
+    Raises:
+        ValueError: it is no archive, it is damaged, or an entry is compressed, encrypted, doubled, shares bytes with
+            another or has a name that leads out of a folder.
+    """
+    extent, size, count = _directory(data)
+    found: dict[str, ArchiveEntry] = {}
+    taken: list[tuple[int, int]] = []
+    at, end = extent, extent + size
+    for _ in range(count):
+        name, header, entry, at = _central(data, at, end)
+        if name in found:
+            raise ValueError(f"it holds {name[:80]!r} twice")
+        start = _data_start(data, header, name, extent)
+        if start + entry.size > extent:
+            raise ValueError(f"{name[:80]!r} is cut off")
+        found[name] = ArchiveEntry(start, entry.size, entry.crc)
+        taken.append((header, start + entry.size))
+    taken.sort()
+    if any(after[0] < before[1] for before, after in pairwise(taken)):
+        raise ValueError("its entries share bytes")
+    return found
+
+
+def _directory(data: mmap) -> tuple[int, int, int]:
+    """Offset, size and number of entries of the central directory."""
+    end = data.rfind(b"PK\x05\x06", max(0, len(data) - MAX_COMMENT - _END.size))
+    if end < 0 or end + _END.size > len(data):
+        raise ValueError("its directory is missing: the file is cut off, or no zip archive")
+    _, disk, first, _, count, size, extent, _ = _END.unpack_from(data, end)
+    locator = end - _LOCATOR.size
+    if NONE32 in (size, extent) or count == NONE16:
+        mark, _, at, _ = _LOCATOR.unpack_from(data, locator) if locator >= 0 else (b"", 0, 0, 0)
+        if mark != b"PK\x06\x07" or at + _END64.size > locator:
+            raise ValueError("its directory is damaged")
+        mark, _, _, _, disk, first, _, count, size, extent = _END64.unpack_from(data, at)
+        if mark != b"PK\x06\x06":
+            raise ValueError("its directory is damaged")
+    if disk or first or extent + size > end:
+        raise ValueError("its directory is damaged")
+    if count > MAX_ENTRIES or size > MAX_DIRECTORY:
+        raise ValueError(f"it has {count} entries; at most {MAX_ENTRIES} are read")
+    return extent, size, count
+
+
+def _central(data: mmap, at: int, end: int) -> tuple[str, int, ArchiveEntry, int]:
+    """Name, offset of the local header, size and CRC of the entry at ``at``, and where the next one begins."""
+    if at + _CENTRAL.size > end:
+        raise ValueError("its directory is damaged")
+    mark, _, _, flags, method, _, _, crc, packed, size, named, extra, comment, _, _, _, header = _CENTRAL.unpack_from(
+        data, at
+    )
+    text = at + _CENTRAL.size
+    following = text + named + extra + comment
+    if mark != b"PK\x01\x02" or following > end:
+        raise ValueError("its directory is damaged")
+    name = data[text : text + named].decode("utf-8", "backslashreplace")
+    if name.startswith("/") or "\\" in name or ".." in name.split("/"):
+        raise ValueError(f"{name[:80]!r} leads out of the folder")
+    size, packed, header = _wide(data[text + named : text + named + extra], [size, packed, header])
+    if method or packed != size:
+        raise ValueError(f"{name[:80]!r} is compressed; torch.save stores entries as they are")
+    if flags & _ENCRYPTED:
+        raise ValueError(f"{name[:80]!r} is encrypted")
+    return name, header, ArchiveEntry(0, size, crc), following
+
+
+def _wide(extra: bytes, fields: list[int]) -> list[int]:
+    """``fields`` with the values of the 64-bit extra field for those that do not fit."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        held = extra[at + 4 : at + 4 + length]
+        at += 4 + length
+        if kind == _EXTRA64:
+            values = list(struct.unpack(f"<{len(held) // 8}Q", held[: len(held) // 8 * 8]))
+            fields = [values.pop(0) if f == NONE32 and values else f for f in fields]
+    return fields
+
+
+def _data_start(data: mmap, header: int, name: str, limit: int) -> int:
+    """Where the bytes of an entry begin, behind its local header, whose name must be the directory's."""
+    if header + _LOCAL.size > limit:
+        raise ValueError(f"{name[:80]!r} is cut off")
+    mark, *_, named, extra = _LOCAL.unpack_from(data, header)
+    text = header + _LOCAL.size
+    if mark != b"PK\x03\x04" or data[text : text + named].decode("utf-8", "backslashreplace") != name:
+        raise ValueError(f"{name[:80]!r} has another name where it is stored")
+    return int(text + named + extra)

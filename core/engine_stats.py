@@ -1,0 +1,151 @@
+"""What an engine reports: its sizes, its plan, its launches, its counters.
+
+These are plain values, for which an engine in the same process needs no codec; core/process/engine_messages.py sends
+them between processes. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trencadis.core.progress import Warming
+
+
+class BucketState(NamedTuple):
+    """One planned bucket; ``bytes`` is the cost of its graph, measured or predicted."""
+
+    name: str
+    stage: str
+    dims: list[int]
+    variant: str
+    pool: str
+    state: str
+    bytes: int
+    measured: bool = False
+    failed: str = ""
+
+
+class LedgerRow(NamedTuple):
+    """What takes memory, and how many bytes."""
+
+    name: str
+    bytes: int
+
+
+class PoolBytes(NamedTuple):
+    """Bytes of one graph pool: its budget, spent on graphs, not returned by released ones."""
+
+    budget: int
+    spent: int
+    lost: int
+
+
+@dataclass(slots=True)
+class GraphPlan:
+    """Every planned bucket and where the device's bytes go; ledger rows sum to ``total``."""
+
+    version: int
+    buckets: list[BucketState] = field(default_factory=list)
+    ledger: list[LedgerRow] = field(default_factory=list)
+    total: int = 0
+    pools: dict[str, PoolBytes] = field(default_factory=dict)
+    warmup: str = ""
+    advice: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """Counters of graphs since the engine's start."""
+
+    lazy_compiles: int = 0
+    recompiles: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
+    warming: Warming | None = None
+    capture_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent on captures, by stage."""
+
+
+class BucketUse(NamedTuple):
+    """One launch: real and padded tokens, slots or rows; the rest as in ``StepStats``."""
+
+    stage: str
+    real: int
+    padded: int
+    seconds: float
+    bucket: str = ""
+    state: str = ""
+    planned: bool = True
+    miss: str = ""
+    items: int = 0
+    needed: int = 0
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """The sizes that an engine started with."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    arena_rows: int
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    arena_bytes: int = 0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Predicted for the largest step; 0: unknown. A step that takes far longer counts as a hang."""
+    notes: list[str] = field(default_factory=list)
+    graphs: GraphPlan | None = None
+    host_blocks: int = 0
+    """KV blocks that host memory holds for what makes room on the device."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters and gauges of the engine, cumulative since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    """Those of ``waiting`` that wait for a grammar or for images, and not for room."""
+    kv_used: int = 0
+    kv_total: int = 0
+    kv_cached: int = 0
+    """Blocks in the prefix cache, in use or not."""
+    kv_evictions: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    """Tokens of prompts that are done, from a cache or not."""
+    prompt_cached: int = 0
+    """Those of ``prompt_tokens`` that the prefix cache held."""
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    host_hits: int = 0
+    """Tokens of ``prefix_hits`` that came back from host memory."""
+    host_used: int = 0
+    host_total: int = 0
+    """Blocks of host memory."""
+    mm_queries: int = 0
+    mm_hits: int = 0
+    cpu_threads: int = 0
+    """Threads of rank 0 that compute now on a CPU; 0: another device computes."""
+    arena_used: int = 0
+    arena_total: int = 0
+    images_encoded: int = 0
+    image_evictions: int = 0
+    evicted_blocks: bytes = b""
+    """Keys of blocks evicted since the last message, 8 bytes each, where the engine is one of several."""
+    evicted_images: bytes = b""
+    step_tokens: list[int] = field(default_factory=list)
+    """Tokens of each step since the last message."""
+    buckets: list[BucketUse] = field(default_factory=list)
+    """Each launch since the last message."""
+    graphs: GraphCounters = field(default_factory=GraphCounters)
+    plan: GraphPlan | None = None
+    """The plan, if a state changed since the last message."""

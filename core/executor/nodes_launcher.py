@@ -1,0 +1,138 @@
+"""Ranks of other machines, or of torchrun: they come to the engine over TCP (``core.links.door``)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_launcher import RemoteRankState, start_local_rank
+from trencadis.core.links.auth_listener import AuthListener
+from trencadis.core.links.group_key import SIZE, GroupKey
+from trencadis.core.links.link import Link
+from trencadis.core.links.link_tls import TlsFiles
+from trencadis.core.links.topology import EXTERNAL, Topology
+
+
+@dataclass
+class RemoteRank:
+    """Handle of a rank process that this engine did not start; closing its link ends it."""
+
+    linked: Future[Link]
+
+    def kill(self) -> None:
+        """Closes the link, or refuses the one that comes."""
+        if not self.linked.cancel() and self.linked.exception() is None:
+            self.linked.result().close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Nothing is known of the process."""
+        return 0
+
+
+class NodesLauncher:
+    """Some ranks here, the others on other machines.
+
+    Args:
+        rendezvous: where the ranks meet (``groups.serve_store``).
+        key_file: removed at the end.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        topology: Topology,
+        listener: AuthListener,
+        rendezvous: str,
+        key_file: Path | None = None,
+    ) -> None:
+        self._config, self._topology, self._listener = config, topology, listener
+        self._rendezvous, self._key_file = rendezvous, key_file
+        host, port = listener.address
+        self.location_note = f"{host}:{port}"
+
+    def describe_rank(self, number: int) -> RankInfo:
+        """Machines have as many ranks each, in order."""
+        here = self._topology.here
+        host = "" if number < here else f"node {number // here}"
+        world, stages = self._topology.world, self._config.pipeline_parallel_size
+        encodes = number < world // stages
+        return RankInfo(number, world, self._rendezvous, number % here, here, host, encodes=encodes, stages=stages)
+
+    def launch(self, number: int) -> RemoteRankState:
+        """Starts a process, or waits for one from elsewhere."""
+        rank_info = self.describe_rank(number)
+        if number not in self._listener.links:
+            return start_local_rank(self._config, rank_info)
+        linked = cast("Future[Link]", self._listener.links[number])
+        return RemoteRankState(rank_info, RemoteRank(linked), linked, remote=True)
+
+    def close(self) -> None:
+        """Closes the listener, and removes the key that torchrun's processes of one machine share."""
+        self._listener.close()
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+
+
+def open_listener(
+    config: EngineConfig, topology: Topology, environ: Mapping[str, str]
+) -> tuple[AuthListener, Path | None]:
+    """Listens for the ranks that others start; with the file of a key, where one was made for it.
+
+    Raises:
+        StartupError: the address cannot be listened on, or a file of the group is no good.
+    """
+    host, port = listen_address(config, environ)
+    expected = range(1 if topology.alone else topology.here, topology.world)
+    context = tls_files(config).context(server=True)
+    made = None if config.group_key_file else shared_key(config, environ)
+    if made is not None:
+        _write(made)
+    return AuthListener((host, port), GroupKey.read(str(made or config.group_key_file)), expected, context), made
+
+
+def listen_address(config: EngineConfig, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Where the engine listens for ranks."""
+    host = envs.get("MASTER_ADDR", environ) if config.distributed_executor_backend == EXTERNAL else config.master_addr
+    return host or config.master_addr, config.master_port
+
+
+def tls_files(config: EngineConfig) -> TlsFiles:
+    """The files of TLS."""
+    return TlsFiles(config.group_tls_cert, config.group_tls_key, config.group_tls_ca)
+
+
+def shared_key(config: EngineConfig, environ: Mapping[str, str]) -> Path:
+    """The file in which rank 0 leaves the key for torchrun's other processes, in a folder of the user's own."""
+    cache = envs.get("TRENCADIS_CACHE", environ)
+    folder = Path(cache) if cache else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trencadis"
+    run = f"{environ.get('TORCHELASTIC_RUN_ID')} {environ.get('MASTER_PORT')} {config.master_port}"
+    return folder / "groups" / f"{hashlib.sha256(run.encode()).hexdigest()[:16]}.key"
+
+
+def _write(path: Path) -> None:
+    """Writes a new secret to a file that nobody else can read and that appears whole.
+
+    Raises:
+        StartupError: it cannot be written.
+    """
+    new = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        with suppress(FileNotFoundError):
+            new.unlink()
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(SIZE).hex().encode())
+        new.replace(path)
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror}; TRENCADIS_CACHE names another folder") from None

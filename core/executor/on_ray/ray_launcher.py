@@ -1,0 +1,133 @@
+"""Ranks as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, cast
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.cpu_affinity import computing_cpus
+from trencadis.core.devices import RESOURCES, likely
+from trencadis.core.errors import StartupError
+from trencadis.core.executor import rank_messages
+from trencadis.core.executor.nodes_launcher import RemoteRank, tls_files
+from trencadis.core.executor.on_ray import ray_cluster
+from trencadis.core.executor.on_ray.rank_actor import RankActor
+from trencadis.core.executor.on_ray.ray_cluster import ClusterNode
+from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.executor.rank_launcher import RemoteRankState
+from trencadis.core.links.auth_listener import AuthListener
+from trencadis.core.links.group_key import GroupKey
+from trencadis.core.links.link import Link
+from trencadis.core.links.topology import Topology
+
+
+class RayLauncher:
+    """A placement group with an actor for each rank; that of rank 0 holds the card of this process.
+
+    Args:
+        rendezvous: where the ranks meet.
+
+    Raises:
+        StartupError: there is no cluster, or not as many cards.
+    """
+
+    def __init__(self, config: EngineConfig, topology: Topology, environ: Mapping[str, str]) -> None:
+        device = likely(config.device)
+        self._config, self._world = config, topology.world
+        self._resource = RESOURCES.get(device, device.upper())
+        self._masked = device != "cpu"
+        self._ray = ray_cluster.connect(environ)
+        size = config.tensor_parallel_size
+        found = ray_cluster.await_free_nodes(self._ray, self._resource, topology.world)
+        self.nodes = ray_cluster.assign_nodes(
+            found, topology.world // size, size, self._resource, config.allow_tp_over_nodes
+        )
+        self._group = ray_cluster.create_rank_group(self._ray, self.nodes, self._resource)
+        self._key = GroupKey.generate()
+        self.rendezvous = ""
+        self.actors: dict[int, Any] = {}
+        try:
+            context = tls_files(config).context(server=True)
+            self._listener = AuthListener((self.nodes[0].address, 0), self._key, range(1, topology.world), context)
+            self._reserve_own_card()
+        except BaseException:
+            ray_cluster.remove_group(self._group)
+            raise
+        self.location_note = f"{self._listener.address[0]}:{self._listener.address[1]}"
+
+    @property
+    def host(self) -> str:
+        """This node's address."""
+        return self.nodes[0].address
+
+    def _reserve_own_card(self) -> None:
+        """Takes the card that Ray gives to rank 0. Nothing has opened a device in this process so far."""
+        holder = self._actor(0)
+        try:
+            shown = self._ray.get(holder.cards.remote(), timeout=60)
+        except self._ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1][:300]
+            raise StartupError(f"an actor of Ray cannot run Trencadis: {why}; install it on every node") from None
+        if self._masked:
+            os.environ.update(shown)
+
+    def _actor(self, number: int) -> Any:
+        made = ray_cluster.create_actor_in_bundle(self._ray, RankActor, self._group, number, self._resource, 1)
+        self.actors[number] = made
+        return made
+
+    def describe_rank(self, number: int) -> RankInfo:
+        """Ranks of a node count among themselves; each sees its own card alone."""
+        node = self.nodes[number]
+        before = sum(other.id == node.id for other in self.nodes[:number])
+        beside = _count(self.nodes)[node.id]
+        host = "" if node.here else node.address
+        stages = self._config.pipeline_parallel_size
+        encodes = number < self._world // stages
+        return RankInfo(
+            number, self._world, self.rendezvous, before, beside, host, self._masked, encodes=encodes, stages=stages
+        )
+
+    def launch(self, number: int) -> RemoteRankState:
+        """Starts an actor, which starts the rank's process; that comes to this engine."""
+        rank_info, (address, port) = self.describe_rank(number), self._listener.address
+        threads = self._config.threads or (computing_cpus() if self.nodes[number].here else None)
+        told = rank_messages.ConnectInfo(
+            address=address, port=port, rank=number, local=rank_info.local_rank, local_world=rank_info.local_world,
+            key=self._key.export_bytes(), tls=tls_files(self._config), patience=60.0, threads=threads,
+        )  # fmt: skip
+        actor = self._actor(number)
+        actor.start.remote(rank_messages.encode(told))
+        linked = cast("Future[Link]", self._listener.links[number])
+        return RemoteRankState(rank_info, RayRankHandle(linked, self._ray, actor), linked, remote=True)
+
+    def close(self) -> None:
+        """Gives everything back to Ray."""
+        self._listener.close()
+        while self.actors:  # a failure and the engine's end may both be here
+            with suppress(Exception):
+                self._ray.kill(self.actors.popitem()[1])
+        ray_cluster.remove_group(self._group)
+
+
+class RayRankHandle(RemoteRank):
+    """The end of a rank that an actor has started."""
+
+    def __init__(self, linked: Future[Link], ray: Any, actor: Any) -> None:
+        super().__init__(linked)
+        self._ray, self._actor = ray, actor
+
+    def kill(self) -> None:
+        """Closes the link and ends the actor, and with it the process."""
+        super().kill()
+        with suppress(Exception):
+            self._ray.kill(self._actor)
+
+
+def _count(nodes: Sequence[ClusterNode]) -> Counter[str]:
+    return Counter(node.id for node in nodes)

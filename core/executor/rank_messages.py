@@ -1,0 +1,199 @@
+"""Messages between the engine and its other ranks. Torch-free; never pickle. Arrays travel as (type, shape, bytes)."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.executor.rank_fingerprint import RankFingerprint
+from trencadis.core.executor.rank_info import RankInfo
+from trencadis.core.links.link_tls import TlsFiles
+from trencadis.core.step import Float64, HeadOutput, Pooled, Step, StepOutput, StepStats, TargetScores
+
+
+class ConnectInfo(msgspec.Struct, tag=True):
+    """Down, from the parent process: address and key of the engine to connect to; the engine then sends ``StartRank``.
+
+    Args:
+        key: the group's, or empty: it is in ``key_file``, which is read again before each attempt.
+        patience: seconds in which the engine must answer.
+        model: the checkpoint's folder on this machine; empty: the engine's path holds here too.
+        threads: CPU threads asked for all ranks of this machine.
+    """
+
+    address: str
+    port: int
+    rank: int
+    local: int
+    local_world: int
+    key: bytes = b""
+    key_file: str = ""
+    tls: TlsFiles = TlsFiles()
+    patience: float = 600.0
+    model: str = ""
+    threads: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # a report of a crash may show it: no key
+
+
+class StartRank(msgspec.Struct, tag=True):
+    """Down, first message of the engine: the configuration, what the rank is, and the factory of its runner."""
+
+    config: EngineConfig
+    rank_info: RankInfo
+    factory: str
+
+
+class RendezvousDone(msgspec.Struct, tag=True):
+    """Down, to ranks of other machines: all ranks have joined with equal versions and checkpoints."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Down, to ranks of other machines: the engine ends as it should."""
+
+
+class RunStep(msgspec.Struct, tag=True):
+    """Down: the Step that every rank runs next."""
+
+    step: Step
+
+
+class RunWarmup(msgspec.Struct, tag=True):
+    """Down: run one piece of background warm-up."""
+
+
+class SetVocabulary(msgspec.Struct, tag=True):
+    """Down: a packed ``core.masks.vocabulary.Vocabulary``, before the first Step that needs it."""
+
+    data: bytes
+
+
+class CompileGrammar(msgspec.Struct, tag=True):
+    """Down: compile a grammar beside the Steps; ``GrammarCompiled`` answers with the same number."""
+
+    number: int
+    grammar: str
+
+
+class EngineReached(msgspec.Struct, tag=True):
+    """Up, to the parent process: the engine has accepted the connection."""
+
+
+class RendezvousJoined(msgspec.Struct, tag=True):
+    """Up, from ranks of other machines: versions and checkpoint digest."""
+
+    fingerprint: RankFingerprint
+
+
+class RankReady(msgspec.Struct, tag=True):
+    """Up: this rank takes Steps."""
+
+
+class StepDone(msgspec.Struct, tag=True):
+    """Up: a Step has run; ``digest`` is that of the tokens it sampled, which must be equal on all ranks."""
+
+    number: int
+    digest: int
+
+
+class StepAnswer(msgspec.Struct, tag=True):
+    """Up: what the last pipeline stage made of a Step; ``digest`` as in ``StepDone``.
+
+    ``pooled``: [rows, width], each in the type that it has.
+    """
+
+    number: int
+    digest: int
+    samples: dict[int, int]
+    head: HeadOutput | None
+    targets: dict[int, TargetScores]
+    scored: dict[int, TargetScores]
+    pooled: dict[int, Float64]
+    stats: list[StepStats]
+    failures: dict[int, str]
+    text: list[int]
+
+    @classmethod
+    def of(cls, output: StepOutput) -> StepAnswer:
+        """The frame of an output."""
+        o, pooled = output, cast(dict[int, Float64], output.pooled)
+        return cls(o.number, digest(o), o.samples, o.head, o.targets, o.scored, pooled, o.stats, o.failures, [*o.text])
+
+    def output(self) -> StepOutput:
+        """The output."""
+        pooled = cast(dict[int, Pooled], self.pooled)
+        text = set(self.text)
+        return StepOutput(
+            self.number, self.samples, self.head, self.targets, self.scored, pooled, self.stats, self.failures, text
+        )
+
+
+class CaptureProgress(msgspec.Struct, tag=True):
+    """Up: the capture of ``bucket`` begins, or has ended, so that the engine knows it if this rank dies."""
+
+    bucket: str
+    begun: bool
+
+
+class GrammarCompiled(msgspec.Struct, tag=True):
+    """Up: a grammar is compiled; ``problem`` says what is wrong with it, or is empty."""
+
+    number: int
+    problem: str
+
+
+class RankFailure(msgspec.Struct, tag=True):
+    """Up: this rank cannot go on; ``code`` 2 means a StartupError."""
+
+    message: str
+    code: int = 1
+
+
+Down = ConnectInfo | StartRank | RendezvousDone | Shutdown | RunStep | RunWarmup | SetVocabulary | CompileGrammar
+Up = (
+    EngineReached
+    | RendezvousJoined
+    | RankReady
+    | StepDone
+    | StepAnswer
+    | CaptureProgress
+    | GrammarCompiled
+    | RankFailure
+)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    raise TypeError(f"{type(value)} does not cross to another rank")
+
+
+def _array(kind: Any, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+decode_down = msgspec.msgpack.Decoder(Down, dec_hook=_array).decode
+decode_up = msgspec.msgpack.Decoder(Up, dec_hook=_array).decode
+
+
+encode = _encoder.encode
+"""The bytes of a message."""
+
+
+def without_pixels(step: Step) -> Step:
+    """``step`` for a rank that does not encode."""
+    images = tuple(dataclasses.replace(image, pixels=image.pixels[:0]) for image in step.images)
+    return dataclasses.replace(step, images=images)
+
+
+def digest(output: StepOutput) -> int:
+    """A digest of the tokens that a Step sampled; 0 if it sampled none."""
+    return 0 if output.head is None else zlib.crc32(np.ascontiguousarray(output.head.token).tobytes()) or 1

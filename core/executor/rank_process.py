@@ -1,0 +1,279 @@
+"""A rank's process: ``python -P -m trencadis.core.executor.rank_process FD`` with one end of a socket pair, over which
+it gets Steps, or is told where to get them.
+
+A reader thread receives messages and ends the process when the engine ends, whatever the main thread waits for; the
+main thread builds the rank and runs the Steps in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.executor import rank_messages
+from trencadis.core.executor.engine_connection import connect_to_engine
+from trencadis.core.executor.executor_interface import Rank, RankHandle
+from trencadis.core.executor.rank_fingerprint import compute_rank_fingerprint
+from trencadis.core.executor.rank_info import RankInfo, folder_of
+from trencadis.core.executor.serial_thread import SerialThread
+from trencadis.core.links.keyed_link import HeartbeatThread
+from trencadis.core.links.link import Link, LinkClosed, PlainLink
+from trencadis.core.process import child_process, device_env, function_trace, log_setup, torch_build
+from trencadis.core.process.heap_trimmer import HeapTrimmer
+from trencadis.core.progress import Progress, SilentProgress
+from trencadis.core.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+log = logging.getLogger("trencadis.engine")
+
+LOST = 3
+"""Exit code of a rank that has connected and whose engine is gone without a goodbye."""
+
+FAREWELL = 0.5
+"""Seconds in which the report of a failure may leave a process that ends."""
+
+
+class CaptureReporter(SilentProgress):
+    """Tells the engine which capture begins; all else is rank 0's to report."""
+
+    def __init__(self, send: Callable[[rank_messages.Up], None]) -> None:
+        self._send = send
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """Before and after each."""
+        self._send(rank_messages.CaptureProgress(bucket, begun))
+
+
+def build(factory: str, config: EngineConfig, rank_info: RankInfo, progress: Progress) -> RankHandle:
+    """Builds a rank: calls ``package.module:function`` with the configuration, its rank and the receiver of progress
+    reports.
+    """
+    module, _, name = factory.partition(":")
+    made: Any = getattr(import_module(module), name)
+    opened: RankHandle = made(config, rank_info, progress)
+    return opened
+
+
+class RankProcess:
+    """One rank behind one link.
+
+    Args:
+        connect_info: how the link was made, if this process has dialled: then versions are compared first, and the
+        engine says
+            goodbye where it ends as it should.
+    """
+
+    def __init__(self, link: Link, target: rank_messages.ConnectInfo | None = None) -> None:
+        self.link, self.connect_info = link, target
+        self.queue: SimpleQueue[rank_messages.Down] = SimpleQueue()
+        self.rendezvous = ""
+        self.rank_info = RankInfo()
+        self.steady = False
+        if target is not None:
+            HeartbeatThread(lambda: link.beat(self.steady))
+
+    def listen(self, first: rank_messages.Down | None = None) -> None:
+        """Starts the reader thread; ``first`` has been received already."""
+        if first is not None:
+            self.take(first)
+        threading.Thread(target=self.read, name="reader", daemon=True).start()
+
+    def take(self, message: rank_messages.Down) -> None:
+        """Queues a message."""
+        if isinstance(message, rank_messages.StartRank):
+            self.rendezvous = message.rank_info.rendezvous
+        self.queue.put(message)
+
+    def read(self) -> None:
+        """The reader thread. It ends the process at once when the engine is gone."""
+        try:
+            while True:
+                message = rank_messages.decode_down(self.link.receive())
+                if isinstance(message, rank_messages.Shutdown):
+                    self.end(0)
+                self.take(message)
+        except LinkClosed as why:
+            if self.connect_info is not None and str(why):
+                log.warning("rank %d: the engine is gone: %s", self.connect_info.rank, why)
+            self.end(0 if self.connect_info is None else LOST)
+        except BaseException:
+            log.exception("a frame from the engine could not be read")
+            self.end(1)
+
+    def end(self, code: int) -> NoReturn:
+        """Ends the process at once; removes the rendezvous folder, which a killed engine could not."""
+        folder = folder_of(self.rendezvous)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code)
+
+    def send(self, message: rank_messages.Up) -> None:
+        """Sends one message to the engine; several threads call it."""
+        with suppress(LinkClosed):  # the reader thread ends the process
+            self.link.send(rank_messages.encode(message))
+
+    def await_start(self) -> rank_messages.StartRank:
+        """Waits for the engine's first message; after a connection over TCP, until all ranks have been compared."""
+        begin = self.queue.get()
+        assert isinstance(begin, rank_messages.StartRank)
+        if self.connect_info is None:
+            return begin
+        own = self.connect_info
+        begin.config = replace(begin.config, model=own.model or begin.config.model, threads=own.threads)
+        begin.rank_info = replace(begin.rank_info, local=own.local, ranks_on_machine=own.local_world)
+        self.send(rank_messages.RendezvousJoined(compute_rank_fingerprint(begin.config.model)))
+        assert isinstance(self.queue.get(), rank_messages.RendezvousDone)
+        return begin
+
+    def serve(self) -> None:
+        """Builds the rank, then runs Steps and pieces of warm-up as they arrive."""
+        begin = self.await_start()
+        self.rank_info = begin.rank_info
+        level = "WARNING" if begin.config.log_level == "INFO" else begin.config.log_level
+        log_setup.setup(level, begin.config.log_format)
+        function_trace.start_if_asked()
+        device_env.prepare_device_env(begin.config.device, rank=begin.rank_info.card, world=begin.rank_info.cards)
+        if begin.factory.startswith(f"{__package__.partition('.')[0]}."):
+            torch_build.import_torch()
+        opened = build(begin.factory, begin.config, begin.rank_info, CaptureReporter(self.send))
+        self.send(rank_messages.RankReady())
+        self.steady = True
+        run = self.run_overlapped(opened) if opened.overlaps else self.run_one_by_one(opened.rank)
+        tidier = HeapTrimmer()
+        tidier.begin()
+        while True:
+            try:
+                message = self.queue.get(timeout=tidier.wait())
+            except Empty:
+                tidier.collect_and_trim()
+                continue
+            match message:
+                case rank_messages.RunStep(step):
+                    run(step)
+                    tidier.after_step()
+                case rank_messages.SetVocabulary(data):
+                    opened.rank.set_vocabulary(data)
+                case rank_messages.CompileGrammar(number, grammar):
+                    self.compile(opened.rank, number, grammar)
+                case rank_messages.RunWarmup():
+                    self.warm(opened.rank)
+
+    def warm(self, rank: Rank) -> None:
+        """Runs a piece of warm-up; a compiler may hold the interpreter's lock for long, so beats promise nothing."""
+        self.steady = False
+        self.link.beat(False)
+        try:
+            rank.warm()
+        finally:
+            self.steady = True
+
+    def compile(self, rank: Rank, number: int, grammar: str) -> None:
+        """Compiles a grammar in a thread and reports it."""
+        rank.prepare(grammar).add_done_callback(
+            lambda done: self.send(rank_messages.GrammarCompiled(number, done.result()))
+        )
+
+    def report_step(self, output: StepOutput) -> None:
+        """Reports a finished Step, where tokens are drawn."""
+        if self.rank_info.answers:
+            self.send(rank_messages.StepAnswer.of(output))
+        elif self.rank_info.draws:
+            self.send(rank_messages.StepDone(output.number, rank_messages.digest(output)))
+
+    def run_one_by_one(self, rank: Rank) -> Callable[[Step], None]:
+        """Runs each Step to its end before the next."""
+        return lambda step: self.report_step(rank.execute(step).result())
+
+    def run_overlapped(self, opened: RankHandle) -> Callable[[Step], None]:
+        """Returns a function that launches Steps while another thread waits for results, with as many in flight as
+        on rank 0.
+        """
+        results, free = SerialThread("results"), threading.Semaphore(opened.depth + 1)
+
+        def take(pending: Pending[StepOutput]) -> None:
+            try:
+                self.report_step(pending.result())
+            except BaseException as error:
+                self.end(self.report_failure(error))
+            free.release()
+
+        def run(step: Step) -> None:
+            free.acquire()
+            pending = opened.rank.execute(step)
+            results.put(lambda: take(pending))
+
+        return run
+
+    def report_failure(self, error: BaseException) -> int:
+        """Reports why this rank ends; returns the exit code."""
+        user = isinstance(error, StartupError)
+        log.debug("a rank failed", exc_info=error)
+        self.send(
+            rank_messages.RankFailure(str(error), 2)
+            if user
+            else rank_messages.RankFailure(f"{type(error).__name__}: {error}"[:500])
+        )
+        if self.connect_info is not None:
+            time.sleep(FAREWELL)  # under TLS a thread sends it
+        return 2 if user else 1
+
+    def main(self) -> int:
+        """Serves until the engine ends the process; returns the exit code of a rank that fails."""
+        try:
+            self.serve()
+        except BaseException as error:
+            return self.report_failure(error)
+        return 1
+
+
+def main(sock: socket.socket) -> int:
+    """Main loop of a rank process. The first message says whether to serve the parent or to connect to a remote
+    engine.
+    """
+    parent = PlainLink(sock)
+    try:
+        first = rank_messages.decode_down(parent.receive())
+    except LinkClosed:
+        return 0
+    if not isinstance(first, rank_messages.ConnectInfo):
+        process = RankProcess(parent)
+        process.listen(first)
+        return process.main()
+    threading.Thread(target=_exit_with_parent, args=(parent,), name="lifeline", daemon=True).start()
+    try:
+        link = connect_to_engine(first)
+    except StartupError as error:
+        with suppress(LinkClosed):
+            parent.send(rank_messages.encode(rank_messages.RankFailure(str(error), 2)))
+        return 2
+    with suppress(LinkClosed):
+        parent.send(rank_messages.encode(rank_messages.EngineReached()))
+    process = RankProcess(link, first)
+    process.listen()
+    return process.main()
+
+
+def _exit_with_parent(parent: PlainLink) -> NoReturn:
+    """Ends the process with the one that started it."""
+    with suppress(LinkClosed):
+        while True:
+            parent.receive()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    child_process.run(main)

@@ -1,0 +1,90 @@
+"""One rank in this process, which runs Steps inline at depth 0, else on a thread of its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from trencadis.core.executor.executor_interface import Rank
+from trencadis.core.progress import Warming
+from trencadis.core.step import Step, StepOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class SubmittedWork(Generic[T]):
+    """Work that runs on the executor's thread."""
+
+    future: Future[T]
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self.future.done()
+
+    def result(self) -> T:
+        """Waits for it; raises what it raised."""
+        return self.future.result()
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A Step that is launched on the executor's thread, while the caller's thread waits for its result."""
+
+    future: Future[Pending[StepOutput]]
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self.future.done() and self.future.result().done()
+
+    def result(self) -> StepOutput:
+        """Waits for the launches, then for their fetches; raises what either raised."""
+        return self.future.result().result()
+
+
+class UniprocExecutor:
+    """Runs Steps one after another, with up to ``depth`` submitted beyond the one whose result is awaited.
+
+    Args:
+        overlaps: the caller waits for results, so that the thread prepares the next Step while the device runs this
+            one. False: the thread waits for each Step itself.
+    """
+
+    def __init__(self, rank: Rank, depth: int, overlaps: bool = False) -> None:
+        self.depth, self._overlaps = depth, overlaps
+        self._rank = rank
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank") if depth else None
+
+    def submit(self, step: Step) -> Pending[StepOutput]:
+        """Submits ``step``; Steps run in order."""
+        if self._thread is None:
+            return self._rank.execute(step)
+        if self._overlaps:
+            return LaunchedStep(self._thread.submit(self._rank.execute, step))
+        return SubmittedWork(self._thread.submit(lambda: self._rank.execute(step).result()))
+
+    def warm(self) -> Pending[Warming | None]:
+        """Runs one piece of background warm-up on the thread that runs Steps."""
+        if self._thread is None:
+            done: Future[Warming | None] = Future()
+            done.set_result(self._rank.warm())
+            return SubmittedWork(done)
+        return SubmittedWork(self._thread.submit(self._rank.warm))
+
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
+        """Gives the rank a packed ``core.masks.vocabulary.Vocabulary``, before the first grammar."""
+        self._rank.set_vocabulary(data)
+
+    def prepare(self, grammar: str) -> Pending[str]:
+        """The rank compiles a grammar beside its Steps."""
+        return SubmittedWork(self._rank.prepare(grammar))
+
+    def close(self) -> None:
+        """Ends the thread once its Steps have run."""
+        if self._thread is not None:
+            self._thread.shutdown()

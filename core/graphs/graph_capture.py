@@ -1,0 +1,351 @@
+"""Captures graphs within the budget: each is priced before its capture, measured after it, released if its pool is
+overdrawn; what a pool leaves goes to the others.
+
+The budget decides what is captured, not what is compiled. A failed capture never ends the start-up: its bucket stays
+compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from trencadis.core.backend import ProgramState
+from trencadis.core.buckets import Bucket, Stage, capturable, padded_tokens
+from trencadis.core.graphs.capture_journal import CaptureJournal
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.miss_reasons import EAGER, FAILED, LARGE, NO_GRAPHS, POOL_FULL, RELEASED, WARMING
+from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
+from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.memory import graph_budget as budget
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.memory.graph_budget import GraphPrice
+from trencadis.core.memory.ledger import (
+    POOLS,
+    GraphSettings,
+    Ledger,
+    MemoryInUse,
+    MemorySplit,
+    PoolAccounts,
+    final_ledger,
+    pool_of,
+    unused_line,
+)
+
+log = logging.getLogger("trencadis.engine")
+
+
+class CaptureOutcome(IntEnum):
+    """How a capture ended; the least outcome of all ranks counts."""
+
+    OUT_OF_MEMORY = 0
+    FAILED = 1
+    NO_GRAPHS = 2
+    CAPTURED = 3
+
+
+ELSEWHERE = {
+    CaptureOutcome.OUT_OF_MEMORY: "out of memory on another rank",
+    CaptureOutcome.FAILED: "its capture failed on another rank",
+}
+
+
+@dataclass
+class GraphCaptures:
+    """The graphs of one rank and what they cost. Ranks agree on every figure that decides what is captured next.
+
+    Args:
+        before: the bytes in use beside KV cache and graphs.
+        prices: predicted bytes of every planned graph beside its inputs, which exist already.
+        multimodal: whether text and VISION graphs share the bytes for prompts.
+        least_kv: bytes of KV cache that one request of the full length needs; ``block_bytes``: of one block.
+        keep: stores what was measured; called when there is more to store.
+    """
+
+    graphs: GraphManager
+    memory_in_use: MemoryInUse
+    memory_split: MemorySplit
+    settings: GraphSettings
+    prices: Sequence[GraphPrice]
+    multimodal: bool = False
+    least_kv: int = 0
+    block_bytes: int = 1
+    journal: CaptureJournal = field(default_factory=CaptureJournal)
+    keep: Callable[[GraphCaptures], None] = lambda captures: None
+    measured: dict[Bucket, int] = field(default_factory=dict)
+    failed: dict[Bucket, str] = field(default_factory=dict)
+    unavailable: bool = False
+    """Whether the device has no graphs in this mode, so that buckets stay compiled."""
+
+    def __post_init__(self) -> None:
+        self.agree = RankAgreement(self.graphs.backend)
+        pools = self.memory_split.pools()
+        self.accounts = PoolAccounts(dict(zip(POOLS, self.agree.least(*(pools[p] for p in POOLS)), strict=True)))
+        """The same on all ranks, so that they decide alike: the least budgets and the highest costs."""
+        self.own = PoolAccounts(pools)
+        """This rank's own accounts, which its ledger shows."""
+        self.costs: dict[Bucket, int] = {}
+        """Bytes that this rank's graphs took; ``measured`` holds the highest of all ranks."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Time spent on captures, by stage."""
+        self.given_up: set[Bucket] = set()
+        self.by_bucket = {p.bucket: p for p in self.prices}
+        policy = self.graphs.backend.policy
+        self.unavailable = self.unavailable or bool(policy.graphless)
+        self.wanted = [p for p in self.prices if capturable(policy, p.bucket)]
+        """Graphs whose launches gain time."""
+        self.tried: set[Bucket] = set()
+        self.firsts: set[Bucket] = set()
+        """First graph of each stage: its cost includes the shared workspace."""
+        self.ledger = Ledger(self.memory_in_use, self.memory_split)
+        self._said = False
+        self.graphs.observer.attach(self)
+
+    @property
+    def rule(self) -> str:
+        """How the costs of graphs add up on this device: ``sum`` or ``max``."""
+        return self.graphs.backend.policy.pool_cost
+
+    def predict_bytes(self, bucket: Bucket) -> int:
+        """Bytes that capturing ``bucket`` is expected to take beside the graphs captured so far."""
+        if self.rule == "max":
+            priced = self._price_shared(bucket)
+            return priced.own + max(priced.workspace - self._workspaces().get(bucket.stage, 0), 0)
+        return budget.predict_bytes(bucket, lambda b: self.by_bucket[b].alone, self.measured)
+
+    def _workspaces(self) -> dict[Stage, int]:
+        """The workspace that the captured graphs of each stage share."""
+        return budget.held_workspace(self.by_bucket[b] for b in self.graphs.list_captured() if b in self.by_bucket)
+
+    def _price_shared(self, bucket: Bucket) -> GraphPrice:
+        """The price of a graph that shares its workspace with others.
+
+        A measured cost holds a graph's own bytes and what the workspace grew by. So the highest cost of the stage's
+        later graphs stands for the graph's own bytes, and the workspace is the formula's.
+        """
+        priced = self.by_bucket[bucket]
+        mine = [c for b, c in self.measured.items() if b.stage is bucket.stage and b not in self.firsts]
+        return GraphPrice(bucket, max(mine, default=priced.own), priced.workspace, priced.gain)
+
+    def observe(self) -> None:
+        """Brings the ledger up to date; a workspace that grew after the profile counts as activations."""
+        accounts = self.own
+        known = (
+            self.memory_in_use.taken + self.memory_split.kv + sum(accounts.spent.values()) + sum(accounts.lost.values())
+        )
+        drift = self.memory_in_use.total - self.free_bytes() - known
+        settled = dataclasses.replace(self.memory_in_use, activations=max(self.memory_in_use.activations + drift, 0))
+        self.ledger = final_ledger(settled, self.memory_split, accounts)
+
+    def attempt(self, bucket: Bucket) -> bool:
+        """Captures ``bucket`` if its pool and the device can pay for it; True if it has a graph now."""
+        done = self._attempt(bucket)
+        self.observe()
+        return done
+
+    def _attempt(self, bucket: Bucket) -> bool:
+        pool = pool_of(bucket.stage)
+        self.tried.add(bucket)
+        if self.settings.eager or self.unavailable or bucket in self.failed or not self.is_worth_capturing(bucket):
+            return False
+        if self.journal.skips(bucket):
+            self._mark_failed(bucket, "an earlier start ended in its capture")
+            return False
+        predicted, free = self.predict_bytes(bucket), self.free_bytes()
+        compiled, least = self.agree.least(int(self.graphs.state(bucket) is ProgramState.COMPILED), free)
+        if (
+            not compiled
+            or not budget.can_pay(predicted, self.accounts.remaining(pool))
+            or not budget.may_start(predicted, least)
+        ):
+            return False
+        return self._capture(bucket, pool, free)
+
+    def _capture(self, bucket: Bucket, pool: str, free: int) -> bool:
+        """Captures the graph; ranks agree on the outcome before any of them replays it."""
+        here, why = self._try(bucket)
+        cost = max(free - self.free_bytes(), 0) if here is CaptureOutcome.CAPTURED else 0
+        worst, dearest = self.agree.least(here, -cost)
+        if worst == CaptureOutcome.CAPTURED:
+            self.costs[bucket], self.measured[bucket] = cost, -dearest
+            return self._charge(bucket, pool)
+        if here is CaptureOutcome.CAPTURED:
+            self.graphs.program(bucket).release()
+        if worst == CaptureOutcome.NO_GRAPHS:
+            self.unavailable = True
+        else:
+            self._charge_failure(
+                bucket, pool, free, why or ELSEWHERE[CaptureOutcome(worst)], worst == CaptureOutcome.OUT_OF_MEMORY
+            )
+        return False
+
+    def _try(self, bucket: Bucket) -> tuple[CaptureOutcome, str]:
+        """One capture on this rank: how it ended and, if it failed, why."""
+        program = self.graphs.program(bucket)
+        how, why = CaptureOutcome.CAPTURED, ""
+        if self.rule == "max" and not self._workspaces().get(bucket.stage):
+            self.firsts.add(bucket)
+        self.graphs.count_recompiles()
+        before, start = self.graphs.observer.enter("capturing"), time.perf_counter()
+        try:
+            with self.journal.capture(bucket):
+                program.capture()
+        except Exception as error:
+            how, why = (
+                CaptureOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else CaptureOutcome.FAILED,
+                format_error(error),
+            )
+        self.graphs.observer.enter(before)
+        self.seconds[bucket.stage.name.lower()] += time.perf_counter() - start
+        self.graphs.accept_compilations()
+        if how is CaptureOutcome.CAPTURED and program.state is not ProgramState.CAPTURED:
+            how = CaptureOutcome.NO_GRAPHS
+        return how, why
+
+    def _charge(self, bucket: Bucket, pool: str) -> bool:
+        """Charges a graph that every rank has captured; releases it if its pool is overdrawn now."""
+        self.own.charge(pool, self.costs[bucket])
+        if self.accounts.charge(pool, self.measured[bucket]):
+            return True
+        before = self.free_bytes()
+        self.graphs.program(bucket).release()
+        back = max(self.free_bytes() - before, 0)
+        self._release(bucket, back)
+        self.graphs.changes += 1
+        cost = gib(self.measured[bucket])
+        log.info("%s took %s, more than its pool holds: released, %s came back", bucket, cost, gib(back))
+        return False
+
+    def _release(self, bucket: Bucket, back: int) -> None:
+        """Refunds a released graph; bytes that did not come back on the worst rank stay charged on all."""
+        pool, cost, own = pool_of(bucket.stage), self.measured.get(bucket, 0), self.costs.get(bucket, 0)
+        self.own.release(pool, own, back)
+        (short,) = self.agree.most(own - back)  # negative: memory of graphs released earlier came back on every rank
+        self.accounts.release(pool, cost, cost - min(short, cost))
+
+    def _charge_failure(self, bucket: Bucket, pool: str, free: int, why: str, full: bool) -> None:
+        """Charges what a failed capture took and did not give back; by now the exception's frames are gone."""
+        if full:
+            self.accounts.close(pool)
+        self._mark_failed(bucket, why + (f"; no more graphs from the {pool} pool" if full else ""))
+        gc.collect()
+        lost = max(free - self.free_bytes(), 0)
+        self.own.lost[pool] += lost
+        self.accounts.lost[pool] += self.agree.most(lost)[0]
+
+    def _mark_failed(self, bucket: Bucket, why: str) -> None:
+        self.failed[bucket] = why
+        log.warning("%s gets no graph: %s", bucket, why)
+
+    def refund_released(self, bucket: Bucket, returned: int) -> None:
+        """Refunds a graph that was released while serving."""
+        self.given_up.add(bucket)
+        self._release(bucket, returned)
+
+    def is_worth_capturing(self, bucket: Bucket) -> bool:
+        """Whether launches of ``bucket`` gain time by a graph."""
+        return capturable(self.graphs.backend.policy, bucket)
+
+    def missing_reason(self, bucket: Bucket) -> str:
+        """Why a compiled bucket has no graph, by the names of core/graphs/miss_reasons.py."""
+        if self.unavailable:
+            return NO_GRAPHS
+        if self.settings.eager:
+            return EAGER
+        if not self.is_worth_capturing(bucket):
+            return LARGE
+        if bucket in self.given_up:
+            return RELEASED
+        if bucket in self.failed:
+            return FAILED
+        return WARMING if self.graphs.unready == WARMING and bucket not in self.tried else POOL_FULL
+
+    def free_bytes(self) -> int:
+        """Free bytes of the device once its submitted work is done."""
+        self.graphs.backend.synchronize()
+        return self.graphs.backend.memory.free()
+
+    # Whole passes
+
+    def selection(self) -> list[Bucket]:
+        """The graphs that each pool can pay for as predicted now, in the device's order of capture."""
+        prices = self._price_wanted()
+        found: list[Bucket] = []
+        for pool in POOLS:
+            mine = [p for p in prices if pool_of(p.bucket.stage) == pool]
+            won = budget.affordable_graphs(mine, self.accounts.remaining(pool), self.settings.strategy(pool), self.rule)
+            found += [p.bucket for p in won]
+        if self.graphs.backend.policy.capture_order == "descending":
+            found.sort(key=lambda b: (-padded_tokens(b), b))
+        return found
+
+    def _price_wanted(self) -> list[GraphPrice]:
+        """All wanted graphs at their current predictions."""
+        if self.rule == "max":
+            return [self._price_shared(p.bucket) for p in self.wanted]
+        return [GraphPrice(p.bucket, self.predict_bytes(p.bucket), 0, p.gain) for p in self.wanted]
+
+    def capture_selected(self) -> Iterator[Bucket]:
+        """Captures the selected graphs, then whatever else the pools can pay for; yields each bucket it tried."""
+        for bucket in self.selection():
+            self.attempt(bucket)
+            yield bucket
+        for pool in POOLS:
+            yield from self._fill(pool)
+
+    def spend_leftovers(self) -> Iterator[Bucket]:
+        """Gives unspent bytes to the pools with the most uncaptured gain per byte; yields each bucket it tried."""
+        every: dict[str, list[GraphPrice]] = {pool: [] for pool in POOLS}
+        for price in self.wanted:
+            if price.bucket not in self.failed:
+                every[pool_of(price.bucket.stage)].append(price)
+        have = set(self.graphs.list_captured())
+        taken = {pool: [p for p in prices if p.bucket in have] for pool, prices in every.items()}
+        for pool in budget.by_gain(every, taken):
+            self.accounts.hand_over(pool)
+            yield from self._fill(pool)
+
+    def _fill(self, pool: str) -> Iterator[Bucket]:
+        have = set(self.graphs.list_captured())
+        mine = [p for p in self.wanted if pool_of(p.bucket.stage) == pool]
+        for price in budget.order_prices(mine, self.settings.strategy(pool)):
+            if price.bucket not in have and price.bucket not in self.failed:
+                if self.accounts.remaining(pool) <= 0:
+                    return
+                self.attempt(price.bucket)
+                yield price.bucket
+
+    def capture_at_first_use(self, bucket: Bucket) -> None:
+        """With warm-up skipped: captures the graph when a launch needs the bucket for the first time."""
+        self._at_first_use(bucket)
+        self.keep(self)
+
+    def _at_first_use(self, bucket: Bucket) -> None:
+        if self.attempt(bucket) or bucket in self.failed or self.settings.eager or self.unavailable or self._said:
+            return
+        if not self.is_worth_capturing(bucket):
+            return
+        self._said = True
+        log.warning("%s gets no graph: %s", bucket, " ".join(self.advice()) or "its pool is used up.")
+
+    def advice(self) -> list[str]:
+        """Lines that name the setting by which all planned buckets get graphs, or an unused reserve becomes KV."""
+        if self.settings.eager:
+            return []
+        prices = self._price_wanted()
+        have = set(self.graphs.list_captured())
+        missing = tuple(p for p in prices if p.bucket not in have)
+        wanted = [p for p in prices if p.bucket not in self.failed]
+        holds = budget.reserve_that_holds(
+            wanted, self.memory_split, self.settings, self.rule, self.multimodal, self.least_kv
+        )
+        lines = [budget.exhausted_line(budget.GraphSelection({}, {}, missing), holds, self.memory_split)]
+        if holds is not None and not missing:
+            lines.append(unused_line(self.ledger, self.block_bytes, self.settings.reserved, holds))
+        return [text for text in lines if text]

@@ -1,0 +1,189 @@
+"""Programs by bucket, each PLANNED, COMPILED or CAPTURED; runs them and counts launches.
+
+On a device without graphs every size may be its own bucket; the programs used last are then kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from trencadis.core.backend import Backend, Body, Inputs, Program, ProgramState
+from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.miss_reasons import SKIP, UNPLANNED
+from trencadis.core.graphs.oom_errors import format_error, is_out_of_memory
+from trencadis.core.step import StepStats
+
+log = logging.getLogger("trencadis.engine")
+
+T = TypeVar("T")
+
+KEPT = 8
+"""Programs outside the plan that are kept, the least recently used released first. Each holds its last inputs."""
+
+BODIES = {Stage.VISION: "vision", Stage.RESET: "reset", Stage.POOL: "pool"}
+
+
+def body_of(bucket: Bucket) -> str:
+    """The key of ``bodies`` that a bucket runs."""
+    return bucket.variant if bucket.stage is Stage.SAMPLE else BODIES.get(bucket.stage, "text")
+
+
+class GraphManager:
+    """One Program per bucket of one backend."""
+
+    def __init__(
+        self, backend: Backend, bodies: Mapping[str, Body], plan: Plan, observer: GraphObserver | None = None
+    ) -> None:
+        self.backend, self.plan = backend, plan
+        self.observer = observer or GraphObserver()
+        self.counted = backend.policy.captures
+        self.planned = frozenset(plan.buckets)
+        self.hits: Counter[Bucket] = Counter()
+        self.took: dict[Bucket, float] = {}
+        """Seconds that each bucket took to compile."""
+        self.lazy_compiles = 0
+        self.recompiles = 0
+        self.changes = 0
+        """Grows whenever a program's state changes, so that readers know when to look again."""
+        self._unready = SKIP
+        self._bodies = bodies
+        self._programs: dict[Bucket, Program] = {}
+        self._unplanned: OrderedDict[Bucket, Program] = OrderedDict()
+        self._known = backend.compilations()
+
+    @property
+    def unready(self) -> str:
+        """Why a launch may need a planned bucket that is not compiled yet (``core/graphs/miss_reasons.py``)."""
+        return self._unready
+
+    def now_unready_for(self, why: str) -> None:
+        """From now on a planned bucket that is not compiled yet is not for this reason."""
+        self._unready = why
+
+    def program(self, bucket: Bucket) -> Program:
+        """The program of ``bucket``, made on its first use."""
+        return self._planned_program(bucket) if bucket in self.planned else self._unplanned_program(bucket)
+
+    def _planned_program(self, bucket: Bucket) -> Program:
+        """The program of a planned bucket."""
+        program = self._programs.get(bucket)
+        if program is None:
+            program = self._programs[bucket] = self.make(bucket)
+        return program
+
+    def _unplanned_program(self, bucket: Bucket) -> Program:
+        """The program of a bucket outside the plan."""
+        program = self._unplanned.get(bucket)
+        if program is None:
+            program = self._unplanned[bucket] = self.make(bucket)
+            if len(self._unplanned) > KEPT:
+                self._unplanned.popitem(last=False)[1].release()
+        else:
+            self._unplanned.move_to_end(bucket)
+        return program
+
+    def make(self, bucket: Bucket) -> Program:
+        """A new program for ``bucket`` that the manager does not keep."""
+        return self.backend.program(bucket, self._bodies[body_of(bucket)])
+
+    def state(self, bucket: Bucket) -> ProgramState:
+        """The state of a planned bucket's program."""
+        program = self._programs.get(bucket)
+        return ProgramState.PLANNED if program is None else program.state
+
+    def list_captured(self) -> list[Bucket]:
+        """Planned buckets that have a graph."""
+        return [b for b, p in list(self._programs.items()) if p.state is ProgramState.CAPTURED]
+
+    def run(self, bucket: Bucket, inputs: Inputs, real: int) -> tuple[Any, StepStats]:
+        """Runs one launch of ``real`` tokens, slots or rows: the graph if there is one, else the compiled body."""
+        start = time.perf_counter()
+        program = self.program(bucket)
+        first = self.counted and program.state is ProgramState.PLANNED
+        if first:
+            self._prepare(bucket)
+        self.backend.fill(program, inputs)
+        out = self._launch(program) if self.counted else program.run()
+        planned = not self.planned or bucket in self.planned
+        miss = self._miss(bucket, program, first) if self.counted else ""
+        seconds = time.perf_counter() - start
+        return out, StepStats(bucket, real, padded_tokens(bucket), program.state.name, seconds, planned, miss)
+
+    def _miss(self, bucket: Bucket, program: Program, first: bool) -> str:
+        """Counts a launch. Why it had no graph ready, "" if it had; one captured for this very launch was not ready."""
+        self.hits[bucket] += 1
+        if bucket not in self.planned:
+            return UNPLANNED
+        if first:
+            return self._unready
+        return "" if program.state is ProgramState.CAPTURED else self.observer.missing_reason(bucket) or self._unready
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Compiles a bucket that a launch needs now."""
+        self.lazy_compiles += 1
+        if bucket not in self.planned:
+            log.warning("%s is outside the plan and is compiled now", bucket)
+        self._with_relief(bucket, lambda: self.compile(bucket))
+        if bucket in self.planned:
+            self.observer.note_first_use(bucket)
+
+    def compile(self, bucket: Bucket) -> None:
+        """Compiles ``bucket`` at its padded shape; these compilations do not count as recompiles."""
+        self.count_recompiles()
+        before, start = self.observer.enter("compiling"), time.perf_counter()
+        try:
+            self.program(bucket).compile()
+            if bucket in self.planned:
+                self.took[bucket] = time.perf_counter() - start
+        finally:
+            self.observer.enter(before)
+            self.accept_compilations()
+
+    def accept_compilations(self) -> None:
+        """Marks all compilations so far as intended."""
+        self._known = self.backend.compilations()
+        self.changes += 1
+
+    def count_recompiles(self) -> int:
+        """Counts unintended compilations since the last call as recompiles; returns their number."""
+        now = self.backend.compilations()
+        found, self._known = now - self._known, now
+        self.recompiles += found if self.counted else 0
+        return found
+
+    def _launch(self, program: Program) -> Any:
+        def work() -> Any:  # the state is asked at each try: the graph that was given up may be this one
+            return program.replay() if program.state is ProgramState.CAPTURED else program.run()
+
+        return self._with_relief(program.bucket, work)
+
+    def _with_relief(self, bucket: Bucket, work: Callable[[], T]) -> T:
+        """Runs ``work``; whenever the device runs out of memory, releases a graph and tries again, while there is one.
+
+        Ranks of a group cannot try again: a rank that fails inside a launch leaves the others waiting in a collective.
+        """
+        none_left = not self.counted or self.backend.comm.world > 1
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if none_left or not is_out_of_memory(error):
+                    raise
+                log.warning("%s: %s; giving a graph up and trying again", bucket, format_error(error))
+            none_left = self.release_least_used() is None
+
+    def release_least_used(self) -> Bucket | None:
+        """Releases the graph that was needed least; its bucket stays compiled. None if there is no graph."""
+        self.backend.synchronize()
+        held = self.list_captured()
+        if not held:
+            return None
+        victim = min(held, key=lambda b: (self.hits[b], -self._programs[b].bytes, b))
+        self.observer.note_released(victim, self._programs[victim].release())
+        self.changes += 1
+        return victim

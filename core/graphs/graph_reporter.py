@@ -1,0 +1,97 @@
+"""What an engine reports of its graphs: the plan with states and costs, and counters."""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Bucket
+from trencadis.core.engine_stats import BucketState, GraphCounters, GraphPlan, PoolBytes
+from trencadis.core.graphs.graph_capture import GraphCaptures
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.miss_reasons import WARMING
+from trencadis.core.graphs.warmup import WARM, Warmup
+from trencadis.core.memory.ledger import POOLS, pool_of
+from trencadis.core.progress import Warming
+
+
+class GraphReporter:
+    """Reads what the rank's thread writes: plain numbers and copied dictionaries, so that it needs no lock.
+
+    Args:
+        mode: --warmup.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphManager,
+        captures: GraphCaptures | None = None,
+        mode: str = "",
+        warmup: Warmup | None = None,
+    ) -> None:
+        self.graphs, self.captures = graphs, captures
+        self.mode, self.warmup = mode, warmup
+        if self.background:
+            graphs.now_unready_for(WARMING)
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a program's state changes."""
+        return self.graphs.changes
+
+    @property
+    def background(self) -> bool:
+        """Whether warm-up runs between steps."""
+        return self.mode == "background" and self.warmup is not None
+
+    def counters(self) -> GraphCounters:
+        """Counters, bytes by pool, and progress of warm-up."""
+        g = self.graphs
+        spent, seconds = {}, {}
+        if self.captures:
+            spent, seconds = dict(self.captures.own.spent), dict(self.captures.seconds)
+            spent["not_returned"] = sum(self.captures.own.lost.values())
+        return GraphCounters(g.lazy_compiles, g.recompiles, spent, self.warming(), seconds)
+
+    def warming(self) -> Warming | None:
+        """Progress of warm-up; None if there is none."""
+        return _copy(self.warmup.state) if self.warmup is not None else None
+
+    def plan(self) -> GraphPlan | None:
+        """Everything for ``GET /buckets``; None on a device without planned buckets."""
+        if self.captures is None:
+            return None
+        ledger = self.captures.ledger
+        accounts, budgets = self.captures.own, self.captures.memory_split.pools()
+        return GraphPlan(
+            version=self.version,
+            buckets=[self._state(b) for b in sorted(self.captures.by_bucket)],
+            ledger=list(ledger.rows()),
+            total=ledger.memory_in_use.total,
+            pools={pool: PoolBytes(budgets[pool], accounts.spent[pool], accounts.lost[pool]) for pool in POOLS},
+            warmup=self.mode,
+            advice=self.advice(),
+        )
+
+    def _state(self, bucket: Bucket) -> BucketState:
+        assert self.captures is not None
+        c = self.captures
+        state, cost = self.graphs.state(bucket).name.lower(), c.measured.get(bucket)
+        why = c.failed.get(bucket, "") or (self.warmup.broken.get(bucket, "") if self.warmup else "")
+        known = cost is not None
+        return BucketState(
+            str(bucket), bucket.stage.name.lower(), list(bucket.dims), bucket.variant, pool_of(bucket.stage),
+            state, c.predict_bytes(bucket) if cost is None else cost, known, why,
+        )  # fmt: skip
+
+    def advice(self) -> list[str]:
+        """Lines about a graph budget that is too small or too large, once the graphs' costs are measured."""
+        assert self.captures is not None
+        if self.captures.unavailable:
+            mode = self.graphs.backend.policy.graphless or "this mode of the device"
+            return [f"graphs: none in {mode}; no memory is reserved for them and planned buckets run compiled."]
+        if self.warmup is None or self.warmup.state.phase != WARM:
+            return []
+        return self.captures.advice()
+
+
+def _copy(state: Warming) -> Warming:
+    """A copy that the rank's thread does not change."""
+    return Warming(state.phase, state.done, state.total, state.eta, state.seconds, state.last)

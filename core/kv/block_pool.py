@@ -1,0 +1,173 @@
+"""Blocks of the KV cache: reference counts, the free list and the index of cached contents. Pure Python.
+
+Invariants, checked by ``BlockPool.check``:
+
+| a block is | references | has a key |
+|---|---|---|
+| in use | >= 1 | maybe |
+| idle: free, its content is still cached | 0 | yes |
+| spare: free, content worthless | 0 | no |
+| untouched: free, never written | 0 | no |
+
+ZERO (0) and SINK (1) are never handed out and never counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from trencadis.core.kv.eviction_log import EvictionLog
+from trencadis.core.kv.host_block_pool import HostBlockPool
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+
+class BlockPool:
+    """Hands out blocks [2, 2 + size): spare blocks first (most recent first), then untouched, then idle (oldest first).
+
+    In that order, memory grows only as far as blocks are needed. What an idle block holds goes to ``host``, if there is
+    one, when the block is handed out.
+    """
+
+    def __init__(self, size: int, host: HostBlockPool | None = None) -> None:
+        self.size = size
+        self.host = host
+        self._references = [0] * (size + RESERVED_BLOCKS)
+        self._key: dict[int, bytes] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._spare: list[int] = []
+        self._untouched = RESERVED_BLOCKS
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.evictions = 0
+        self.version = 0
+        """Grows whenever a block becomes idle or is idle no more: until then, what was found stays found."""
+        self.log: EvictionLog | None = None
+
+    @property
+    def free(self) -> int:
+        """Blocks that ``take`` could hand out now."""
+        return len(self._spare) + len(self._idle) + self.size + RESERVED_BLOCKS - self._untouched
+
+    @property
+    def used(self) -> int:
+        """Blocks with a reference."""
+        return self.size - self.free
+
+    @property
+    def cached(self) -> int:
+        """Blocks in the prefix cache."""
+        return len(self._by_key)
+
+    def references(self, block: int) -> int:
+        """How many sequences hold ``block``."""
+        return self._references[block]
+
+    def take(self, count: int) -> list[int] | None:
+        """Takes ``count`` blocks with one reference each; returns None and takes nothing if fewer are free."""
+        if count > self.free:
+            return None
+        blocks = [self._next() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _next(self) -> int:
+        if self._spare:
+            return self._spare.pop()
+        if self._untouched < self.size + RESERVED_BLOCKS:
+            self._untouched += 1
+            return self._untouched - 1
+        return self._evict()
+
+    def _evict(self) -> int:
+        """The idle block that was used longest ago, whose content is forgotten or goes to the host."""
+        block, _ = self._idle.popitem(last=False)
+        key = self._key.pop(block)
+        del self._by_key[key]
+        self.evictions += 1
+        self.version += 1
+        if self.host is not None:
+            self.host.keep(key, block)
+        elif self.log is not None:
+            self.log.block(key)
+        return block
+
+    def on_host(self, key: bytes) -> bool:
+        """Whether host memory holds the content ``key``."""
+        return self.host is not None and key in self.host
+
+    def restore(self, keys: Sequence[bytes]) -> list[int]:
+        """Takes a block for each of ``keys``, which host memory holds and no block does, and copies them back.
+
+        As many blocks must be free.
+        """
+        assert self.host is not None
+        slots, blocks = self.host.pull(keys), self.take(len(keys))
+        assert blocks is not None, "fewer blocks are free than come back"
+        for key, slot, block in zip(keys, slots, blocks, strict=True):
+            self.host.restore(key, slot, block)
+            self.publish(block, key)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to each block, which must be in use or idle."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+                self.version += 1
+            self._references[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Gives references back. The last of ``blocks`` becomes the oldest: a tail is evicted before its prefix."""
+        references, keyed, idle, spare = self._references, self._key, self._idle, self._spare
+        for block in reversed(blocks):
+            left = references[block] - 1
+            assert left >= 0, f"block {block} was dropped more often than taken"
+            references[block] = left
+            if left:
+                continue
+            if block in keyed:
+                idle[block] = None
+                self.version += 1
+            else:
+                spare.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Records that ``block`` holds the content ``key``, unless another block is cached for it already."""
+        if block not in self._key and self._by_key.setdefault(key, block) == block:
+            self._key[block] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The block that holds the content ``key``; None if none is cached."""
+        return self._by_key.get(key)
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` are idle, so that sharing them shrinks ``free``."""
+        return sum(self._references[b] == 0 for b in blocks)
+
+    def forget(self) -> None:
+        """Empties the prefix cache."""
+        self.version += 1
+        self._spare.extend(self._idle)
+        self._idle.clear()
+        self._key.clear()
+        self._by_key.clear()
+        if self.host is not None:
+            self.host.forget()
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Asserts the table above against the blocks that sequences hold."""
+        if self.host is not None:
+            self.host.check()
+        counts = [0] * len(self._references)
+        for blocks in held:
+            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
+            for block in blocks:
+                counts[block] += 1
+        assert counts == self._references, "references differ from what is held"
+        free = [*self._spare, *self._idle]
+        assert len(set(free)) == len(free) and not any(counts[b] for b in free), "a free block is in use"
+        touched = sum(c > 0 for c in counts) + len(free)
+        assert touched == self._untouched - RESERVED_BLOCKS, "a block is lost"
+        assert set(self._idle) <= set(self._key) and not set(self._spare) & set(self._key)
+        assert all(self._by_key[k] == b for b, k in self._key.items())

@@ -1,0 +1,71 @@
+"""Host memory behind the block pool: content that the pool evicts stays under its key and comes back. Pure Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from trencadis.core.step import BlockMove
+
+
+class HostBlockPool:
+    """Slots [0, size) of host memory, one block each; the least recently used gives way.
+
+    Copies are listed in ``moves`` in the order in which they must run, before the launches of the next Step:
+    a block may be given away in the moment that it is evicted, and a slot in the moment that it is read.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.moves: list[BlockMove] = []
+        self.stored = 0
+        self.restored = 0
+        self.evictions = 0
+        self._free = list(range(size - 1, -1, -1))
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Slots that hold content."""
+        return len(self._slots)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def keep(self, key: bytes, block: int) -> None:
+        """Keeps the content ``key`` of a block that is evicted; without a copy where it is here already."""
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            return
+        if not self._free:
+            if not self._slots:
+                return  # every slot is being read
+            self._free.append(self._slots.popitem(last=False)[1])
+            self.evictions += 1
+        slot = self._slots[key] = self._free.pop()
+        self.moves.append(BlockMove(block, slot, True))
+        self.stored += 1
+
+    def pull(self, keys: Sequence[bytes]) -> list[int]:
+        """Takes the slots of ``keys`` out of the order, so that what is evicted meanwhile does not overwrite them."""
+        return [self._slots.pop(key) for key in keys]
+
+    def restore(self, key: bytes, slot: int, block: int) -> None:
+        """Copies a pulled slot to ``block``; the content stays here too, as the most recently used."""
+        self.moves.append(BlockMove(block, slot, False))
+        self._slots[key] = slot
+        self.restored += 1
+
+    def take_moves(self) -> tuple[BlockMove, ...]:
+        """The copies that the next Step begins with."""
+        moves, self.moves = tuple(self.moves), []
+        return moves
+
+    def forget(self) -> None:
+        """Empties it. Copies that are listed still run; nothing will read what they leave."""
+        self._free.extend(self._slots.values())
+        self._slots.clear()
+
+    def check(self) -> None:
+        """Asserts that every slot is free or holds one content."""
+        assert sorted([*self._free, *self._slots.values()]) == list(range(self.size)), "a slot of host memory is lost"

@@ -1,0 +1,44 @@
+"""SAMPLE for rows whose masks depend on tokens of the previous step: waits for those tokens, then fills the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from trencadis.core.launches.host_inputs import SampleRow, head_inputs, join_head_inputs
+from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.step import HeadInputs, HeadOutput
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pending
+
+
+class LaunchedHead(NamedTuple):
+    """A SAMPLE that is on its way; ``pending_sample`` where the matcher manager follows rows of it, which is
+    ``head`` then.
+    """
+
+    head: Pending[HeadOutput]
+    pending_sample: PendingSample | None = None
+
+
+def launch_masked(
+    rows: Sequence[SampleRow],
+    vocab: int,
+    manager: MatcherManager,
+    launch: Callable[[HeadInputs], Pending[HeadOutput]],
+    persistent: HeadInputs | None = None,
+) -> LaunchedHead:
+    """Launches SAMPLE over the rows ``persistent``, which have no handle, and then ``rows``, some of which have one.
+
+    The host waits for the fetch of the step before: its caller has launched this step's text already, so that the
+    device has work meanwhile. Steps without handles wait for nothing, and do not come here.
+    """
+    first = 0 if persistent is None else len(persistent.slot)
+    handles = {row.sample.handle: i for i, row in enumerate(rows, first) if row.sample.handle}
+    manager.catch_up()
+    inputs = head_inputs(rows, vocab, manager.fill)
+    draws = manager.track_sample(
+        launch(inputs if persistent is None else join_head_inputs(persistent, inputs)), handles
+    )
+    return LaunchedHead(draws, draws)

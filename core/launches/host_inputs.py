@@ -1,0 +1,205 @@
+"""Host arrays of a launch, made from the Step. numpy only; ``Backend.fill`` pads and copies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+import numpy as np
+
+from trencadis.core.checkpoint.vision_config import SlotForm
+from trencadis.core.launches.rank_input_batch import FLOATS
+from trencadis.core.request import MAX_BIAS, NO_LOGPROB
+from trencadis.core.shapes.cross_attention_inputs import make_cross_attention_inputs
+from trencadis.core.step import (
+    PENDING,
+    HeadInputs,
+    Int32,
+    PoolInputs,
+    Reset,
+    ResetInputs,
+    Row,
+    Sample,
+    StepInputs,
+    UInt8,
+    VisionInputs,
+)
+
+
+def text_inputs(rows: Sequence[Row], first_out: Sequence[int] = ()) -> StepInputs:
+    """Inputs of one text launch: the rows one after the other.
+
+    Args:
+        first_out: for each row, the index in the persistent hidden tensor at which its first token's hidden state is
+            stored; those of its other tokens follow. Empty: all of them from index 1 on, row by row.
+    """
+    lengths = [len(r.tokens) for r in rows]
+    n = sum(lengths)
+    tokens = np.fromiter((t for r in rows for t in r.tokens), np.int32, n)
+    slots = np.fromiter((r.slot for r in rows), np.int32, len(rows))
+    pending = tokens == PENDING
+    from_slot = np.where(pending, np.repeat(slots, lengths), 0).astype(np.int32)
+    tokens[pending] = 0
+    row_start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(lengths, out=row_start[1:])
+    first = np.asarray(first_out, np.int32) if len(first_out) else row_start[:-1] + 1
+    blocks = np.zeros((len(rows), max(len(r.blocks) for r in rows)), np.int32)
+    for i, row in enumerate(rows):
+        blocks[i, : len(row.blocks)] = row.blocks
+    return StepInputs(
+        tokens=tokens,
+        from_slot=from_slot,
+        positions=np.concatenate([r.positions for r in rows], axis=1, dtype=np.int32),
+        image_row=_image_rows(rows, row_start) if any(r.images for r in rows) else np.zeros(n, np.int32),
+        out_row=(np.repeat(first - row_start[:-1], lengths) + np.arange(n)).astype(np.int32),
+        row_start=row_start,
+        context=np.fromiter((r.context for r in rows), np.int32, len(rows)),
+        blocks=blocks,
+        slot=slots,
+        adapter=np.fromiter((r.adapter for r in rows), np.int32, len(rows)),
+        upto=_upto(rows, row_start) if any(r.spans for r in rows) else None,
+        cross_attention=make_cross_attention_inputs([r.cross_attention for r in rows], lengths)
+        if any(r.cross_attention.images for r in rows)
+        else None,
+    )
+
+
+def _image_rows(rows: Sequence[Row], row_start: Int32) -> Int32:
+    """int32 [n]: the arena row of each token that stands for an image, 0 for the others."""
+    found = np.zeros(int(row_start[-1]), np.int32)
+    for first, row in zip(row_start.tolist(), rows, strict=False):
+        for image in row.images:
+            found[first + image.start : first + image.start + len(image.rows)] = image.rows
+    return found
+
+
+def _upto(rows: Sequence[Row], row_start: Int32) -> Int32:
+    """int32 [n]: the index in its sequence of the last key that each token sees: itself, or the end of its span."""
+    upto = own_positions(row_start, np.fromiter((r.context for r in rows), np.int32, len(rows)))
+    for i, row in enumerate(rows):
+        for span in row.spans:
+            first = int(row_start[i])
+            upto[first + span.start : first + span.stop] = row.context + span.stop - 1
+    return upto
+
+
+def own_positions(row_start: Int32, context: Int32) -> Int32:
+    """int32 [n]: each token's index in its sequence; the arguments are fields of ``StepInputs``."""
+    lengths = np.diff(row_start[: len(context) + 1])
+    within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(row_start[: len(context)], lengths)
+    return (np.repeat(context, lengths) + within).astype(np.int32)
+
+
+class SampleRow(NamedTuple):
+    """One row of SAMPLE: its row of the persistent hidden tensor, its sampler slot, and how to sample."""
+
+    hidden_row: int
+    slot: int
+    sample: Sample
+
+
+FillMask = Callable[[int, UInt8, Sequence[int]], None]
+"""(handle, row, banned): writes the handle's mask to ``row``, uint8 [ceil(vocabulary / 8)], without the banned ids."""
+
+
+def head_inputs(rows: Sequence[SampleRow], vocab: int, fill: FillMask | None = None) -> HeadInputs:
+    """Inputs of one SAMPLE launch; ``fill`` makes the masks of rows that have a handle."""
+    samples = [r.sample for r in rows]
+    masks, mask_row = np.full((1, -(-vocab // 8)), 255, np.uint8), np.zeros(len(rows), np.int32)
+    if any(s.banned or s.handle for s in samples):
+        masks, mask_row = _masks(samples, vocab, fill)
+    return HeadInputs(
+        hidden_row=np.fromiter((r.hidden_row for r in rows), np.int32, len(rows)),
+        slot=np.fromiter((r.slot for r in rows), np.int32, len(rows)),
+        top_k=np.fromiter((s.top_k for s in samples), np.int32, len(samples)),
+        target=np.fromiter((-1 if s.logprobs >= 0 else NO_LOGPROB for s in samples), np.int32, len(samples)),
+        mask_row=mask_row,
+        masks=masks,
+        **{name: np.fromiter((getattr(s, name) for s in samples), np.float32, len(samples)) for name in FLOATS},
+    )
+
+
+def join_head_inputs(first: HeadInputs, then: HeadInputs) -> HeadInputs:
+    """The rows of ``first``, then those of ``then``, whose masks are kept: rows of ``first`` must have none."""
+    names = [f.name for f in fields(HeadInputs) if f.name != "masks"]
+    return HeadInputs(**{n: np.concatenate([getattr(first, n), getattr(then, n)]) for n in names}, masks=then.masks)
+
+
+def target_inputs(hidden_rows: Sequence[int], targets: Sequence[int], vocab: int) -> HeadInputs:
+    """Inputs of a SAMPLE launch that scores given ids instead of drawing; it writes to the sink slot only."""
+    inputs = head_inputs([SampleRow(row, 0, Sample(full=True)) for row in hidden_rows], vocab)
+    inputs.target = np.asarray(targets, np.int32)
+    return inputs
+
+
+def _masks(
+    samples: Sequence[Sample], vocab: int, fill: FillMask | None
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """Bit masks of allowed ids uint8 [m, ceil(vocab / 8)], row 0 all ones; and the mask row of each sample, int32.
+
+    ``fill`` makes one more mask for each sample that has a handle.
+    """
+    rows: dict[tuple[int, ...], int] = {(): 0}
+    early = (() if s.handle else s.banned for s in samples)
+    index = np.fromiter((rows.setdefault(banned, len(rows)) for banned in early), np.int32, len(samples))
+    masks = np.full((len(rows), -(-vocab // 8)), 255, np.uint8)
+    for banned, row in rows.items():
+        for token in banned:
+            masks[row, token >> 3] &= 255 ^ (1 << (token & 7))
+    return (masks, index) if fill is None else _late_masks(samples, masks, index, fill)
+
+
+def _late_masks(
+    samples: Sequence[Sample],
+    masks: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+    mask_row: np.ndarray[tuple[int], np.dtype[np.int32]],
+    fill: FillMask,
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """``masks`` and one more for each sample that has a handle."""
+    late = [i for i, s in enumerate(samples) if s.handle]
+    more = np.empty((len(late), masks.shape[1]), np.uint8)
+    for row, i in enumerate(late):
+        fill(samples[i].handle, more[row], samples[i].banned)
+        mask_row[i] = len(masks) + row
+    return np.concatenate([masks, more]), mask_row
+
+
+def padding_vision_inputs(slot: SlotForm) -> VisionInputs:
+    """Inputs of a VISION launch of padding alone."""
+    ids, pixels = np.zeros(0, np.int32), np.zeros((0, slot.values), np.uint8)
+    made = VisionInputs(pixels, np.zeros((0, 2), np.int32), ids, ids, ids)
+    if slot.position_neighbours:
+        made.position_rows, made.position_weights = (
+            np.zeros((0, slot.position_neighbours), np.int32),
+            np.zeros((0, slot.position_neighbours), np.float32),
+        )
+    made.padding_window = ids if slot.padding_windows else None
+    return made
+
+
+def pool_inputs(hidden_rows: Sequence[int], groups: Sequence[int]) -> PoolInputs:
+    """Inputs of one POOL launch; ``groups``: each row's group, counted from 1."""
+    return PoolInputs(np.asarray(hidden_rows, np.int32), np.asarray(groups, np.int32))
+
+
+def reset_inputs(resets: Sequence[Reset], vocab: int) -> ResetInputs:
+    """Inputs of one RESET launch: whole rows of sampler state."""
+    r = len(resets)
+    counts = np.zeros((r, vocab), np.int32)
+    prompt_mask = np.zeros((r, -(-vocab // 8) * 8), bool)
+    bias_id = np.zeros((r, MAX_BIAS), np.int32)
+    bias_value = np.zeros((r, MAX_BIAS), np.float32)
+    for i, reset in enumerate(resets):
+        np.add.at(counts[i], np.asarray(reset.output, np.int64), 1)
+        ids = np.asarray(reset.prompt, np.int64)
+        prompt_mask[i, ids[ids < vocab]] = True  # others are never drawn
+        for j, bias in enumerate(b for b in reset.bias if b.value):
+            bias_id[i, j], bias_value[i, j] = bias
+    return ResetInputs(
+        slot=np.fromiter((x.slot for x in resets), np.int32, r),
+        counts=counts,
+        prompt_mask=np.packbits(prompt_mask, axis=1, bitorder="little"),
+        bias_id=bias_id,
+        bias_value=bias_value,
+    )

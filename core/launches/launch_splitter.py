@@ -1,0 +1,211 @@
+"""Splits a Step into launches, each with its bucket. Pure: all ranks split the same Step the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trencadis.core.buckets import POOL_ROWS, Bucket, Plan, Stage
+from trencadis.core.shapes.cross_attention_inputs import count_units, variant_of
+from trencadis.core.shapes.rectangular_launches import RowNeed, split_rows
+from trencadis.core.step import BidirectionalSpan, ImageRows, Row, Step
+
+HEAD_ROWS = 64
+"""Rows of one SAMPLE launch for prompt_logprobs, which bounds the logits in memory."""
+
+
+class TokenRange(NamedTuple):
+    """Tokens [start, stop) of a row."""
+
+    start: int
+    stop: int
+
+
+class RowPart(NamedTuple):
+    """Tokens [start, stop) of row ``row`` of a Step."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One bucket and the indices of what runs in it: rows of the Step, or its images, or its resets.
+
+    Args:
+        ranges: the tokens of each row that this launch computes; empty: all of them. If several launches share a row,
+            they run in order, so that the tokens of the earlier ones are context for the later ones.
+    """
+
+    bucket: Bucket
+    items: tuple[int, ...]
+    ranges: tuple[TokenRange, ...] = ()
+
+    def parts(self, step: Step) -> list[RowPart]:
+        """What a text launch computes of each row."""
+        ranges = self.ranges or tuple(TokenRange(0, len(step.rows[i].tokens)) for i in self.items)
+        return [RowPart(i, *tokens) for i, tokens in zip(self.items, ranges, strict=True)]
+
+    def tokens(self, step: Step) -> int:
+        """Real tokens of a text launch."""
+        return sum(p.stop - p.start for p in self.parts(step))
+
+
+def split_step(step: Step, plan: Plan) -> tuple[Launch, ...]:
+    """Launches of ``step`` in device order: RESET, VISION, text. The runner adds SAMPLE (``sample_bucket``) or POOL.
+
+    A ragged launch computes the persistent rows, too; they are in none of its items. Rectangles are cut from rows
+    alone: there the runner has made plain rows of the persistent batch.
+    """
+    launches = _resets(step, plan) if step.resets else []
+    if step.images:
+        launches.append(_vision(step, plan))
+    if (step.rows or step.persistent_count) and plan.policy.mixed:
+        bucket = _ragged_bucket(step, plan)
+        if any(row.cross_attention.images for row in step.rows):
+            bucket = _with_image_units(bucket, plan, step.rows)
+        launches.append(Launch(bucket, tuple(range(len(step.rows)))))
+    elif step.rows:
+        launches += _rectangles(step, plan)
+    return tuple(launches)
+
+
+def _resets(step: Step, plan: Plan) -> list[Launch]:
+    """RESET launches, each of as many rows as the largest bucket holds."""
+    count = len(step.resets)
+    most = max(plan.sizes(Stage.RESET), default=count) or 1
+    found = []
+    for at in range(0, count, most):
+        items = tuple(range(at, min(at + most, count)))
+        found.append(Launch(plan.fit(Stage.RESET, (len(items),)), items))
+    return found
+
+
+def _vision(step: Step, plan: Plan) -> Launch:
+    """One launch: ``ImagePacker`` chose images that fit into it."""
+    need = sum(i.slots for i in step.images)
+    return Launch(plan.fit(Stage.VISION, (need,)), tuple(range(len(step.images))))
+
+
+def _ragged_bucket(step: Step, plan: Plan) -> Bucket:
+    """The bucket of one ragged launch for all rows, prefill and decode mixed."""
+    rows, tokens = step.persistent_count + len(step.rows), step.tokens
+    if tokens == rows:
+        return plan.fit(Stage.DECODE, (rows,))
+    return plan.fit(Stage.PREFILL, (tokens, rows))
+
+
+def _rectangles(step: Step, plan: Plan) -> list[Launch]:
+    """Rectangular launches: the rows of each group may run in any order, so each group is cut by cost alone."""
+    found = []
+    for group in _groups(step, plan.block_size):
+        rows = ((i, step.rows[i]) for i in group)
+        for cut in split_rows([RowNeed(i, row.context, len(row.tokens), row.spans) for i, row in rows], plan):
+            items = tuple(p.row for p in cut.pieces)
+            whole = all(p.start == 0 and p.stop == len(step.rows[p.row].tokens) for p in cut.pieces)
+            bucket = _with_image_units(cut.bucket, plan, [step.rows[p.row] for p in cut.pieces], cut.pieces)
+            found.append(Launch(bucket, items, () if whole else tuple(TokenRange(p.start, p.stop) for p in cut.pieces)))
+    return found
+
+
+def _with_image_units(bucket: Bucket, plan: Plan, rows: Sequence[Row], pieces: Sequence[Any] = ()) -> Bucket:
+    """The variant of ``bucket`` that holds the images which the rows, or these pieces of them, attend to."""
+    if not any(row.cross_attention.images for row in rows):
+        return bucket
+    cut = (row.cross_attention.restrict(p.start, p.stop) for row, p in zip(rows, pieces, strict=True))
+    need = count_units(cut if pieces else (row.cross_attention for row in rows))
+    return dataclasses.replace(bucket, variant=variant_of(need, plan.units)) if need else bucket
+
+
+def _groups(step: Step, block_size: int) -> list[list[int]]:
+    """Rows in step order; a row that reads a block which a decoding row of the group completes begins a new group.
+
+    Prompts run first within a group. A full block enters the prefix cache when it is scheduled, so that a prompt of the
+    same step may begin with a block that a decoding row is about to complete.
+    """
+    groups: list[list[int]] = [[]]
+    late: set[int] = set()
+    for i, row in enumerate(step.rows):
+        end = row.context + len(row.tokens)
+        if len(row.tokens) > 1:
+            read = row.blocks[: -(-row.context // block_size)]
+            if not late.isdisjoint(read):
+                groups.append([])
+                late = set()
+        else:
+            late.update(row.blocks[row.context // block_size : -(-end // block_size)])
+        groups[-1].append(i)
+    return groups
+
+
+def sample_bucket(rows: int, full: bool, plan: Plan) -> Bucket:
+    """The SAMPLE bucket of ``rows`` rows; ``full`` if any of them asks for more than the argmax."""
+    return plan.fit(Stage.SAMPLE, (rows,), "full" if full else "greedy")
+
+
+def head_bucket(rows: int, full: bool, best: bool, plan: Plan, told: bool = True) -> Bucket:
+    """The SAMPLE bucket of ``rows`` rows that does all that they ask for.
+
+    Args:
+        full: whether any of them is ``Sample.full``.
+        best: whether all those that are ``full`` are ``Sample.best``.
+        told: whether any of them wants log-probabilities.
+    """
+    if full and best and plan.policy.masked_head:
+        return plan.fit(Stage.SAMPLE, (rows,), "masked")
+    if full and not told and plan.policy.drawn_head:
+        return plan.fit(Stage.SAMPLE, (rows,), "draw")
+    return sample_bucket(rows, full, plan)
+
+
+def score_rows(plan: Plan) -> int:
+    """Rows of one SAMPLE launch for prompt_logprobs: never more than the largest planned bucket."""
+    return min(HEAD_ROWS, max(plan.sizes(Stage.SAMPLE), default=HEAD_ROWS))
+
+
+def pool_rows(plan: Plan) -> int:
+    """Rows of the largest POOL launch."""
+    return max(plan.sizes(Stage.POOL), default=POOL_ROWS)
+
+
+def part_of(row: Row, start: int, stop: int, block_size: int = 0) -> Row:
+    """``row`` restricted to its tokens [start, stop), the tokens before them being context.
+
+    If ``block_size`` is given, blocks after the last token are dropped; draws stay with the row's last token.
+    """
+    if start == 0 and stop == len(row.tokens):
+        return row
+    reach = -(-(row.context + stop) // block_size) if block_size else len(row.blocks)
+    return dataclasses.replace(
+        row,
+        context=row.context + start,
+        tokens=row.tokens[start:stop],
+        blocks=row.blocks[:reach],
+        positions=row.positions[:, start:stop],
+        images=_images(row.images, start, stop),
+        samples=row.samples if stop == len(row.tokens) else (),
+        targets=None if row.targets is None else row.targets[start:stop],
+        spans=_spans(row, start, stop),
+        cross_attention=row.cross_attention.restrict(start, stop)
+        if row.cross_attention.images
+        else row.cross_attention,
+    )
+
+
+def _spans(row: Row, start: int, stop: int) -> tuple[BidirectionalSpan, ...]:
+    """The row's spans that lie in [start, stop); none is ever cut."""
+    found = tuple(s for s in row.spans if s.start < stop and s.stop > start)
+    assert all(start <= s.start and s.stop <= stop for s in found), "a span lies in one launch"
+    return tuple(BidirectionalSpan(s.start - start, s.stop - start) for s in found)
+
+
+def _images(images: Sequence[ImageRows], start: int, stop: int) -> tuple[ImageRows, ...]:
+    found = []
+    for image in images:
+        first, last = max(image.start, start), min(image.start + len(image.rows), stop)
+        if first < last:
+            found.append(ImageRows(first - start, image.rows[first - image.start : last - image.start]))
+    return tuple(found)

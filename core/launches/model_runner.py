@@ -1,0 +1,403 @@
+"""One rank: Step in, StepOutput out. The runner splits a Step into launches and runs their programs in device order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trencadis.core.backend import Backend, Inputs, Pending, Pipe, VisionTensors
+from trencadis.core.buckets import Bucket, Plan, Stage
+from trencadis.core.graphs.graph_manager import GraphManager
+from trencadis.core.graphs.graph_observer import GraphObserver
+from trencadis.core.graphs.rank_agreement import RankAgreement
+from trencadis.core.graphs.warmup import Warmup
+from trencadis.core.launches import host_inputs as host
+from trencadis.core.launches.deferred_masks import launch_masked
+from trencadis.core.launches.encoder_data_parallel import GatheredRows, assign_images
+from trencadis.core.launches.host_block_copies import BlockCopies
+from trencadis.core.launches.launch_splitter import (
+    Launch,
+    head_bucket,
+    part_of,
+    pool_rows,
+    sample_bucket,
+    score_rows,
+    split_step,
+)
+from trencadis.core.launches.rank_input_batch import HeadNeeds, RankInputBatch
+from trencadis.core.launches.split_sampling import launch_split
+from trencadis.core.launches.stage_transfer import PipelineTransfer, runs_on_stage
+from trencadis.core.masks.manager import MatcherManager, PendingSample
+from trencadis.core.models.interface import Model, Persistent
+from trencadis.core.progress import Warming
+from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.core.step import (
+    Encode,
+    HeadInputs,
+    HeadOutput,
+    Pooled,
+    PoolOutput,
+    Row,
+    Step,
+    StepInputs,
+    StepOutput,
+    StepStats,
+    TargetScores,
+    append_pooled,
+)
+
+
+class PooledSlice(NamedTuple):
+    """A launch of POOL in flight: the key of each row that it gives, and the keys whose rows stay apart."""
+
+    keys: list[int]
+    each: set[int]
+    rows: Pending[PoolOutput]
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A Step in flight: the pending fetches, and which sequence each fetched row belongs to."""
+
+    number: int
+    samples: dict[int, int]
+    head: Pending[HeadOutput] | None = None
+    pending_sample: PendingSample | None = None
+    targets: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    scored: list[tuple[int, list[int], Pending[HeadOutput]]] = field(default_factory=list)
+    pools: list[PooledSlice] = field(default_factory=list)
+    stats: list[StepStats] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether ``result`` would not wait."""
+        scores = (*self.targets, *self.scored)
+        pools = all(p.rows.done() for p in self.pools)
+        return pools and (self.head is None or self.head.done()) and all(p.done() for _, _, p in scores)
+
+    def result(self) -> StepOutput:
+        """Waits for the fetches."""
+        out = StepOutput(self.number, self.samples, stats=self.stats)
+        out.head = self.head.result() if self.head is not None else None
+        if self.pending_sample is not None:
+            out.failures, out.text = self.pending_sample.failures, self.pending_sample.text
+        if self.targets or self.scored or self.pools:
+            self._add_of_prompts(out)
+        return out
+
+    def _add_of_prompts(self, out: StepOutput) -> None:
+        """Adds scores, and rows that are pooled."""
+        for some, fetches in ((out.targets, self.targets), (out.scored, self.scored)):
+            for key, positions, pending in fetches:
+                scores = TargetScores(positions, pending.result())
+                some[key] = scores if key not in some else _join_scores(some[key], scores)
+        for part in self.pools:
+            values, at = part.rows.result().values, 0
+            for key, run in groupby(part.keys):
+                each, count = key in part.each, len(list(run))
+                rows: Pooled = values[at : at + count] if each else values[at : at + 1].astype(np.float64)
+                out.pooled[key] = append_pooled(out.pooled.get(key), rows, each)
+                at += count
+
+
+class ModelRunner:
+    """Executes Steps of one rank on its backend, in order, on one stream."""
+
+    def __init__(self, backend: Backend, model: Model, plan: Plan, observer: GraphObserver | None = None) -> None:
+        self.backend = backend
+        self.model = model
+        self.plan = plan
+        self.ragged = plan.policy.mixed
+        """Whether one launch holds all rows, the persistent ones first; else launches are cut row by row."""
+        self.vocab = model.config.text.vocab
+        bodies: dict[str, Callable[[Any], Any]] = {
+            "text": model.text,
+            "vision": self._vision,
+            "greedy": lambda t: model.head(t, False),
+            "masked": lambda t: model.masked_head(t),
+            "draw": lambda t: model.drawn_head(t),
+            "full": lambda t: model.head(t, True),
+            "reset": model.reset,
+            "pool": model.pool,
+        }
+        self.graphs = GraphManager(backend, bodies, plan, observer)
+        self._warmup: Warmup | None = None
+        self.host_kv: BlockCopies | None = None
+        self.matchers = MatcherManager(self.vocab, model.config.eos)
+        self.share = model.config.share
+        self.gathered: GatheredRows | None = None
+        """Rows of images, where each rank encodes some."""
+        self.passage: PipelineTransfer | None = None
+        """The way to other pipeline stages, where there are any."""
+        self.batches = [RankInputBatch() for _ in range(self.share.stages)]
+        self.batch = self.batches[0]
+        self._everything = np.full((1, -(-self.vocab // 8)), 255, np.uint8)
+
+    def execute(self, step: Step) -> PendingStep:
+        """Launches ``step``; the device may still be running it on return."""
+        pending = PendingStep(step.number, {})
+        if step.moves:
+            assert self.host_kv is not None
+            self.host_kv.run(step.moves)
+        if self.share.ends and (step.closings or step.openings):
+            self.matchers.apply(step.closings, step.openings)
+        self.batch = self.batches[step.micro_batch]
+        self.batch.apply(step.batch)
+        self._run_step(step if self.ragged else self.batch.with_all_rows(step), pending)
+        if step.batch is not None:
+            self.batch.advance(step.rows, step.batch.joins)
+        if self.graphs.counted:
+            self.graphs.count_recompiles()
+        return pending
+
+    def _run_step(self, step: Step, pending: PendingStep) -> None:
+        for launch in split_step(step, self.plan):
+            if self.share.stages == 1 or runs_on_stage(self.share, launch.bucket.stage):
+                self._launch(step, launch, pending)
+        if not self.share.ends:
+            return
+        self._sample(step, pending)
+        if any(row.targets is not None or row.pool is not None for row in step.rows):
+            self._of_prompts(_last_rows(step), pending)
+
+    def _of_prompts(self, last: list[tuple[Row, int]], pending: PendingStep) -> None:
+        """Scores and pools tokens of prompts."""
+        self._score(last, pending)
+        self._pool(last, pending)
+
+    def connect_ranks(self, held: Persistent) -> None:
+        """Sets up the exchange of rows with other pipeline stages and of image rows between ranks."""
+        if self.model.config.encoder_data_parallel and self.share.starts:
+            self.gathered = GatheredRows(self.backend, held, self.model.config.row_parts)
+        pipe: Pipe | None = getattr(self.backend, "pipe", None)
+        if pipe is not None:
+            self.passage = PipelineTransfer(self.share, pipe, held)
+
+    def warm(self) -> Warming | None:
+        """Does one piece of background warm-up; None if none is left, on any pipeline stage."""
+        if self._warmup is None:
+            return None
+        state = self._warmup.advance()
+        if self.passage is None:
+            return state
+        (over,) = RankAgreement(self.backend).over_stages(int(state is None))
+        return None if over else self._warmup.state
+
+    def set_warmup(self, warmup: Warmup) -> None:
+        """Takes the warm-up that ``warm`` advances."""
+        self._warmup = warmup
+
+    def set_vocabulary(self, data: bytes | bytearray) -> None:
+        """Takes a packed ``core.masks.vocabulary.Vocabulary`` and returns; a thread opens it where tokens are drawn."""
+        if not self.share.ends:
+            return
+        self.matchers.grammars.set_vocabulary(data)
+
+    def prepare(self, grammar: str) -> Future[str]:
+        """Compiles a grammar in a thread; the result is what is wrong with it, or empty."""
+        if not self.share.ends:
+            done = Future[str]()
+            done.set_result("")
+            return done
+        return self.matchers.grammars.prepare(grammar)
+
+    def _launch(self, step: Step, launch: Launch, pending: PendingStep) -> None:
+        if launch.bucket.stage in (Stage.RESET, Stage.VISION):
+            self._launch_reset_or_vision(step, launch, pending)
+        elif self.passage is not None:
+            self._run_with_transfer(self.passage, launch.bucket, self._text_inputs(step, launch), pending)
+        else:
+            inputs = self._text_inputs(step, launch)
+            self._run(launch.bucket, inputs, len(inputs.tokens), pending)
+
+    def _launch_reset_or_vision(self, step: Step, launch: Launch, pending: PendingStep) -> None:
+        """A launch of RESET or VISION."""
+        if launch.bucket.stage is Stage.RESET:
+            resets = [step.resets[i] for i in launch.items]
+            self._run(launch.bucket, host.reset_inputs(resets, self.vocab), len(resets), pending)
+            return
+        images = [step.images[i] for i in launch.items]
+        if self.gathered is not None:
+            self._encode_own(self.gathered, images, pending)
+        else:
+            self._encode(images, launch.bucket, pending)
+
+    def _vision(self, inputs: VisionTensors) -> None:
+        """The body of VISION; a planned launch ends with the rows of all ranks."""
+        self.model.vision(inputs)
+        if self.gathered is not None and self.graphs.counted:
+            self.gathered.gather_in_launch(inputs.rows)
+
+    def _encode(self, images: Sequence[Encode], bucket: Bucket, pending: PendingStep) -> None:
+        inputs = self.model.pack(images, bucket.dims[0]) if images else host.padding_vision_inputs(self.backend.slot)
+        needed = sum(image.slots for image in images)  # padding stands behind them
+        self._run(bucket, inputs, int(inputs.count[: needed // WINDOW_SLOTS].sum()), pending)
+        pending.stats[-1].items, pending.stats[-1].needed = len(images), needed
+
+    def _encode_own(self, gathered: GatheredRows, images: list[Encode], pending: PendingStep) -> None:
+        """VISION where each rank has a tower: this rank's images, then the rows of all."""
+        comm = self.backend.comm
+        shares = assign_images(images, comm.world)
+        mine = shares[comm.rank]
+        alike = self.graphs.counted
+        if mine or alike:
+            need = max(sum(i.slots for i in share) for share in (shares if alike else [mine]))
+            self._encode(mine, self.plan.fit(Stage.VISION, (need,)), pending)
+        if not alike:
+            gathered.exchange(shares)
+
+    def _run_with_transfer(
+        self, passage: PipelineTransfer, bucket: Bucket, inputs: StepInputs, pending: PendingStep
+    ) -> None:
+        """A text launch between the stages beside this one."""
+        inputs = passage.inputs(inputs)
+        passage.receive(bucket)
+        self._run(bucket, inputs, len(inputs.tokens), pending)
+        passage.send(bucket)
+
+    def _text_inputs(self, step: Step, launch: Launch) -> StepInputs:
+        """Inputs of one text launch; a token's hidden row is its number in the Step, whatever launch computes it."""
+        if not self.ragged:
+            return self._parts_inputs(step, launch)
+        if not step.rows:
+            return self.batch.inputs()
+        step_rows = host.text_inputs(step.rows)
+        return self.batch.inputs_with_borrowed_rows(step_rows) if step.persistent_count else step_rows
+
+    def _parts_inputs(self, step: Step, launch: Launch) -> StepInputs:
+        """Inputs of a launch that is cut from rows."""
+        first = [last - len(row.tokens) + 1 for row, last in _last_rows(step)]
+        parts = launch.parts(step)
+        rows = [part_of(step.rows[p.row], p.start, p.stop, self.plan.block_size) for p in parts]
+        return host.text_inputs(rows, [first[p.row] + p.start for p in parts])
+
+    def _run(self, bucket: Bucket, inputs: Inputs, real: int, pending: PendingStep) -> Any:
+        out, stats = self.graphs.run(bucket, inputs, real)
+        pending.stats.append(stats)
+        return out
+
+    def _sample(self, step: Step, pending: PendingStep) -> None:
+        """One SAMPLE over all rows that draw, whichever launches computed them."""
+        rows: list[host.SampleRow] = []
+        persistent = step.persistent_count
+        for row, last in _last_rows(step):
+            for draw in row.samples:
+                pending.samples[draw.key] = persistent + len(rows)
+                rows.append(host.SampleRow(last, draw.slot, draw.sample))
+        count = persistent + len(rows)
+        if not count:
+            return
+        full, needs = (
+            [r.sample.best for r in rows if r.sample.full],
+            self.batch.head_needs() if persistent else HeadNeeds(),
+        )
+        told = needs.logprobs or any(r.sample.logprobs >= 0 for r in rows)
+        some, best = needs.full or bool(full), needs.best and all(full)
+
+        def part(inputs: HeadInputs, full: bool) -> Pending[HeadOutput]:
+            count = len(inputs.slot)
+            bucket = head_bucket(count, full, best, self.plan, told)
+            return self.backend.fetch(self._run(bucket, inputs, count, pending), count)
+
+        def apart(inputs: HeadInputs) -> Pending[HeadOutput]:
+            if needs.every and all(r.sample.full for r in rows):
+                return part(inputs, True)
+            wanting = [r.sample.full for r in rows]
+            return launch_split(
+                inputs, np.array([*self.batch.rows_needing_full, *wanting] if persistent else wanting), part
+            )
+
+        launch = apart if some and self.plan.policy.split_head else partial(part, full=some)
+        own = self.batch.head(self._everything) if persistent else None
+        if any(r.sample.handle for r in rows):
+            pending.head, pending.pending_sample = launch_masked(rows, self.vocab, self.matchers, launch, own)
+        elif rows:
+            inputs = host.head_inputs(rows, self.vocab)
+            pending.head = launch(inputs if own is None else host.join_head_inputs(own, inputs))
+        elif own is not None:
+            pending.head = launch(own)
+        if any(r.sample.scored for r in rows):
+            self._score_chosen(rows, pending, persistent)
+
+    def _score_chosen(self, rows: list[host.SampleRow], pending: PendingStep, persistent: int) -> None:
+        """logprob_token_ids: SAMPLE over the row that draws, once for each id."""
+        for key, at in pending.samples.items():
+            hidden, ids = rows[at - persistent].hidden_row, rows[at - persistent].sample.scored
+            if ids:
+                pending.scored += self._scores(key, [hidden] * len(ids), ids, range(len(ids)), pending)
+
+    def _score(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:
+        """prompt_logprobs: SAMPLE over slices of the chunk, each token's successor being its target."""
+        for row, last in rows:
+            if row.targets is None:
+                continue
+            first = last - len(row.tokens) + 1
+            wanted = [i for i, t in enumerate(row.targets) if 0 <= t < self.vocab]  # a mark may have no logit
+            hidden, ids = [first + i for i in wanted], [int(row.targets[i]) for i in wanted]
+            positions = [row.context + i + 1 for i in wanted]
+            pending.targets += self._scores(row.key, hidden, ids, positions, pending)
+
+    def _scores(
+        self, key: int, hidden: Sequence[int], ids: Sequence[int], positions: Sequence[int], pending: PendingStep
+    ) -> list[tuple[int, list[int], Pending[HeadOutput]]]:
+        """Launches of SAMPLE that score ``ids`` at rows of the hidden tensor, in slices that a planned bucket holds."""
+        made, size = [], score_rows(self.plan)
+        for at in range(0, len(ids), size):
+            part = slice(at, at + size)
+            inputs = host.target_inputs(hidden[part], ids[part], self.vocab)
+            count = len(ids[part])
+            out = self._run(sample_bucket(count, True, self.plan), inputs, count, pending)
+            made.append((key, list(positions[part]), self.backend.fetch(out, count)))
+        return made
+
+    def _pool(self, rows: list[tuple[Row, int]], pending: PendingStep) -> None:
+        """POOL over slices of the tokens that pooling requests take, whichever launches computed them."""
+        taken = [
+            (last - len(row.tokens) + 1 + at, row.key, row.pool.each)
+            for row, last in rows
+            if row.pool is not None
+            for at in range(row.pool.start, row.pool.stop)
+        ]
+        size = pool_rows(self.plan)
+        for start in range(0, len(taken), size):
+            part = taken[start : start + size]
+            keys: list[int] = []
+            groups: list[int] = []
+            for _, key, each in part:
+                if each or not keys or keys[-1] != key:
+                    keys.append(key)
+                groups.append(len(keys))
+            bucket = self.plan.fit(Stage.POOL, (len(part),))
+            out = self._run(bucket, host.pool_inputs([at for at, *_ in part], groups), len(part), pending)
+            apart = {key for _, key, each in part if each}
+            pending.pools.append(PooledSlice(keys, apart, self.backend.fetch(out, len(keys))))
+
+
+def _last_rows(step: Step) -> list[tuple[Row, int]]:
+    """Each row with the hidden row of its last token; they are numbered from 1, the persistent ones first."""
+    found, end = [], step.persistent_count
+    for row in step.rows:
+        end += len(row.tokens)
+        found.append((row, end))
+    return found
+
+
+def _join_scores(a: TargetScores, b: TargetScores) -> TargetScores:
+    """Scores of two slices of one chunk."""
+
+    def cat(x: Any, y: Any) -> Any:
+        return None if x is None or y is None else np.concatenate([x, y])
+
+    head = HeadOutput(
+        cat(a.head.token, b.head.token),
+        cat(a.head.logprob, b.head.logprob),
+        cat(a.head.rank, b.head.rank),
+        cat(a.head.top_id, b.head.top_id),
+        cat(a.head.top_logprob, b.head.top_logprob),
+    )
+    return TargetScores(a.positions + b.positions, head)

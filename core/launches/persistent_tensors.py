@@ -1,0 +1,83 @@
+"""The tensors that persist between launches: KV cache, hidden rows, image arena, sampler state."""
+
+from __future__ import annotations
+
+import torch
+
+from trencadis.core.backend import Backend, LayerKV, SamplerState
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.memory.estimate import arena_width, held_rows, kv_heads, row_width, state_slots
+from trencadis.core.models.interface import Persistent
+from trencadis.core.quant.kv_cache_codes import kept_type
+from trencadis.core.request import MAX_BIAS
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+
+def kv_cache(model: ModelConfig, backend: Backend, blocks: int, block_size: int) -> list[LayerKV]:
+    """Keys and values of each layer, of the backend's dtype or as codes; ``LayerKV`` has the shapes."""
+    t = model.text
+    held, heads = blocks + RESERVED_BLOCKS, kv_heads(t, backend.comm.world)
+    tokens = (held * block_size,) if backend.policy.flat_kv else (held, block_size)
+
+    def allocate(dtype: torch.dtype, *last: int) -> torch.Tensor:
+        return backend.zeros((*tokens, heads, *last), dtype)
+
+    def layer() -> LayerKV:
+        d, kv_format = t.head_dim, t.kv
+        if kv_format is None:
+            return LayerKV(allocate(backend.dtype, d), allocate(backend.dtype, d))
+        codes: torch.dtype = getattr(torch, backend.policy.kv_codes[kv_format.name])
+        kept = allocate(kept_type(backend.dtype), kv_format.kept) if kv_format.kept else None
+        return LayerKV(allocate(codes, d), allocate(codes, d), allocate(torch.float16), allocate(torch.float16), kept)
+
+    return [layer() for _ in model.cached]
+
+
+def by_block(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[blocks, block_size, KV heads, head_dim]: one of ``LayerKV``'s tensors, flat or not."""
+    return cache if cache.dim() == 4 else cache.view(-1, block_size, *cache.shape[1:])
+
+
+def hidden_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor:
+    """[tokens of the largest step + 1, width] of the backend's dtype; row 0 is the sink."""
+    return backend.zeros((tokens + 1, row_width(model)), backend.dtype)
+
+
+def stream_rows(model: ModelConfig, backend: Backend, tokens: int) -> torch.Tensor | None:
+    """[tokens of the largest step + 1, hidden]: what the stage before sends; None on the first stage."""
+    return None if model.share.starts else backend.zeros((tokens + 1, model.text.hidden), backend.dtype)
+
+
+def image_arena(model: ModelConfig, backend: Backend, rows: int) -> torch.Tensor:
+    """[rows x parts of a row, width] of the backend's dtype; the parts of a row follow each other.
+
+    ``rows`` are the first stage's.
+    """
+    return backend.zeros(
+        (held_rows(model, rows) * model.row_parts, arena_width(model, backend.comm.world)), backend.dtype
+    )
+
+
+def sampler_state(model: ModelConfig, backend: Backend, seqs: int) -> SamplerState:
+    """Slots for ``seqs`` sequences, the spare ones and the sink; shapes and dtypes are those of ``SamplerState``."""
+    vocab, slots = model.text.vocab, state_slots(model, seqs)
+    return SamplerState(
+        last=backend.zeros((slots,), torch.int32),
+        counts=backend.zeros((slots, vocab), torch.int32),
+        prompt_mask=backend.zeros((slots, -(-vocab // 8)), torch.uint8),
+        bias_id=backend.zeros((slots, MAX_BIAS), torch.int64),
+        bias_value=backend.zeros((slots, MAX_BIAS), torch.float32),
+    )
+
+
+def allocate_persistent(
+    model: ModelConfig, backend: Backend, *, blocks: int, block_size: int, arena_rows: int, seqs: int, tokens: int
+) -> Persistent:
+    """All persistent tensors, for ``seqs`` sequences and steps of at most ``tokens`` tokens."""
+    return Persistent(
+        kv=kv_cache(model, backend, blocks, block_size),
+        hidden=hidden_rows(model, backend, max(tokens, seqs)),
+        arena=image_arena(model, backend, arena_rows),
+        state=sampler_state(model, backend, seqs),
+        stream=stream_rows(model, backend, max(tokens, seqs)),
+    )

@@ -1,0 +1,341 @@
+"""A rank's copy of the persistent batch; each Step sends only what changed. numpy only.
+
+A row is filled from the ``Row`` that described it last, and from then on goes one token further in each Step: the
+token that it computes stands in its sampler slot, its context grows by one, its parameters stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.request import NO_LOGPROB
+from trencadis.core.step import (
+    PENDING,
+    BatchChange,
+    Draw,
+    HeadInputs,
+    Int32,
+    Joining,
+    Row,
+    Sample,
+    Step,
+    StepInputs,
+    UInt8,
+)
+
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition", "uniform")
+UNIFORM = FLOATS.index("uniform")
+NUMBERS = ("slot", "context", "delta", "adapter", "held", "last", "top_k", "full", "best", "told")
+SLOT, CONTEXT, DELTA, ADAPTER, HELD, LAST, TOP_K, FULL, BEST, TOLD = range(len(NUMBERS))
+
+
+NO_TOKENS = np.zeros(0, np.int32)
+
+InputsType = TypeVar("InputsType", bound=StepInputs)
+
+
+class PersistentTextInputs(StepInputs):
+    """Text inputs of the persistent rows; the same object is returned until a row joins or leaves.
+
+    Meanwhile ``positions``, ``context``, ``blocks`` and ``last`` alone change, so that whoever made tensors of it makes
+    those anew.
+    """
+
+    __slots__ = ()
+
+
+class PersistentHeadInputs(HeadInputs):
+    """Sampling inputs of the persistent rows; the same object until a row joins or leaves, only ``uniform`` changes."""
+
+    __slots__ = ()
+
+
+class HeadNeeds(NamedTuple):
+    """Which parts of SAMPLE the rows need.
+
+    Args:
+        full: any of them needs more than the argmax; ``every``: each of them does.
+        best: the argmax of what a mask allows is all that those which are ``full`` need.
+        logprobs: any of them wants log-probabilities.
+    """
+
+    full: bool = False
+    best: bool = True
+    logprobs: bool = False
+    every: bool = True
+
+
+class BatchOutOfStep(RuntimeError):
+    """A rank missed a Step, so that its copy of the batch is worthless."""
+
+
+class RankInputBatch:
+    """Rows [0, count) of the persistent batch on one rank; ``BatchChange`` describes each update."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.version = 0
+        self._keys: list[int] = []
+        self._samples: list[Sample] = []
+        self._numbers = np.zeros((len(NUMBERS), 1), np.int32)
+        self._floats = np.zeros((len(FLOATS), 1), np.float32)
+        self._table = np.zeros((1, 1), np.int32)
+        """Rows from ``count`` on are ZERO blocks, except for rows borrowed by the last launch."""
+        self._width = 1
+        """Blocks of the longest row, or more if it has left."""
+        self._borrowed_rows = self._borrowed_width = 0  # rows lent to the step's own rows, and how many blocks of each
+        self._tokens = NO_TOKENS  # int32 [count] where the host knows them
+        self._text: PersistentTextInputs | None = None
+        self._head: PersistentHeadInputs | None = None
+        self._needs: HeadNeeds | None = None
+
+    # What a Step changes
+
+    def apply(self, change: BatchChange | None) -> None:
+        """Applies a Step's change before its launches: removes rows, appends blocks, stores the random numbers.
+
+        Raises:
+            BatchOutOfStep: a change is missing.
+        """
+        self._release_borrowed_rows()
+        if change is None:
+            return
+        if change.version != self.version + 1:
+            raise BatchOutOfStep(f"change {change.version} of the batch came after change {self.version}")
+        self.version = change.version
+        for index in change.left:
+            self._leave(index)
+        if change.count != self.count:
+            raise BatchOutOfStep(f"the batch has {self.count} rows, the engine counts {change.count}")
+        if change.grown.size:
+            self._grow(*change.grown)
+        self._tokens = change.tokens
+        if len(change.uniform):
+            self._floats[UNIFORM, : self.count] = change.uniform
+
+    def _grow(self, rows: Int32, blocks: Int32) -> None:
+        """Gives each of ``rows`` one block more."""
+        held = self._numbers[HELD]
+        self._width = max(self._width, int(held[rows].max()) + 1)
+        self._reserve(0, self._width)
+        held = self._numbers[HELD]
+        self._table[rows, held[rows]] = blocks
+        held[rows] += 1
+        self._numbers[LAST, rows] = blocks
+
+    def advance(self, rows: Sequence[Row], joins: Sequence[Joining]) -> None:
+        """Advances every row by one token after a Step's launches, then adds the rows of ``joins``."""
+        self._release_borrowed_rows()
+        self._numbers[CONTEXT, : self.count] += 1
+        for join in joins:
+            self._join(rows[join.row], join.delta)
+
+    def _invalidate_inputs(self) -> None:
+        """Discards cached inputs because the rows of the batch change."""
+        self._text = self._head = self._needs = None
+
+    def _leave(self, index: int) -> None:
+        self._invalidate_inputs()
+        last, held = self.count - 1, self._numbers[HELD]
+        self._table[index, : held[index]] = 0  # nothing stands behind what a row holds, however wide the table is
+        if index != last:
+            self._table[index, : held[last]] = self._table[last, : held[last]]
+            self._table[last, : held[last]] = 0
+            self._move(last, index)
+        self._keys.pop()
+        self._samples.pop()
+        self.count = last
+
+    def _move(self, old: int, index: int) -> None:
+        """Moves row ``old`` to another one, whose block table is written already."""
+        self._numbers[:, index] = self._numbers[:, old]
+        self._floats[:, index] = self._floats[:, old]
+        self._keys[index], self._samples[index] = self._keys[old], self._samples[old]
+
+    def _join(self, row: Row, delta: int) -> None:
+        self._invalidate_inputs()
+        index, draw = self.count, row.samples[0]
+        self._width = max(self._width, len(row.blocks))
+        self._reserve(index + 1, len(row.blocks))
+        sample, context = draw.sample, row.context + len(row.tokens)
+        numbers = (row.slot, context, delta, row.adapter, len(row.blocks), row.blocks[-1])
+        self._numbers[:, index] = (*numbers, sample.top_k, sample.full, sample.best, sample.logprobs >= 0)
+        self._floats[:, index] = [getattr(sample, name) for name in FLOATS]
+        self._table[index, : len(row.blocks)] = row.blocks
+        self._keys.append(row.key)
+        self._samples.append(sample)
+        self.count += 1
+
+    def _reserve(self, rows: int, width: int) -> None:
+        """Allocates ``rows`` rows and one of ZERO blocks behind them, each of ``width`` blocks."""
+        have = self._table.shape
+        if rows + 1 > have[0] or width > have[1]:
+            self._grow_table(rows, width)
+
+    def _grow_table(self, rows: int, width: int) -> None:
+        """Allocates more than that, so that it is seldom needed."""
+        self._invalidate_inputs()
+        have = self._table.shape
+        rows = 2 * rows + 1 if rows + 1 > have[0] else have[0]
+        table = np.zeros((rows, width + width // 8 + 64 if width > have[1] else have[1]), np.int32)
+        table[: self._table.shape[0], : self._table.shape[1]] = self._table
+        self._table = table
+        self._numbers = _wider(self._numbers, rows)
+        self._floats = _wider(self._floats, rows)
+
+    # What a launch needs of it
+
+    def inputs(self) -> StepInputs:
+        """One token a row. ``blocks`` are a view that changes with the next Step; hidden rows count from 1."""
+        if len(self._tokens):
+            return self._make_inputs(StepInputs)
+        if self._text is None:
+            self._text = self._make_inputs(PersistentTextInputs)
+            return self._text
+        text, numbers = self._text, self._numbers
+        text.positions[:] = numbers[CONTEXT, : self.count] + numbers[DELTA, : self.count]
+        if text.blocks.shape[1] < self._width:
+            text.blocks = self._table[: self.count, : self._width]
+        return text
+
+    def _make_inputs(self, form: type[InputsType]) -> InputsType:
+        """``inputs``, made anew."""
+        count = self.count
+        numbers = self._numbers[:, :count]
+        index = np.arange(count + 1, dtype=np.int32)
+        nothing = np.zeros(count, np.int32)
+        known = len(self._tokens) > 0
+        positions = np.empty((3, count), np.int32)
+        positions[:] = numbers[CONTEXT] + numbers[DELTA]
+        self._width = int(numbers[HELD].max(initial=1))
+        return form(
+            tokens=self._tokens.astype(np.int32, copy=False) if known else nothing,
+            from_slot=nothing if known else numbers[SLOT],
+            positions=positions,
+            image_row=nothing,
+            out_row=index[1:],
+            row_start=index,
+            context=numbers[CONTEXT],
+            blocks=self._table[:count, : self._width],
+            slot=numbers[SLOT],
+            adapter=numbers[ADAPTER],
+            table=self._table,
+            last=numbers[LAST],  # no row holds a block that it does not need yet
+        )
+
+    def inputs_with_borrowed_rows(self, step_rows: StepInputs) -> StepInputs:
+        """Returns the inputs of the persistent rows followed by those of the Step's own rows, whose block tables
+        borrow rows of this table.
+        """
+        count, more = self.count, len(step_rows.context)
+        width = step_rows.blocks.shape[1]
+        self._reserve(count + more, width)
+        self._table[count : count + more, :width] = step_rows.blocks
+        self._borrowed_rows, self._borrowed_width = more, width
+        own = self.inputs()
+        return StepInputs(
+            tokens=np.concatenate([own.tokens, step_rows.tokens]),
+            from_slot=np.concatenate([own.from_slot, step_rows.from_slot]),
+            positions=np.concatenate([own.positions, step_rows.positions], axis=1),
+            image_row=np.concatenate([own.image_row, step_rows.image_row]),
+            out_row=np.concatenate([own.out_row, step_rows.out_row + count]),
+            row_start=np.concatenate([own.row_start, step_rows.row_start[1:] + count], dtype=np.int32),
+            context=np.concatenate([own.context, step_rows.context]),
+            blocks=self._table[: count + more, : max(width, own.blocks.shape[1])],
+            slot=np.concatenate([own.slot, step_rows.slot]),
+            adapter=np.concatenate([own.adapter, step_rows.adapter]),
+            table=self._table,
+            upto=None if step_rows.upto is None else np.concatenate([own.context, step_rows.upto]),
+            cross_attention=None if step_rows.cross_attention is None else step_rows.cross_attention.shifted(count),
+        )
+
+    def _release_borrowed_rows(self) -> None:
+        """Clears the block-table rows that the last launch borrowed."""
+        if self._borrowed_rows:
+            self._table[self.count : self.count + self._borrowed_rows, : self._borrowed_width] = 0
+            self._borrowed_rows = 0
+
+    def head(self, everything: UInt8) -> HeadInputs:
+        """How the rows draw, as views; hidden rows count from 1. ``everything``: the mask that allows all, [1, n]."""
+        if self._head is None or self._head.masks is not everything:
+            self._head = self._make_head(everything)
+        return self._head
+
+    def _make_head(self, everything: UInt8) -> PersistentHeadInputs:
+        """``head``, made anew."""
+        count = self.count
+        floats, numbers = self._floats[:, :count], self._numbers[:, :count]
+        return PersistentHeadInputs(
+            hidden_row=np.arange(1, count + 1, dtype=np.int32),
+            slot=numbers[SLOT],
+            top_k=numbers[TOP_K],
+            target=np.where(numbers[TOLD] > 0, np.int32(-1), np.int32(NO_LOGPROB)),
+            mask_row=np.zeros(count, np.int32),
+            masks=everything,
+            **dict(zip(FLOATS, floats, strict=True)),
+        )
+
+    @property
+    def rows_needing_full(self) -> list[bool]:
+        """Of each row, whether it needs more than the argmax."""
+        wanting: list[bool] = (self._numbers[FULL, : self.count] > 0).tolist()
+        return wanting
+
+    def head_needs(self) -> HeadNeeds:
+        """What the rows want of SAMPLE."""
+        if self._needs is None:
+            flags = self._numbers[:, : self.count]
+            full, best = flags[FULL], bool((flags[BEST] >= flags[FULL]).all())
+            self._needs = HeadNeeds(bool(full.any()), best, bool(flags[TOLD].any()), bool(full.all()))
+        return self._needs
+
+    # As rows
+
+    def expand_step(self, step: Step) -> Step:
+        """Returns ``step`` with one ``Row`` for everything that runs, and applies its changes; for readers that
+        launch nothing.
+        """
+        self.apply(step.batch)
+        whole = self.with_all_rows(step)
+        if step.batch is not None:
+            self.advance(step.rows, step.batch.joins)
+        return whole
+
+    def with_all_rows(self, step: Step) -> Step:
+        """Returns ``step`` with the persistent rows as plain ``Row`` objects in front of its own rows."""
+        return dataclasses.replace(step, rows=(*self.rows(), *step.rows), batch=None) if step.persistent_count else step
+
+    def rows(self) -> tuple[Row, ...]:
+        """Each row as a ``Row`` of this Step, for launches that are cut row by row."""
+        slots, context, delta, adapter, held = self._numbers[:5, : self.count].tolist()
+        uniform = self._floats[UNIFORM, : self.count].tolist()
+        made = []
+        for i, key in enumerate(self._keys):
+            position = np.full((3, 1), context[i] + delta[i], np.int32)
+            draw = Draw(key, slots[i], dataclasses.replace(self._samples[i], uniform=uniform[i]))
+            blocks = tuple(self._table[i, : held[i]].tolist())
+            token = int(self._tokens[i]) if len(self._tokens) else PENDING
+            made.append(Row(key, slots[i], context[i], (token,), blocks, position, (), (draw,), adapter=adapter[i]))
+        return tuple(made)
+
+    def checksum(self) -> int:
+        """Of what this rank knows of each row; equal to the scheduler's behind every Step."""
+        total = 0
+        for i, key in enumerate(self._keys):
+            slot, context, _, _, held = self._numbers[:5, i].tolist()
+            known = (key, slot, context, *self._table[i, :held].tolist())
+            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
+        return total
+
+
+def _wider(values: NDArray[Any], columns: int) -> NDArray[Any]:
+    """A copy with more columns."""
+    out: NDArray[Any] = np.zeros((len(values), columns), values.dtype)
+    out[:, : values.shape[1]] = values
+    return out

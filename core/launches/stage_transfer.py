@@ -1,0 +1,74 @@
+"""Rows between pipeline stages: what a backend offers for them, and the launches of a Step that a stage runs.
+
+Before a text launch a stage takes the rows of the stage before it, behind it it hands its own to the next. One tensor
+crosses, [padded tokens of the launch's bucket, hidden], from a static buffer into a static one and outside of programs,
+so that its shapes are planned and no graph waits for another stage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trencadis.core.buckets import Bucket, Plan, Stage, padded_tokens
+from trencadis.core.checkpoint.stage_share import StageShare
+from trencadis.core.step import StepInputs
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Pipe
+    from trencadis.core.models.interface import Persistent
+
+LAST = (Stage.SAMPLE, Stage.RESET, Stage.POOL)
+"""What reads the head's rows or the sampler state, which the last stage has."""
+
+
+def runs_on_stage(share: StageShare, stage: Stage) -> bool:
+    """Whether launches of ``stage`` run where ``share`` is held."""
+    if stage is Stage.VISION:
+        return share.starts
+    return share.ends if stage in LAST else True
+
+
+def own_plan(plan: Plan, share: StageShare) -> Plan:
+    """The plan of one stage: all stages have the same text buckets, and each those that it alone runs."""
+    if share.stages == 1:
+        return plan
+    kept = tuple(b for b in plan.buckets if runs_on_stage(share, b.stage))
+    return Plan(plan.policy, plan.version, kept, plan.block_size, plan.notes, plan.whole)
+
+
+def transferred_rows(bucket: Bucket, most: int) -> int:
+    """Rows that cross for a launch of ``bucket``; ``most``: that a buffer holds."""
+    return min(padded_tokens(bucket), most)
+
+
+class PipelineTransfer:
+    """Sends and receives the hidden rows of text launches between neighbouring pipeline stages."""
+
+    def __init__(self, share: StageShare, pipe: Pipe, held: Persistent) -> None:
+        self.share, self._pipe, self._held = share, pipe, held
+        pipe.bind(held.stream, None if share.ends else held.hidden)
+
+    def inputs(self, x: StepInputs) -> StepInputs:
+        """Host arrays of a launch here: rows that come in and go out are numbered from 1, in the launch's order."""
+        count = len(x.tokens)
+        number = np.arange(1, count + 1, dtype=np.int32)
+        if not self.share.starts:
+            nothing = np.zeros(count, np.int32)
+            x.tokens, x.from_slot, x.image_row = number, nothing, nothing
+        if not self.share.ends:
+            x.out_row = number
+        return x
+
+    def receive(self, bucket: Bucket) -> None:
+        """Before a launch: the rows of the stage before."""
+        stream = self._held.stream
+        if stream is not None:
+            self._pipe.receive(stream, transferred_rows(bucket, len(stream) - 1))
+
+    def send(self, bucket: Bucket) -> None:
+        """Behind a launch: its rows for the next stage."""
+        if not self.share.ends:
+            hidden = self._held.hidden
+            self._pipe.send(hidden, transferred_rows(bucket, len(hidden) - 1))

@@ -1,0 +1,106 @@
+"""Experts in the place of an MLP: a router, and gated MLPs whose columns are divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trencadis.core.backend import Comm, ExpertWeights, Ops
+from trencadis.core.checkpoint.model_config import ExpertsConfig
+from trencadis.core.layers.linear import Linear, Matrix, merge_or_separate, pad_rows, span
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.core.quant.quantised_tensor import QTensor
+
+CODED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""Tensors that a router has only where it is stored quantised."""
+
+
+class CodedExperts(ExpertWeights, Protocol):
+    """Experts of which some are kept as codes; ``nbytes``: of all of them."""
+
+    nbytes: int
+
+
+class CodingOps(Protocol):
+    """What ``Ops`` have besides where experts are kept as codes; elsewhere they take the engine's type as they load."""
+
+    def pack_quantised_experts(self, gate_up: Sequence[Matrix], down: Sequence[Matrix]) -> CodedExperts:
+        """As ``pack_experts``; any of the matrices may be quantised."""
+        ...
+
+
+class ExpertMLP:
+    """Every rank routes alike and holds a share of each expert, with zero padding if it does not divide evenly."""
+
+    weights: ExpertWeights
+
+    def __init__(
+        self, ops: Ops, comm: Comm, width: int, c: ExpertsConfig, act: str = "silu", device: torch.device | None = None
+    ) -> None:
+        self.ops, self.comm, self.width, self.act = ops, comm, width, act
+        self.device = device or torch.device("cpu")
+        self.count, self.top, self.inner, self.normalise = c.count, c.top, c.inner, c.normalise
+        self.router = Linear(ops, comm)
+        self.bytes = 0
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self._load_router(source, f"{name}.gate")
+        each = [self._expert(source, f"{name}.experts.{i}") for i in range(self.count)]
+        gate_up, down = [one for one, _ in each], [one for _, one in each]
+        if any(isinstance(one, QTensor) for one in (*gate_up, *down)) and hasattr(self.ops, "pack_quantised_experts"):
+            coded = cast(CodingOps, self.ops).pack_quantised_experts(gate_up, down)
+            self.weights, self.bytes = coded, coded.nbytes
+            return
+        plain = [self._plain(some) for some in (gate_up, down)]
+        self.bytes = sum(one.nbytes for some in plain for one in some)
+        self.weights = self.ops.pack_experts(*plain)
+
+    def _plain(self, some: list[Matrix]) -> list[Tensor]:
+        """In the engine's type. What was quantised is let go one by one, so that both never lie there whole."""
+        for i, one in enumerate(some):
+            some[i] = one if isinstance(one, Tensor) else one.values().to(self.device)
+        return [one for one in some if isinstance(one, Tensor)]
+
+    def _load_router(self, source: WeightSource, name: str) -> None:
+        """Shares follow from its scores, so that it is multiplied in the engine's type, however it is stored."""
+        shape = self.count, self.width
+        coded = any(source.has(f"{name}.{mark}") for mark in CODED)
+        found = source.take_quantised(name, shape, 0, 0, self.count) if coded else None
+        self.router.pack(
+            source.take(f"{name}.weight", shape) if found is None else found.values().to(self.device), None
+        )
+
+    def _expert(self, source: WeightSource, name: str) -> tuple[Matrix, Matrix]:
+        """This rank's gate_up [2 x share, width] and down [width, share]."""
+        start, stop, share = span(self.inner, self.comm.rank, self.comm.world)
+        parts = merge_or_separate([self._part(source, f"{name}.{part}", 0, start, stop, share) for part in GATED])
+        if len(parts) > 1:  # codes that cannot be one matrix
+            parts = [torch.cat(self._plain(parts))]
+        return parts[0], self._part(source, f"{name}.down_proj", 1, start, stop, share)
+
+    def _part(self, source: WeightSource, name: str, dim: int, start: int, stop: int, share: int) -> Matrix:
+        """[share, width] where ``dim`` is 0, else [width, share]."""
+        shape = (self.inner, self.width) if dim == 0 else (self.width, self.inner)
+        found = source.take_quantised(name, shape, dim, start, stop)
+        if found is not None:
+            return found.padded(share, self.width) if dim == 0 else found.padded(self.width, share)
+        weight = source.shard(f"{name}.weight", shape, dim, start, stop)
+        return pad_rows(weight, share) if dim == 0 else functional.pad(weight, (0, share - (stop - start)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, width] -> [n, width] in the backend's dtype, summed over ranks."""
+        y = self.ops.experts(x, self.router(x), self.weights, self.top, self.normalise, self.act)
+        if self.comm.world == 1:
+            return y
+        self.ops.cut("collective")
+        return self.comm.all_reduce(y)
+
+    def nbytes(self) -> int:
+        return self.router.bytes + self.bytes
+
+
+GATED = ("gate_proj", "up_proj")

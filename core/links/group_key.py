@@ -1,0 +1,68 @@
+"""The key of a group: 32 bytes that its processes share and that nothing prints."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from trencadis.core.errors import StartupError
+
+SIZE = 32
+
+
+class GroupKey:
+    """Proves and derives; ``repr``, ``str`` and pickle do not have it."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) != SIZE:
+            raise ValueError(f"a group's key has {SIZE} bytes")
+        self._held = bytes(data)
+
+    @classmethod
+    def generate(cls) -> GroupKey:
+        """A key that nobody else has."""
+        return cls(os.urandom(SIZE))
+
+    @classmethod
+    def read(cls, path: str) -> GroupKey:
+        """The key that a file stands for: any content of 32 bytes or more, less white space around it.
+
+        Raises:
+            StartupError: the file cannot be read, is too short, or everybody may read it.
+        """
+        try:
+            mode, data = os.stat(path).st_mode, Path(path).read_bytes().strip()
+        except OSError as error:
+            raise StartupError(f"--group-key-file {path}: {error.strerror}") from None
+        if mode & (stat.S_IROTH | stat.S_IWOTH):
+            raise StartupError(f"--group-key-file {path}: every user of this machine may read it: chmod 600 {path}")
+        if len(data) < SIZE:
+            raise StartupError(
+                f"--group-key-file {path}: {len(data)} bytes, and {SIZE} are needed: "
+                f"head -c 32 /dev/urandom | base64 > {path}"
+            )
+        return cls(hashlib.blake2b(data, digest_size=SIZE, person=b"trencadis-group").digest())
+
+    def proof(self, *parts: bytes) -> bytes:
+        """HMAC-SHA256 of ``parts``, each after its length: 32 bytes."""
+        made = hmac.new(self._held, digestmod=hashlib.sha256)
+        for part in parts:
+            made.update(len(part).to_bytes(4, "little"))
+            made.update(part)
+        return made.digest()
+
+    def export_bytes(self) -> bytes:
+        """The bytes themselves, for a process of the same group."""
+        return self._held
+
+    def __repr__(self) -> str:
+        return "GroupKey(***)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a group's key is never pickled")

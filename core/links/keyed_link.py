@@ -1,0 +1,183 @@
+"""A link over TCP whose frames are numbered and tagged with keyed BLAKE2.
+
+A frame is a header of 16 bytes (uint32 size, uint8 kind, 3 zero bytes, uint64 number; little-endian) and its tag of 16
+bytes; then, unless the size is 0, the message and its tag of 16 bytes, which covers header and message. Each direction
+has a key of its own, derived from the group's key and both sides' challenges (``handshake.py``), and its numbers count
+from 0; so a frame that is altered, left out, sent again, or sent on another link or backwards is noticed before a byte
+of its message is looked at. The size is believed once the header's tag is right, and only up to ``most``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trencadis.core.links.byte_stream import ByteStream
+from trencadis.core.links.link import LinkClosed
+from trencadis.core.links.outbox import Outbox, Pieces
+
+HEADER = struct.Struct("<IB3xQ")
+TAG = 16
+FULL = HEADER.size + TAG
+
+MESSAGE, BEAT_LOADING, BEAT_STEADY = range(3)
+"""Kinds of frames. A process that loads may hold the interpreter's lock for long, so its beats prove life without
+promising the next one in time."""
+
+BEATS_WITHOUT_READER = 4
+"""Added to a beat: nothing has come since the last one. A link may be dropped in one direction only."""
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+
+MISSED = 10
+"""Beats that may be missing; then the other process counts as dead."""
+
+PATIENT = 120.0
+"""Seconds of silence that a process which still loads may keep."""
+
+MOST = 1 << 30
+"""Bytes of the largest message."""
+
+
+class KeyedLink:
+    """``core.links.link.Link`` over a stream whose two ends have proved that they know the group's key.
+
+    Args:
+        seal, check: taggers of each direction (``tagger``), which show their keys to nobody.
+        most: bytes of the largest message that is taken.
+    """
+
+    def __init__(self, stream: ByteStream, seal: Any, check: Any, most: int = MOST) -> None:
+        self.stream, self._most = stream, most
+        self._seal_with, self._check_with = seal, check
+        self._sent = self._received = 0
+        self._steady = self._promised = self._heard = False
+        self._deaf = 0
+        self._outbox = Outbox(stream.send_now, stream.send_all)
+
+    def send(self, body: bytes) -> None:
+        """Sends one message."""
+        if len(body) > MOST:
+            raise ValueError(f"a message of {len(body)} bytes; a link takes {MOST}")
+        if not self._outbox.put(lambda: self._seal(MESSAGE, body), len(body)):
+            raise LinkClosed("the connection is closed")
+
+    def beat(self, steady: bool) -> None:
+        """Sends a sign of life, unless something waits to be sent, which is one."""
+        self._promised = steady
+        if self._outbox.idle:
+            kind = (BEAT_STEADY if steady else BEAT_LOADING) + (0 if self._heard else BEATS_WITHOUT_READER)
+            self._heard = False
+            self._outbox.put(lambda: self._seal(kind, b""), 0)
+
+    def receive(self) -> bytearray:
+        """The next message. Silence of ``MISSED`` beats, or any frame that is not as it was sent, closes the link."""
+        try:
+            while True:
+                kind, body = self._frame()
+                self._heard = True
+                if kind == MESSAGE:
+                    return body
+                self._steady = kind & ~BEATS_WITHOUT_READER == BEAT_STEADY
+                self._deaf = self._deaf + 1 if kind & BEATS_WITHOUT_READER and self._promised else 0
+                if self._deaf >= MISSED:
+                    raise LinkClosed(f"it hears nothing for {MISSED * BEAT:g} s")
+        except LinkClosed:
+            self.close()
+            raise
+
+    @property
+    def backlog(self) -> int:
+        """Frames that wait to be sent."""
+        return self._outbox.backlog
+
+    def close(self) -> None:
+        """Closes both directions."""
+        self._outbox.end()
+        self.stream.close()
+
+    # Frames
+
+    def _seal(self, kind: int, body: bytes) -> Pieces:
+        header = HEADER.pack(len(body), kind, self._sent)
+        self._sent += 1
+        head = header + _tag(self._seal_with, header)
+        return (head,) if not body else (head, body, _tag(self._seal_with, header, body))
+
+    def _frame(self) -> tuple[int, bytearray]:
+        head = self._receive_exactly(FULL)
+        header = bytes(head[: HEADER.size])
+        if not hmac.compare_digest(_tag(self._check_with, header), head[HEADER.size :]):
+            raise LinkClosed("a frame was altered")
+        size, kind, number = HEADER.unpack(header)
+        if number != self._received:
+            raise LinkClosed(f"frame {number} came where {self._received} was due")
+        if size > self._most:
+            raise LinkClosed(f"a message of {size} bytes is announced; {self._most} are taken")
+        self._received += 1
+        if not size:
+            return kind, bytearray()
+        body = self._receive_exactly(size)
+        if not hmac.compare_digest(_tag(self._check_with, header, body), self._receive_exactly(TAG)):
+            raise LinkClosed("a frame was altered")
+        return kind, body
+
+    def _receive_exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left, missed = memoryview(data), 0
+        while left:
+            limit = MISSED * BEAT if self._steady else PATIENT
+            try:
+                got = self.stream.receive_into(left, BEAT)
+            except TimeoutError:
+                missed += 1  # counted one by one: while a machine is suspended its clock may go on
+                if missed * BEAT >= limit:
+                    raise LinkClosed(f"no sign of life for {limit:g} s") from None
+                continue
+            except ConnectionResetError:
+                got = 0
+            except OSError as error:
+                raise LinkClosed(error.strerror or "the connection broke") from None
+            if not got:
+                raise LinkClosed("it closed its connection")
+            left, missed = left[got:], 0
+        return data
+
+
+class HeartbeatThread:
+    """Beats for all links of a process, on a thread of its own, until ``end``."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        import threading
+
+        self._ended = threading.Event()
+        self._beat = beat
+        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._ended.wait(max(due - time.monotonic(), 0.0)):
+            self._beat()
+            due = max(due + BEAT, time.monotonic())
+
+    def end(self) -> None:
+        """No more beats."""
+        self._ended.set()
+
+
+def tagger(key: bytes) -> Any:
+    """BLAKE2b under ``key``, of which a copy is taken for each tag."""
+    return hashlib.blake2b(key=key, digest_size=TAG)
+
+
+def _tag(base: Any, *parts: bytes | bytearray) -> bytes:
+    made = base.copy()
+    for part in parts:
+        made.update(part)
+    tag: bytes = made.digest()
+    return tag

@@ -1,0 +1,142 @@
+"""What one choice may draw next: all its matchers together, and its end. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from trencadis.core.masks.grammar_matcher import GrammarMatcher
+from trencadis.core.masks.matchers import Matcher, ThinkingMatcher, bits, remove
+from trencadis.core.step import UInt8
+
+NOTHING_LEFT = "The constraints of this request leave no token that may follow."
+
+
+@dataclass(frozen=True)
+class ChoiceEnds:
+    """How choices end, and what is drawn behind an end.
+
+    Args:
+        eos: ids that end a text.
+        everything: the mask that holds the vocabulary.
+        surplus: the mask of a choice that has ended: a step that was on its way draws once more for it.
+    """
+
+    eos: frozenset[int]
+    everything: UInt8
+    surplus: UInt8
+
+    @classmethod
+    def of(cls, vocab: int, eos: Collection[int]) -> ChoiceEnds:
+        """Masks over ``vocab`` ids."""
+        everything = bits(vocab, range(vocab))
+        found = frozenset(t for t in eos if 0 <= t < vocab)
+        return cls(found, everything, bits(vocab, found) if found else everything)
+
+
+class ChoiceMasks:
+    """Matchers of one choice.
+
+    A grammar, allowed ids and words hold without exception. A thinking budget and banned ids (min_tokens, ignore_eos)
+    give way where they would leave nothing.
+
+    Args:
+        stops: ids besides EOS that end the choice. With a grammar they do so only where it may end; elsewhere they are
+            text, if the grammar takes them.
+        endless: EOS does not end it.
+    """
+
+    def __init__(
+        self,
+        ends: ChoiceEnds,
+        stops: Collection[int],
+        grammar: GrammarMatcher | None = None,
+        others: Sequence[Matcher] = (),
+        thinking: ThinkingMatcher | None = None,
+        endless: bool = False,
+    ) -> None:
+        self._ends, self._endless = ends, endless
+        self._stops = frozenset(stops)
+        self._grammar, self._others, self._thinking = grammar, list(others), thinking
+        self._history: list[bool] = []
+        """For each token, whether the matchers have accepted it; they see none that ends the choice, and none later."""
+        self.failure = ""
+        """Why the choice cannot go on, in one line."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the choice has drawn its last token."""
+        return bool(self._history) and not self._history[-1]
+
+    def fill(self, row: UInt8, banned: Collection[int] = ()) -> None:
+        """Makes ``row`` the mask of the next token; ``banned`` are ids that should not be drawn now."""
+        if self.failure or self.ended:
+            row[:] = self._ends.surplus
+            return
+        row[:] = self._ends.everything
+        self._restrict(row)
+        if self._thinking is not None:
+            self._thinking.restrict(row)
+        if banned:
+            kept = row.copy()
+            remove(row, banned)
+            if not row.any():
+                row[:] = kept
+
+    def _restrict(self, row: UInt8) -> None:
+        """What holds without exception."""
+        if self._grammar is not None:
+            self._grammar.restrict(row)
+            self.failure = self._grammar.error
+            if self._stops and self._grammar.accepting:
+                for token in self._stops:
+                    row[token >> 3] |= 1 << (token & 7)
+        for matcher in self._others:
+            matcher.restrict(row)
+        if self._grammar is not None and self._others and not row.any():
+            self._grammar.respell(row)  # the tokenizer's own ids of a forced text are forbidden: others may spell it
+            for matcher in self._others:
+                matcher.restrict(row)
+        if not self.failure and not row.any():
+            self.failure = NOTHING_LEFT
+        if self.failure:
+            row[:] = self._ends.surplus
+
+    def accept(self, token: int) -> bool:
+        """Goes one token on; True: an id of ``stops`` was drawn as text, because the grammar may not end here."""
+        if self.failure or self.ended:
+            self._history.append(False)
+            return False
+        stop = token in self._stops
+        over = token in self._ends.eos and not self._endless
+        over |= stop and (self._grammar is None or self._grammar.accepting)
+        self._history.append(not over)
+        if over:
+            return False
+        if self._grammar is not None and not self._grammar.accept(token):
+            self.failure = self._grammar.error or "The grammar does not take what was drawn."
+        for matcher in (*self._others, *((self._thinking,) if self._thinking else ())):
+            matcher.accept(token)
+        return stop
+
+    def rollback(self, count: int) -> None:
+        """Takes the last ``count`` tokens back; a failure stays."""
+        seen = sum(self._history[len(self._history) - count :])
+        del self._history[len(self._history) - count :]
+        if seen:
+            for matcher in (self._grammar, self._thinking, *self._others):
+                if matcher is not None:
+                    matcher.rollback(seen)
+
+    def fork(self) -> ChoiceMasks:
+        """A choice at the same place, which goes its own way."""
+        made = ChoiceMasks(
+            self._ends,
+            self._stops,
+            None if self._grammar is None else self._grammar.fork(),
+            [m.fork() for m in self._others],
+            None if self._thinking is None else self._thinking.fork(),
+            self._endless,
+        )
+        made._history, made.failure = list(self._history), self.failure
+        return made

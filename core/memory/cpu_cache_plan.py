@@ -1,0 +1,206 @@
+"""How many KV blocks and arena rows an engine on the CPU gets. Pure; sizes in bytes unless named otherwise.
+
+The KV cache has the size that was asked for, or the least of 4 GiB, 40 % of the memory left after the weights, and what
+max_num_seqs requests of max_model_len tokens can use. Devices with graphs divide their memory by core/memory/ledger.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trencadis.core.checkpoint.model_config import ModelConfig, TextConfig, reserved_rows
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.memory.estimate import arena_width
+from trencadis.core.memory.weight_bytes import quantisation_excess
+from trencadis.core.quant.kv_cache_format import head_bytes
+from trencadis.core.shapes.launch_costs import layers_values
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+
+KV_CAP = 4 << 30
+KV_SHARE = 0.4
+ARENA_ROWS = 8192
+
+LEAST_UNITS, MOST_UNITS = 4, 16
+"""Images of an arena whose images stay with their requests, where the user names no number."""
+"""Least arena rows: a small model's rows cost little, and many small images should stay cached."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of KV cache and arena, derived from memory and never written back into a config."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    arena_rows: int
+    kv_bytes: int
+    arena_bytes: int
+    weights_bytes: int
+    notes: tuple[str, ...] = ()
+    host_blocks: int = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the full model length that the KV cache holds at a time."""
+        return self.kv_tokens / self.max_model_len
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The user's settings; None: not set."""
+
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int | None = None
+    kv_bytes: int | None = None
+    num_blocks: int | None = None
+    arena_images: int | None = None
+
+
+def block_bytes(text: TextConfig, block_size: int, itemsize: int) -> int:
+    """K and V of one block over all layers."""
+    return (
+        (text.layers - len(text.cross_attention_layers))
+        * block_size
+        * text.kv_heads
+        * head_bytes(text.kv, text.head_dim, itemsize)
+    )
+
+
+def weights_bytes(config: ModelConfig, itemsize: int, ranks: int = 1, quantised: str = "") -> int:
+    """Weights of all ``ranks`` of all stages by formula, from config.json alone, without norms and biases (0.1 %)."""
+    t = config.text
+    total = layers_values(t, active=False) + (t.vocab * (1 if t.tied else 2)) * t.width + t.learned * t.hidden
+    if config.vision is not None:
+        total += config.vision.count_weights() * (ranks if config.encoder_data_parallel else 1)
+    total += _held_twice(t, ranks, config.share.stages)
+    return total * itemsize + ranks * quantisation_excess(replace(config, part=None), itemsize, ranks, quantised)
+
+
+def _held_twice(text: TextConfig, ranks: int, stages: int = 1) -> int:
+    """Values that ranks hold in addition to the model's own: copies of the embedding, and a tied head's shares."""
+    if ranks == 1 and stages == 1:
+        return 0
+    table = text.vocab * text.width
+    return (ranks - 1) * table + (table if text.tied else 0)
+
+
+def _longest(config: ModelConfig, asked: CacheOptions) -> int:
+    """The model's longest row; raises StartupError where the user asks for more."""
+    longest = config.text.max_positions
+    if asked.max_model_len is not None and asked.max_model_len > longest:
+        raise StartupError(
+            f"--max-model-len {asked.max_model_len} is more than {config.name} supports; the largest is {longest}"
+        )
+    return longest
+
+
+def plan_cpu(
+    config: ModelConfig,
+    asked: CacheOptions,
+    itemsize: int,
+    available: int,
+    image_tokens: int,
+    ranks: int = 1,
+    quantised: str = "",
+) -> CachePlan:
+    """Plans the caches of an engine on the CPU.
+
+    ``available`` is the memory before weights are loaded; the ``ranks`` share one machine, so bytes are those of all of
+    them. ``quantised``: ``Policy.quantised``.
+
+    Raises:
+        StartupError: not enough memory, or a model length that the model or the KV cache cannot hold; the line names
+            the value that fits.
+    """
+    text = config.text
+    longest = _longest(config, asked)
+    weights = weights_bytes(config, itemsize, ranks, quantised)
+    per_block = max(ranks // text.kv_heads, 1) * block_bytes(text, asked.block_size, itemsize)
+    left = available - weights
+    if left < per_block:
+        raise StartupError(
+            f"not enough memory: the weights need {gib(weights)} and {gib(available)} are free; "
+            "a smaller model, --dtype bfloat16 or --quantization int8 would fit"
+        )
+    wanted = asked.max_model_len or longest
+    usable = asked.max_num_seqs * -(-wanted // asked.block_size)
+    budget = asked.kv_bytes if asked.kv_bytes is not None else min(KV_CAP, int(KV_SHARE * left))
+    if asked.num_blocks is not None:
+        blocks = asked.num_blocks
+    else:
+        blocks = budget // per_block if asked.kv_bytes is not None else min(budget // per_block, usable)
+    fits = blocks * asked.block_size
+    notes = []
+    if fits < wanted:
+        if asked.max_model_len is not None or fits < 1:
+            need = -(-wanted // asked.block_size) * per_block
+            raise StartupError(
+                f"--max-model-len {wanted} needs {gib(need)} of KV cache and {gib(blocks * per_block)} are planned; "
+                f"the largest that fits is {max(fits, 0)} (or --kv-cache-memory-bytes {need})"
+            )
+        notes.append(f"max_model_len lowered from {wanted} to {fits}: that is what the KV cache holds")
+        wanted = fits
+    if asked.kv_bytes is not None and asked.kv_bytes > left:
+        raise StartupError(f"--kv-cache-memory-bytes asks for {gib(asked.kv_bytes)}; {gib(left)} are free")
+    rows, row_bytes = arena_rows(config, asked, image_tokens, wanted), _row_bytes(config, ranks) * itemsize
+    _check_units(config, rows, image_tokens, row_bytes, left - blocks * per_block)
+    return CachePlan(
+        num_blocks=blocks,
+        block_size=asked.block_size,
+        max_model_len=wanted,
+        arena_rows=rows,
+        kv_bytes=(blocks + RESERVED_BLOCKS) * per_block,
+        arena_bytes=rows * row_bytes,
+        weights_bytes=weights,
+        notes=tuple(notes),
+    )
+
+
+def arena_rows(config: ModelConfig, asked: CacheOptions, image_tokens: int, model_len: int) -> int:
+    """Arena rows for the largest images, the reserved ones included."""
+    if config.vision is None:
+        return reserved_rows(config)
+    if config.text.cross_attention_layers:
+        return arena_units(config, asked.arena_images, asked.max_num_seqs) * image_tokens + reserved_rows(config)
+    image_tokens = min(image_tokens, model_len)
+    if asked.arena_images is not None:
+        if asked.arena_images < 2:
+            raise StartupError("--encoder-cache-images must be at least 2")
+        return asked.arena_images * image_tokens + reserved_rows(config)
+    return max(4 * image_tokens, ARENA_ROWS) + reserved_rows(config)
+
+
+def arena_units(config: ModelConfig, asked: int | None, rows: int) -> int:
+    """Images of an arena whose rows layers attend to; 0: they attend to none. ``rows``: requests at a time.
+
+    Such an image stays for as long as its request, so that there should be one for each.
+    """
+    if not config.text.cross_attention_layers:
+        return 0
+    if asked is not None and asked < 1:
+        raise StartupError("--encoder-cache-images must be at least 1")
+    return asked or max(LEAST_UNITS, min(rows, MOST_UNITS))
+
+
+def _row_bytes(config: ModelConfig, ranks: int) -> int:
+    """Values of an arena row; of cross-attention layers, those of all ranks, which hold other ones each."""
+    return config.row_parts * arena_width(config, ranks) * (ranks if config.text.cross_attention_layers else 1)
+
+
+def _check_units(config: ModelConfig, rows: int, unit: int, row_bytes: int, left: int) -> None:
+    """Raises StartupError where images that layers attend to, ``unit`` rows each, do not fit ``left`` bytes."""
+    need = rows * row_bytes
+    if not config.text.cross_attention_layers or need <= left:
+        return
+    line = f"{rows // unit} images (--encoder-cache-images) need {gib(need)} and {gib(max(left, 0))} are left"
+    fits = left // (unit * row_bytes)
+    if fits > 0:
+        raise StartupError(f"{line}; {fits} fit")
+    raise StartupError(f"{line}; not one fits, {gib(unit * row_bytes - left)} are missing")

@@ -1,0 +1,38 @@
+"""What attention to images holds in a text launch, beside attention to tokens. Pure; in bytes."""
+
+from __future__ import annotations
+
+from trencadis.core.buckets import Bucket, padded_tokens
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.shapes.cross_attention_inputs import planned_units
+
+SCORES = 1 << 25
+"""Scores that are held at a time (``backends.cpu.reference``)."""
+
+
+def cross_attention_layer_count(model: ModelConfig, bucket: Bucket, seeing: bool = True) -> int:
+    """Cross-attention layers of a launch with images; not ``seeing``: those that a launch without images skips."""
+    return len(model.text.cross_attention_layers) if bool(planned_units(bucket.variant)) is seeing else 0
+
+
+def cross_attention_kept_bytes(model: ModelConfig, bucket: Bucket, itemsize: int) -> int:
+    """What crosses a graph's cuts around sums of ranks, beside that of other layers: gates, and what they multiply."""
+    return padded_tokens(bucket) * cross_attention_layer_count(model, bucket) * (2 * model.text.hidden + 2) * itemsize
+
+
+def cross_attention_row_bytes(model: ModelConfig, bucket: Bucket) -> int:
+    """The numbers of the arena's rows, which all layers of a launch read."""
+    return 8 * planned_units(bucket.variant) * (model.vision.cross_attention_rows if model.vision is not None else 0)
+
+
+def cross_attention_work_bytes(model: ModelConfig, bucket: Bucket, itemsize: int, heads: int, kv_heads: int) -> int:
+    """Keys and values gathered, transposed once for the products, and the scores of a tile of queries.
+
+    ``heads``, ``kv_heads``: of one device.
+    """
+    units = planned_units(bucket.variant)
+    if not units or model.vision is None:
+        return 0
+    keys, d = units * model.vision.cross_attention_rows, model.text.head_dim
+    scores = min(max(SCORES, heads * keys), padded_tokens(bucket) * heads * keys)
+    return 4 * keys * kv_heads * d * itemsize + scores * (12 + itemsize)

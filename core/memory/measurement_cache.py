@@ -1,0 +1,152 @@
+"""Bytes and seconds of graphs that earlier starts measured, kept as JSON for ``--graph-memory auto``. Torch-free.
+
+There is one file per model, device, dtype, ranks and block size. It is a cache: an unreadable file counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from trencadis.core import envs
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ModelConfig
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class MeasurementKey:
+    """The model and device that measurements hold for."""
+
+    model: str
+    device: str
+    dtype: str
+    ranks: int
+    block_size: int
+
+    @property
+    def file(self) -> str:
+        """The file's name."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.device.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """By bucket: a graph's bytes beside its inputs, seconds of compiling, and the most bytes that a launch held."""
+
+    graphs: Mapping[Bucket, int] = field(default_factory=dict)
+    seconds: Mapping[Bucket, float] = field(default_factory=dict)
+    activations: Mapping[Bucket, int] = field(default_factory=dict)
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """A digest of the model's sizes, because checkpoints of equal shape share measurements; each stage has its own."""
+    parts = {"text": asdict(model.text), "vision": asdict(model.vision) if model.vision else None}
+    if model.part is not None:
+        parts["part"] = asdict(model.part)
+    if model.encoder_data_parallel:
+        parts["own towers"] = {}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def folder(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of the files: in TRENCADIS_CACHE, else in the user's cache folder."""
+    environ = os.environ if environ is None else environ
+    named = envs.get("TRENCADIS_CACHE", environ)
+    if named:
+        return Path(named) / "measured"
+    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trencadis" / "measured"
+
+
+def name_of(bucket: Bucket) -> str:
+    """A bucket as a key of the file: its printed form."""
+    return str(bucket)
+
+
+def bucket_of(name: str) -> Bucket:
+    """The bucket that prints as ``name``.
+
+    Raises:
+        ValueError: no bucket prints so.
+    """
+    shape, _, variant = name.partition("/")
+    stage, bracket, dims = shape.rstrip("]").partition("[")
+    if not bracket or stage.upper() not in Stage.__members__:
+        raise ValueError(name)
+    return Bucket(Stage[stage.upper()], tuple(int(d) for d in dims.split("x")), variant)
+
+
+def load(key: MeasurementKey, directory: Path) -> Measurements | None:
+    """The measurements stored under ``key``; None if there is no readable file."""
+    found = _read(directory / key.file)
+    return found[1] if found is not None and found[0] == key else None
+
+
+def load_nearest(key: MeasurementKey, directory: Path) -> Measurements | None:
+    """As ``load``, else the newest file of a device whose name begins with ``key.device``: a plan may name a kind."""
+    files = {f: f.stat().st_mtime for f in directory.glob(f"{key.device}*.json")} if directory.is_dir() else {}
+    for file in (directory / key.file, *sorted(files, key=lambda f: -files[f])):
+        found = _read(file)
+        if found is not None and replace(found[0], device=key.device) == key:
+            return found[1]
+    return None
+
+
+def _read(file: Path) -> tuple[MeasurementKey, Measurements] | None:
+    """A file's key and content; None if it cannot be read."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["version"] != VERSION:
+            return None
+        graphs, held = ({bucket_of(n): int(v) for n, v in raw[k].items()} for k in ("graphs", "activations"))
+        content = Measurements(graphs, {bucket_of(n): float(s) for n, s in raw["seconds"].items()}, held)
+        return MeasurementKey(**raw["key"]), content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def merge_measurements(known: Measurements | None, new: Measurements, complete: bool) -> Measurements:
+    """``new`` merged into ``known``, of which all buckets stay that ``new`` lacks.
+
+    Unless ``new`` is ``complete``, the larger figure of a bucket counts: workspaces may not have grown to their size
+    yet, and if graphs share memory, a graph costs less once its stage holds others.
+    """
+    if known is None:
+        return new
+
+    def larger(old: Mapping[Bucket, int], found: Mapping[Bucket, int]) -> dict[Bucket, int]:
+        return {**old, **{b: count if complete else max(count, old.get(b, 0)) for b, count in found.items()}}
+
+    graphs, held = larger(known.graphs, new.graphs), larger(known.activations, new.activations)
+    return Measurements(graphs, {**known.seconds, **new.seconds}, held)
+
+
+def add_measurements(key: MeasurementKey, new: Measurements, directory: Path, complete: bool) -> None:
+    """Adds ``new`` to what is stored; does nothing if the folder cannot be written."""
+    with suppress(OSError):
+        store(key, merge_measurements(load(key, directory), new, complete), directory)
+
+
+def store(key: MeasurementKey, measured: Measurements, directory: Path) -> Path:
+    """Writes ``measured`` atomically, so that no reader sees half a file; returns the file's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        "version": VERSION,
+        "key": asdict(key),
+        "graphs": {name_of(b): n for b, n in sorted(measured.graphs.items())},
+        "seconds": {name_of(b): round(s, 4) for b, s in sorted(measured.seconds.items())},
+        "activations": {name_of(b): n for b, n in sorted(measured.activations.items())},
+    }
+    path = directory / key.file
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    temporary.replace(path)
+    return path

@@ -1,0 +1,35 @@
+"""Measures the ledger's rows: each phase of a start-up is charged with the free memory that it used up."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from trencadis.core.memory.ledger import MemoryInUse
+
+if TYPE_CHECKING:
+    from trencadis.core.backend import Backend
+
+
+class MemoryMeter:
+    """Rows of the ledger before graphs. ``others`` is what was in use when the meter was made."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.total = backend.memory.total()
+        self._free = backend.memory.free()
+        self.rows: dict[str, int] = {"others": self.total - self._free}
+
+    def charge(self, row: str) -> int:
+        """Charges ``row`` with the bytes used since the last call; returns them."""
+        gc.collect()
+        self._backend.synchronize()
+        free = self._backend.memory.free()
+        taken, self._free = self._free - free, free
+        self.rows[row] = self.rows.get(row, 0) + taken
+        return taken
+
+    def memory_in_use(self) -> MemoryInUse:
+        """The bytes in use before the KV cache exists."""
+        names = ("others", "weights", "arena", "state", "hidden", "inputs", "activations", "copies")
+        return MemoryInUse(self.total, *(self.rows.get(name, 0) for name in names))

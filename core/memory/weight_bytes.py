@@ -1,0 +1,222 @@
+"""What quantised weights cost on one of ``ranks`` devices, matrix by matrix, by config.json alone. Pure; in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from trencadis.core.checkpoint.model_config import GATED, LAYER, RMS_ONE, SANDWICH, ModelConfig, TextConfig
+from trencadis.core.checkpoint.quant_config import Quantisation
+from trencadis.core.checkpoint.vision_config import SharedMatrix
+from trencadis.core.errors import StartupError
+from trencadis.core.quant.scheme import FLOATS8, PANELS, ROWS8, Scheme, held_bytes, mlp_unit, notes_of, packs4
+from trencadis.core.shared_constants import align_up
+
+EXPERT_FORMS = (ROWS8, PANELS)
+"""Forms (``Policy.quantised``) of devices that keep experts as codes; others make them of the engine's type."""
+
+EXPERTS = ".experts."
+"""What names of experts' matrices have in them."""
+
+
+def weight_notes(model: ModelConfig, itemsize: int, form: str) -> list[str]:
+    """What users must know of quantised weights on this device.
+
+    Raises:
+        StartupError: the device has no use for what was asked.
+    """
+    if model.quant is not None and model.quant.given and form != FLOATS8:
+        raise StartupError("--quantization inc is for fp8 on Gaudi; here --quantization fp8, int8 or int4 works")
+    if model.quant is None:
+        return []
+    lines = notes_of(model.quant.schemes, form, itemsize)
+    if model.text.experts is not None and form and form not in EXPERT_FORMS:
+        lines.append(f"weights: experts become {8 * itemsize}-bit values as they load; the CPU keeps int8 and int4")
+    return lines
+
+
+def mlp_columns(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Columns of the decoder's MLP on one device, a multiple of ``width``; a share ends at a quantised group."""
+    inner = model.text.intermediate
+    unit = mlp_unit(inner, model.quant.widest_group() if model.quant is not None else 1, ranks)
+    return align_up(-(-inner // unit // ranks) * unit, width)
+
+
+def vocabulary_share(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Rows of the head on one of ``ranks`` devices, a multiple of ``width`` where it is shared."""
+    return align_up(-(-model.text.vocab // ranks), width if ranks > 1 else 1)
+
+
+def mlp_matrices(t: TextConfig) -> int:
+    """Matrices of hidden x intermediate values in an MLP."""
+    return 3 if t.mlp == GATED else 2
+
+
+def layer_norms(t: TextConfig) -> int:
+    """Norms of hidden values in a layer."""
+    return 4 if t.norm_placement == SANDWICH else 2
+
+
+def norm_excess(model: ModelConfig, itemsize: int) -> int:
+    """Bytes that norms take beyond those of the engine's type: weights of 1 and a fraction are float32."""
+    t, share = model.text, model.share
+    if t.norm != RMS_ONE:
+        return 0
+    return len(share.layers) * norm_excess_of(t, itemsize) + (
+        t.hidden * (4 - itemsize) if t.final_norm and share.ends else 0
+    )
+
+
+def norm_excess_of(t: TextConfig, itemsize: int) -> int:
+    """``norm_excess`` of a layer."""
+    if t.norm != RMS_ONE:
+        return 0
+    return (layer_norms(t) * t.hidden + (2 * t.head_dim if t.qk_norm else 0)) * (4 - itemsize)
+
+
+def layer_values(model: ModelConfig, index: int, ranks: int, width: int = 1) -> int:
+    """Values of the decoder's layer ``index`` on a stage's rank 0, exact; row-parallel biases live there alone."""
+    t, columns = model.text, mlp_columns(model, ranks, width)
+    heads = -(-t.heads // ranks) * t.head_dim
+    qkv = heads + 2 * (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    layer = t.hidden * (qkv + heads) + layer_norms(t) * t.hidden * (2 if t.norm == LAYER else 1)
+    crosses = index in t.cross_attention_layers
+    layer += (qkv if t.qkv_bias else 0) + (t.hidden if t.out_bias else 0)
+    layer += (2 * t.head_dim if t.qk_norm or crosses else 0) + 2 * crosses  # its gates
+    if t.experts is not None and index not in t.experts.dense:
+        return layer + t.experts.values(t.hidden, ranks)
+    biases = (mlp_matrices(t) - 1) * columns + t.hidden if t.mlp_bias else 0
+    return layer + mlp_matrices(t) * t.hidden * columns + biases
+
+
+def layer_bytes(model: ModelConfig, index: int, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
+    """Bytes of that layer's weights as a device of ``form`` (``Policy.quantised``) holds them."""
+    t = model.text
+    kv = -(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1
+    beside = norm_excess_of(t, itemsize) + (t.kv.fixed_bytes(kv) if t.kv is not None else 0)
+    more = _excess_of(model, itemsize, ranks, form, width, index)
+    return layer_values(model, index, ranks, width) * itemsize + beside + more
+
+
+def decoder_values(model: ModelConfig, ranks: int, width: int = 1) -> int:
+    """Values of the decoder on a stage's rank 0, exact, without a class head."""
+    t, share = model.text, model.share
+    norm = t.hidden * (2 if t.norm == LAYER else 1)
+    total = sum(layer_values(model, index, ranks, width) for index in share.layers)
+    crosses = t.hidden * t.width if t.width != t.hidden else 0
+    if share.starts:
+        total += (t.vocab + t.spare) * t.width + t.learned * t.hidden + crosses
+        total += t.types * t.hidden + norm if t.types else 0
+    if share.ends:
+        total += (norm if t.final_norm else 0) + crosses
+        if model.pooling is None and not (t.tied and ranks == 1 and share.starts):
+            total += vocabulary_share(model, ranks, width) * t.width
+    return total
+
+
+def largest_dequantised_bytes(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, head: bool) -> int:
+    """Bytes of the largest matrix that a product opens to the engine's type first: the head's, or one of a layer.
+
+    Parts over one input are one matrix.
+    """
+    quant = model.quant
+    if quant is None or form != FLOATS8 or itemsize != 2:
+        return 0
+    found: dict[str, int] = {}
+    for name, rows, columns, _, _ in _linear_matrices(model, ranks, width):
+        scheme = quant.scheme(name) if EXPERTS not in name and (name == "lm_head") is head else None
+        if scheme is not None and scheme.bits == 4 and packs4(rows, columns, 0) and not name.startswith("visual"):
+            index, _, part = name.rpartition(".")
+            joint = "qkv" if part in ("q_proj", "k_proj", "v_proj") else "up" if part == "gate_proj" else part[:2]
+            found[f"{index}.{joint}"] = found.get(f"{index}.{joint}", 0) + rows * columns * itemsize
+    return max(found.values(), default=0)
+
+
+def quantisation_excess(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int = 1) -> int:
+    """Bytes that quantised weights take beyond those in the engine's type: below zero where they are smaller.
+
+    A head that is quantised as it loads has integers of its own, even if it is tied to the embedding.
+    """
+    quant = model.quant
+    if quant is None:
+        return 0
+    total, t, share = _excess_of(model, itemsize, ranks, form, width), model.text, model.share
+    one = ranks == 1 and share.starts and share.ends  # else the head is not the embedding's table
+    head = quant.scheme("lm_head") if t.tied and one else None
+    if head is not None and quant.method == "online":
+        total += t.vocab * t.width * itemsize
+    elif head is not None:  # stored as the embedding's table, whatever config.json says
+        total -= held_bytes(head, t.vocab, t.width, itemsize, form) - t.vocab * t.width * itemsize
+    return total
+
+
+def _excess_of(model: ModelConfig, itemsize: int, ranks: int, form: str, width: int, index: int | None = None) -> int:
+    """``quantisation_excess`` of all matrices, or of those of one layer. Experts are kept as codes by
+    ``EXPERT_FORMS`` alone.
+    """
+    quant = model.quant
+    if quant is None:
+        return 0
+    total, own = 0, form if form in EXPERT_FORMS else ""
+    found = _linear_matrices(model, ranks, width) if index is None else _layer_matrices(model, index, ranks, width)
+    for scheme, (name, rows, columns, whole, first) in _fuse_matrices(quant, found):
+        kept = own if EXPERTS in name else form
+        total += held_bytes(scheme, rows, columns, itemsize, kept, whole, first) - rows * columns * itemsize
+    return total
+
+
+def _fuse_matrices(quant: Quantisation, parts: Iterable[SharedMatrix]) -> Iterator[tuple[Scheme, SharedMatrix]]:
+    """The quantised ones. Those over the same input are one, as layers hold them, if all have the same scheme."""
+    sets: list[list[tuple[Scheme | None, SharedMatrix]]] = []
+    for part in parts:
+        if part.first or not sets:
+            sets.append([])
+        sets[-1].append((quant.scheme(part.name), part))
+    for one in sets:
+        scheme, first = one[0]
+        if scheme is not None and all(other == scheme for other, _ in one):
+            yield scheme, first._replace(rows=sum(part.rows for _, part in one))
+            continue
+        yield from ((own, part) for own, part in one if own is not None)
+
+
+def _linear_matrices(model: ModelConfig, ranks: int, width: int) -> Iterator[SharedMatrix]:
+    """Every linear of this stage that a checkpoint may quantise."""
+    t, share = model.text, model.share
+    for index in share.layers:
+        yield from _layer_matrices(model, index, ranks, width)
+    if share.ends:
+        yield SharedMatrix("lm_head", vocabulary_share(model, ranks, width), t.width, t.width)
+    # AWQ's and GPTQ's tools take the decoder's blocks alone, and their files do not say so.
+    decoder_only = model.quant is not None and model.quant.method in ("awq", "gptq", "gptq_v2")
+    if model.vision is not None and model.encodes_images and not decoder_only:
+        yield from model.vision.matrices(1 if model.encoder_data_parallel else ranks, width)
+
+
+def _layer_matrices(model: ModelConfig, index: int, ranks: int, width: int) -> Iterator[SharedMatrix]:
+    """Those of one layer; a router is kept in the engine's type."""
+    t, at = model.text, f"layers.{index}"
+    heads = -(-t.heads // ranks) * t.head_dim
+    kv = (-(-t.kv_heads // ranks) if t.kv_heads >= ranks else 1) * t.head_dim
+    crosses = index in t.cross_attention_layers
+    part = f"{at}.{'cross' if crosses else 'self'}_attn"
+    yield SharedMatrix(f"{part}.q_proj", heads, t.hidden, t.hidden)
+    yield SharedMatrix(f"{part}.k_proj", kv, t.hidden, t.hidden, first=crosses)
+    yield SharedMatrix(f"{part}.v_proj", kv, t.hidden, t.hidden, first=False)
+    yield SharedMatrix(f"{part}.o_proj", t.hidden, heads, t.heads * t.head_dim)
+    if t.experts is not None and index not in t.experts.dense:
+        inner = t.experts.inner
+        for i in range(t.experts.count):
+            yield from _gated_mlp_matrices(f"{at}.mlp{EXPERTS}{i}", t.hidden, -(-inner // ranks), inner)
+        return
+    columns = mlp_columns(model, ranks, width)
+    if t.mlp == GATED:
+        yield from _gated_mlp_matrices(f"{at}.mlp", t.hidden, columns, t.intermediate)
+        return
+    yield SharedMatrix(f"{at}.mlp.up_proj", columns, t.hidden, t.hidden)
+    yield SharedMatrix(f"{at}.mlp.down_proj", t.hidden, columns, t.intermediate)
+
+
+def _gated_mlp_matrices(at: str, hidden: int, columns: int, whole: int) -> Iterator[SharedMatrix]:
+    yield SharedMatrix(f"{at}.gate_proj", columns, hidden, hidden)
+    yield SharedMatrix(f"{at}.up_proj", columns, hidden, hidden, first=False)
+    yield SharedMatrix(f"{at}.down_proj", hidden, columns, whole)

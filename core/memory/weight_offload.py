@@ -1,0 +1,105 @@
+"""How many layers' weights ``--cpu-offload-gb`` puts into host memory. Pure; sizes in bytes unless named otherwise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trencadis.core.buckets import Policy
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.byte_units import gib
+from trencadis.core.memory.estimate import MemoryEstimator
+from trencadis.core.models.registry import family_of
+
+BUFFERS = 2
+"""Layers that the device has room for: one is computed while the next arrives."""
+
+UNIT = 256
+"""A layer's tensors begin at multiples of so many bytes in a buffer."""
+
+GAPS = 64
+"""Gaps of ``UNIT`` that a buffer has room for beside a layer's bytes."""
+
+
+class HostWeights(NamedTuple):
+    """Weights of one rank in host memory: ``bytes`` of the last ``layers``; ``buffer``: bytes of each buffer."""
+
+    layers: int
+    bytes: int
+    buffer: int
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of all buffers."""
+        return BUFFERS * self.buffer
+
+
+NONE = HostWeights(0, 0, 0)
+
+
+def format_flag(config: EngineConfig) -> str:
+    """The flag as the user wrote it."""
+    return f"--cpu-offload-gb {config.cpu_offload_gb:g}"
+
+
+def check_weight_offload(config: EngineConfig, policy: Policy, device: str) -> None:
+    """Raises StartupError where the device has no use for such weights."""
+    if config.cpu_offload_gb and not policy.host_weights:
+        own = "weights lie in host memory already; --quantization makes them smaller"
+        other = f"launches of {device} hold no copies from host memory; those of cuda do"
+        raise StartupError(f"{format_flag(config)}: {own if device == 'cpu' else other}")
+
+
+def plan_offload(
+    config: EngineConfig, estimator: MemoryEstimator, free: int | None = None, ranks: int = 1
+) -> HostWeights:
+    """What each rank puts into host memory: as many of the last layers as the size holds.
+
+    Args:
+        free: bytes of the host; None: not known.
+        ranks: that share this host.
+
+    Raises:
+        StartupError: the size holds too few layers to save memory, or is above what is free.
+    """
+    size, model = int(config.cpu_offload_gb * 2**30), estimator.model
+    if not size:
+        return NONE
+    if family_of(model.architecture).weights is not None:
+        raise StartupError(f"{format_flag(config)}: {model.architecture} says nothing of its layers; leave it out")
+    if free is not None and size * ranks > free:
+        of = f"{ranks} ranks" if ranks > 1 else "the weights"
+        raise StartupError(
+            f"{format_flag(config)}: {gib(size * ranks)} are asked for {of}, and {gib(free)} of host memory are free"
+        )
+    sizes: list[int] = []
+    for index in reversed(range(estimator.text.layers)):
+        count = estimator.layer(index)
+        if sum(sizes) + count > size:
+            break
+        sizes.append(count)
+    if len(sizes) <= BUFFERS:
+        least = sum(
+            estimator.layer(index)
+            for index in range(max(estimator.text.layers - BUFFERS - 1, 0), estimator.text.layers)
+        )
+        works = f"--cpu-offload-gb {-(-least * 100 // 2**30) / 100:g} holds three"
+        if estimator.text.layers <= BUFFERS:
+            works = f"the model has {estimator.text.layers}"
+        raise StartupError(
+            f"{format_flag(config)} holds {len(sizes)} layers, and the device keeps room for {BUFFERS}: {works}"
+        )
+    return HostWeights(len(sizes), sum(sizes), -(-max(sizes) // UNIT) * UNIT + GAPS * UNIT)
+
+
+def notes(config: EngineConfig, estimator: MemoryEstimator) -> list[str]:
+    """The line of a start-up and of ``trencadis plan``, where weights lie in host memory."""
+    found = plan_offload(config, estimator)
+    if not found.layers:
+        return []
+    held, saved = gib(found.bytes * estimator.ranks), gib(found.bytes - found.buffers)
+    return [
+        f"host memory: weights of the last {found.layers} of {estimator.text.layers} layers, {held}; every launch "
+        f"copies "
+        f"them through two buffers, and the device has {saved} more"
+    ]

@@ -1,0 +1,79 @@
+"""A decoder some of whose layers attend to images (``TextConfig.cross_attention_layers``), which lie in the arena as
+their keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import Backend, TextTensors
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.launches.launch_tensors import first_rows
+from trencadis.core.layers.cross_attention import CrossAttentionLayer, arena_row_numbers
+from trencadis.core.layers.embedding import Embedding
+from trencadis.core.models.decoder import Decoder, DecoderEntry
+from trencadis.core.models.interface import CrossAttentionOps, Persistent
+
+
+class CrossAttentionDecoder(Decoder):
+    """``length``: arena rows of an image. Launches whose tokens attend to no image are those of a plain decoder."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, length: int) -> None:
+        super().__init__(config, backend)
+        c, self.length = config.text, length
+        group = config.quant.widest_group() if config.quant is not None else 1
+        aligned = config.alignment_unit(backend.policy.aligned)
+        self.cross_attention_layers = [
+            CrossAttentionLayer(backend, c, i, group, aligned) for i in range(len(c.cross_attention_layers))
+        ]
+        layers: list[Any] = [*self.layers]
+        for index, layer in zip(c.cross_attention_layers, self.cross_attention_layers, strict=True):
+            layers[index] = layer
+        self.layers = layers
+        self.embedding = Embedding(self.ops, c.vocab + c.spare, c.width)
+        self.enter = DecoderEntry(backend, c, self.embedding)
+
+    def bind(self, persistent: Persistent) -> None:
+        """Sets the persistent tensors that the bodies read and write; cross-attention layers have no cache."""
+        self.persistent = persistent
+        cached = [
+            layer for index, layer in enumerate(self.layers) if index not in self.config.text.cross_attention_layers
+        ]
+        for layer, kv in zip(cached, persistent.kv, strict=True):
+            layer.attention.bind(kv)
+        self.first = cached[0].attention
+        # What embeddings read in the place of rows, which none takes: ZERO, at another width.
+        self._no_rows = persistent.arena.view(-1)[: self.config.text.width].view(1, -1)
+
+    def text(self, inputs: TextTensors) -> None:
+        """As a plain decoder's; where no token attends to an image, the cross-attention layers are left out."""
+        p, ops = self.persistent, self.ops
+        x, residual, rotary, *_ = first_rows(self._start(inputs), len(inputs.out_row))
+        attn = ops.prepare_attn(inputs.attn, self.first.heads, self.first.kv)
+        rows = None
+        if inputs.cross_attention is not None and cast(CrossAttentionOps, ops).gathers:
+            rows = ops.region(self._rows, inputs.cross_attention.units)
+        for index, layer in enumerate(self.layers):
+            if index not in self.config.text.cross_attention_layers:
+                x, residual = ops.layer(layer, x, residual, rotary, attn)
+            elif inputs.cross_attention is not None:
+                x, residual = ops.layer(layer, x, residual, inputs.cross_attention, rows, p.arena)
+            ops.cut("layer")
+        ops.by_rows(self.leave, (x, residual, inputs.out_row), p.hidden)
+
+    def _rows(self, units: Tensor) -> Tensor:
+        return arena_row_numbers(units, self.length)
+
+    def _start(self, inputs: TextTensors) -> Any:
+        tokens = (inputs.tokens, inputs.from_slot, inputs.positions, inputs.image_row)
+        return self.ops.region(self.enter, *tokens, self.persistent.state.last, self._no_rows)
+
+    def keep(self, x: Tensor, rows: Tensor, arena: Tensor) -> None:
+        """Stores rows [s, hidden] of images in ``arena[rows]``, as the cross-attention layers read them."""
+        self.ops.scatter_rows(
+            arena,
+            rows,
+            torch.cat([layer.attention.compute_arena_rows(x) for layer in self.cross_attention_layers], dim=1),
+        )

@@ -1,0 +1,188 @@
+"""Packed weights in a file, which the next start maps instead of packing anew. Torch-free.
+
+A file is one rank's, for one checkpoint and one set of flags that shape weights. It begins with a line that names the
+format, eight bytes with the length of a JSON header, and the header: the checkpoint's files as they were, and for each
+piece what it is, where it begins and how long it is. Pieces follow in the order in which weights are packed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.models.weight_files import files_of
+from trencadis.core.shared_constants import align_up
+
+log = logging.getLogger("trencadis.engine")
+
+FORMAT = b"trencadis packed weights, 1\n"
+START = 4096
+"""What the first piece's place is a multiple of."""
+
+STEP = 64
+"""What the places of the others are a multiple of: a line of the cache."""
+
+MOST = 64 << 20
+"""Bytes of the longest header, and of one write."""
+
+
+class KeptPiece(NamedTuple):
+    """Bytes [start, start + size) of a file, and what they are."""
+
+    what: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """Where one rank's packed weights are kept, and what they are made of: name, bytes and second of the last change of
+    each file of the checkpoint. Whole seconds, because an image of a container keeps no others."""
+
+    path: Path
+    sources: tuple[tuple[str, int, int], ...]
+
+    def read(self) -> tuple[mmap.mmap, list[KeptPiece]] | None:
+        """The file, mapped copy-on-write, and its pieces; None where none is there, whole and of this checkpoint."""
+        try:
+            with self.path.open("rb") as f:
+                data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            log.warning("%s is not read: %s", self.path, error)
+            return None
+        try:
+            return data, self._pieces(data)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            data.close()
+            log.info("%s is not used: %s", self.path, str(error)[:200])
+            return None
+
+    def _pieces(self, data: mmap.mmap) -> list[KeptPiece]:
+        """The pieces that the header names; raises ValueError, TypeError or KeyError."""
+        at = len(FORMAT) + 8
+        if data[: len(FORMAT)] != FORMAT:
+            raise ValueError("it is of another format")
+        length = int.from_bytes(data[len(FORMAT) : at], "little")
+        if not 0 < length <= min(MOST, len(data) - at):
+            raise ValueError("its header is cut off")
+        header = json.loads(data[at : at + length])
+        if header["sources"] != [list(source) for source in self.sources]:
+            raise ValueError("the checkpoint has changed since")
+        pieces = [KeptPiece(*piece) for piece in header["pieces"]]
+        if not all(_is_inside(piece, at + length, len(data)) for piece in pieces):
+            raise ValueError("it does not hold what its header says")
+        return pieces
+
+    def write(self, pieces: Sequence[tuple[str, memoryview]]) -> bool:
+        """Writes the file at once or not at all; whether it was written.
+
+        Of several processes that would write it, one does. What goes wrong is logged and changes nothing.
+        """
+        part = self.path.with_name(f"{self.path.name}.part")
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            log.warning("packed weights are not kept: %s", error)
+            return False
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                log.info("packed weights: another process writes %s", self.path)
+                return False
+            self._write(handle, pieces)
+            part.replace(self.path)
+            return True
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            log.warning("packed weights are not kept: %s", error)
+            return False
+        finally:
+            os.close(handle)
+
+    def _write(self, handle: int, pieces: Sequence[tuple[str, memoryview]]) -> None:
+        header, offsets = self._header(pieces)
+        free = shutil.disk_usage(self.path.parent).free + os.fstat(handle).st_size
+        size = offsets[-1] + len(pieces[-1][1])
+        if size > free:
+            raise OSError(f"{self.path.parent} has {free / 1e9:.2f} GB free, they take {size / 1e9:.2f}")
+        os.ftruncate(handle, 0)
+        _put(handle, memoryview(header), 0)
+        for start, (_, data) in zip(offsets, pieces, strict=True):
+            _put(handle, data, start)
+        os.fsync(handle)
+
+    def _header(self, pieces: Sequence[tuple[str, memoryview]]) -> tuple[bytes, list[int]]:
+        """The file's first bytes, and where each piece begins."""
+        sizes, header_size = [len(data) for _, data in pieces], START
+        while True:  # the header holds places, which depend on its length
+            offsets, at = list[int](), header_size
+            for size in sizes:
+                offsets.append(at)
+                at = align_up(at + size, STEP)
+            listed = [[what, start, size] for (what, _), start, size in zip(pieces, offsets, sizes, strict=True)]
+            text = json.dumps({"sources": self.sources, "pieces": listed}).encode()
+            made = FORMAT + len(text).to_bytes(8, "little") + text
+            if len(made) <= header_size:
+                return made, offsets
+            header_size = align_up(len(made), START)
+
+
+def _is_inside(piece: KeptPiece, first: int, end: int) -> bool:
+    """Whether a piece that a header names is between ``first`` and ``end``, where pieces may begin."""
+    if not (isinstance(piece.start, int) and isinstance(piece.size, int) and piece.size > 0):
+        return False
+    return first <= piece.start <= end - piece.size and piece.start % STEP == 0
+
+
+def _put(handle: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done : done + MOST], at + done)
+
+
+def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
+    """Where ``--packed-weights-dir`` keeps those of a rank; None without that flag, or where the weights are random.
+
+    What is wrong with the checkpoint is told by whoever loads it.
+    """
+    folder, model = config.packed_weights_dir, Path(config.model)
+    if not folder or config.load_format == "dummy" or not model.is_dir():
+        return None
+    model = model.resolve()
+    try:
+        found = [(file.name, file.stat()) for file in files_of(model, config.load_format)]
+    except (StartupError, OSError):
+        return None
+    label = model.parent.parent.name if model.parent.name == "snapshots" else model.name  # the hub's cache
+    number = hashlib.sha256(json.dumps(_packing_key(config, model, rank), sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(folder).expanduser() / f"{label}-{number}.packed"
+    return PackedFile(path, tuple((file, stat.st_size, int(stat.st_mtime)) for file, stat in found))
+
+
+def _packing_key(config: EngineConfig, model: Path, rank: int) -> Mapping[str, Any]:
+    """What sets of packed weights differ in."""
+    return {
+        "model": str(model),
+        "load_format": config.load_format,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "overrides": config.hf_overrides,
+        "rank": [rank, config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layer_partition],
+    }

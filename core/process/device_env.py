@@ -1,0 +1,44 @@
+"""What every process does before its first import of torch. Torch-free.
+
+A device's plug-in reads its variables once, while it is imported, and torch may import it by itself. So the variables
+are settled first: by the server for the engine that it starts, and by the engine, each rank and an offline ``LLM`` for
+themselves. Which device needs what is its package's business; ``core.devices`` finds it by name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from importlib import import_module
+
+from trencadis.core import devices
+from trencadis.core.process import torch_build
+
+
+def prepare_device_env(
+    asked: str, environ: MutableMapping[str, str] | None = None, rank: int = 0, world: int = 1
+) -> devices.DeviceEnv:
+    """Settles ``environ`` (none: this process's own) for ``--device ASKED`` and says what was found.
+
+    What the user has set is left alone or refused, never replaced. A second call changes nothing.
+
+    Raises:
+        StartupError: one line about a torch, a plug-in or a variable with which the device cannot start.
+    """
+    env = os.environ if environ is None else environ
+    note = torch_build.check_version(torch_build.find_torch())
+    name = devices.likely(asked)
+    module = devices.SETTLERS.get(name, "")
+    found = devices.DeviceEnv()
+    if module:
+        found = import_module(module).settle(env, devices.parse(asked)[1] if asked != "auto" else 0, rank, world)
+    variables = dict(found.variables)
+    late = env is os.environ and "torch" in sys.modules
+    if name in devices.BUILT and not late and not env.get(torch_build.AUTOLOAD):
+        # Built-in backends import what they need themselves, where a failure can be explained.
+        variables[torch_build.AUTOLOAD] = "0"
+    env.update(variables)
+    for gone in found.removed:
+        env.pop(gone, None)
+    return devices.DeviceEnv(variables, (note, *found.lines) if note else tuple(found.lines), found.removed)

@@ -1,0 +1,273 @@
+"""The engine's process: ``python -P -m trencadis.core.process.engine_process FD`` with one end of a socket pair.
+
+A reader thread parses what comes down, receives pixels straight into their buffers and answers pings; the main thread
+loads the engine and steps it. Nothing here imports torch: it comes with the engine's factory, named in the config.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError, TrencadisError
+from trencadis.core.links.topology import topology
+from trencadis.core.models.packed_weights import packed_file
+from trencadis.core.process import (
+    child_process,
+    command_inbox,
+    device_env,
+    engine_messages,
+    function_trace,
+    heap_trimmer,
+    log_setup,
+    prefetch,
+    torch_build,
+)
+from trencadis.core.progress import Progress
+from trencadis.core.request import Delta, Request
+from trencadis.core.step import PixelNeed
+
+log = logging.getLogger("trencadis.engine")
+
+STATS_EVERY = 0.25
+BORN = time.monotonic()
+
+
+class EngineLike(Protocol):
+    """The part of ``Engine`` that this process uses."""
+
+    def info(self) -> engine_messages.EngineInfo: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, id: str, choice: int = -1) -> None: ...
+    def add_media(self, id: str, index: int, pixels: NDArray[np.uint8]) -> None: ...
+    def media_failed(self, id: str, index: int, status: int, message: str) -> None: ...
+    def step(self) -> Sequence[Delta]: ...
+    def busy(self) -> bool: ...
+    def needs(self) -> Sequence[PixelNeed]: ...
+    def reset_prefix_cache(self) -> None: ...
+    def set_vocabulary(self, data: bytes | bytearray) -> None: ...
+    def reset_encoder_cache(self) -> None: ...
+    def stats(self) -> engine_messages.EngineStats: ...
+
+
+Factory = Callable[[EngineConfig, Progress], EngineLike]
+
+
+def find_factory(entry: str) -> Factory:
+    """``package.module:name.attribute`` as an object."""
+    module, _, path = entry.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return cast(Factory, found)
+
+
+class EngineProcess:
+    """One engine behind one socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.sending = threading.Lock()
+        self.phase = "starting"
+        self.step = 0
+        self.since: float | None = BORN
+        self.open: dict[str, set[int]] = {}
+        """Unfinished choices of each request; the finish and the abort of a choice may cross on the wire."""
+        self.draining = False
+        self.stepped = False
+        self.last_report = 0.0
+        self.heap_trimmer = heap_trimmer.HeapTrimmer()
+        # Last, because its thread calls back at once.
+        self.inbox = command_inbox.Inbox(sock, self.pong, self.reader_ended)
+
+    def send(self, message: engine_messages.Up) -> None:
+        """Sends one frame; both threads call it."""
+        with self.sending:
+            self.sock.sendall(engine_messages.frame(message))
+
+    def pong(self, n: int) -> None:
+        """Answers a ping; called by the reader thread."""
+        since = self.since
+        self.send(engine_messages.Pong(n, self.phase, self.step, 0.0 if since is None else time.monotonic() - since))
+
+    def reader_ended(self, code: int) -> None:
+        """Ends the process at once, because there is no client left to serve; called by the reader thread."""
+        os._exit(code)
+
+    def __call__(
+        self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0
+    ) -> None:
+        """Reports a phase of loading, or of work between steps (compiling), as ``Progress`` says."""
+        self.phase = name
+        self.send(engine_messages.Phase(name, detail, time.monotonic() - BORN, fraction, done, total, eta))
+
+    def capture(self, bucket: str, begun: bool) -> None:
+        """Reports a capture before it begins, so that the parent knows about it if this process dies."""
+        self.send(engine_messages.Capture(bucket, begun))
+
+    def enter(self, phase: str) -> str:
+        """Sets the phase that health checks report; returns the previous one. Each phase has its own time limit."""
+        before, self.phase = self.phase, phase
+        return before
+
+    def load(self, config: EngineConfig) -> EngineLike:
+        """Loads the engine and reports that it is ready."""
+        self("importing")
+        with heap_trimmer.pause_gc():
+            factory = self.import_factory(config)
+        self("loading")
+        engine = factory(config, self)
+        self.heap_trimmer.begin()
+        info = engine.info()
+        info.seconds = info.seconds or time.monotonic() - BORN
+        self.phase, self.since = "idle", None
+        self.send(engine_messages.Ready(info))
+        return engine
+
+    def import_factory(self, config: EngineConfig) -> Factory:
+        """Imports torch, if the engine is the real one, and the engine's factory."""
+        if config.engine != EngineConfig().engine:
+            return find_factory(config.engine)
+        for line in device_env.prepare_device_env(config.device, world=topology(config, os.environ).here).lines:
+            log.debug("%s", line)  # the server has shown it
+        kept = packed_file(config)
+        prefetch.start_prefetch(config.model, config.load_format, None if kept is None else kept.path)
+        self("importing", "torch")
+        torch_build.import_torch()
+        factory = find_factory(config.engine)
+        # Start-up collects garbage whenever it measures memory; frozen objects, here torch's, are not walked.
+        gc.freeze()
+        return factory
+
+    def serve(self, engine: EngineLike) -> None:
+        """Steps the engine until it is drained."""
+        while True:
+            waiting = not engine.busy() and not self.is_drained()
+            commands = self.inbox.take(waiting, self.heap_trimmer.wait())
+            if waiting and not commands:
+                self.heap_trimmer.collect_and_trim()
+            if commands:
+                self.since = time.monotonic()  # obeying may hang as a step may
+            for command in commands:
+                self.handle(engine, command)
+            self.since = None
+            if self.is_drained():
+                return
+            if commands or engine.busy():
+                self.advance(engine)
+
+    def is_drained(self) -> bool:
+        """Whether a drain was asked for and no request is left."""
+        return self.draining and not self.open
+
+    def advance(self, engine: EngineLike) -> None:
+        """Runs one step and sends what it produced."""
+        self.step += 1
+        self.phase, self.since = "serving", time.monotonic()
+        items = list(engine.step())
+        self.phase, self.since, self.stepped = "idle", None, True
+        self.heap_trimmer.after_step()
+        for need in engine.needs():
+            self.send(engine_messages.NeedMedia(*need))
+        self.report(engine, items)
+
+    def report(self, engine: EngineLike, items: list[Delta]) -> None:
+        """Sends a step's Deltas with the counters; counters alone every STATS_EVERY seconds and before idling."""
+        for delta in items:
+            if delta.finish is not None:
+                self.note_finished(delta.id, {delta.choice})
+        now = time.monotonic()
+        if items or (self.stepped and (now - self.last_report > STATS_EVERY or not engine.busy())):
+            self.last_report, self.stepped = now, False
+            self.send(engine_messages.Deltas(items, engine.stats()))
+
+    def note_finished(self, id: str, choices: set[int]) -> None:
+        """Notes that choices of a request have ended."""
+        left = self.open.get(id)
+        if left is not None:
+            left -= choices
+            if not left:
+                del self.open[id]
+                if id in self.inbox.known:
+                    self.inbox.forget(id)
+
+    def handle(self, engine: EngineLike, command: command_inbox.Command) -> None:
+        """Carries out one message of the API process."""
+        match command:
+            case engine_messages.Add(request):
+                self.add(engine, request)
+            case command_inbox.ReceivedPixels(id, index, data):
+                if id in self.open:
+                    engine.add_media(id, index, data)  # flat: the engine knows how many values a slot has
+            case _:
+                self.handle_rare(engine, command)
+
+    def abort(self, engine: EngineLike, ids: Sequence[str], choice: int) -> None:
+        """Aborts requests, or one choice of each; -1: all."""
+        for id in ids:
+            if id in self.open:
+                engine.abort(id, choice)
+                self.note_finished(id, {choice} if choice >= 0 else set(self.open[id]))
+
+    def handle_rare(self, engine: EngineLike, command: command_inbox.Command) -> None:
+        """Carries out what few requests need, or none."""
+        match command:
+            case engine_messages.Abort(ids, choice):
+                self.abort(engine, ids, choice)
+            case engine_messages.MediaFailed(id, index, status, message):
+                if id in self.open:
+                    engine.media_failed(id, index, status, message)
+            case command_inbox.PackedVocabulary(data):
+                engine.set_vocabulary(data)
+            case engine_messages.ResetPrefixCache():
+                engine.reset_prefix_cache()
+            case engine_messages.ResetEncoderCache():
+                engine.reset_encoder_cache()
+            case engine_messages.Drain():
+                self.draining = True
+
+    def add(self, engine: EngineLike, request: Request) -> None:
+        """Adds a request; if the engine refuses it, the request ends with that error."""
+        self.open[request.id] = set(range(request.params.n))
+        try:
+            engine.add(request)
+        except TrencadisError as error:
+            self.refuse(request, error)
+
+    def refuse(self, request: Request, error: TrencadisError) -> None:
+        """Ends each choice of a request with an error."""
+        choices = range(request.params.n)
+        ended = [Delta(request.id, i, finish="error", status=error.status, message=error.message) for i in choices]
+        self.note_finished(request.id, set(choices))
+        self.send(engine_messages.Deltas(ended))
+
+    def main(self) -> int:
+        """Loads the engine and serves; returns the exit code."""
+        try:
+            config = self.inbox.start()
+            log_setup.setup(config.log_level, config.log_format)
+            function_trace.start_if_asked()
+            self.serve(self.load(config))
+        except StartupError as error:
+            self.send(engine_messages.Fatal(str(error), 2))
+            return 2
+        except BaseException as error:
+            log.exception("the engine failed in phase %s, step %d", self.phase, self.step)
+            self.send(engine_messages.Fatal(f"{type(error).__name__}: {error}"[:500], 1, getattr(error, "capture", "")))
+            return 1
+        return 0
+
+
+if __name__ == "__main__":
+    child_process.run(lambda sock: EngineProcess(sock).main())

@@ -1,0 +1,162 @@
+"""Reads a checkpoint before anything waits for it. Torch-free.
+
+The disk is asked for whole files while torch is still being imported, since a page that is asked for when it is touched
+comes with few others and the disk stands still in between. Then a thread enters pages into the page tables, many with
+one call, while others are packed.
+
+A file of packed weights is mapped at once: faults read it into huge pages, where the file system has such. Small ones,
+in which advice brings a file, come at two thirds of the rate, but leave more of the CPUs to those who pack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.errors import StartupError
+from trencadis.core.memory.host_memory import free_host
+from trencadis.core.models.weight_files import files_of
+
+log = logging.getLogger("trencadis.engine")
+
+WINDOW = 64 << 20
+"""Bytes that the kernel is asked for at a time."""
+
+PAGES = 2 << 20
+"""Bytes that are entered into the page tables at a time, a huge page: whoever maps memory waits for one call."""
+
+READERS = 4
+"""Threads that wait for the disk, so that the kernel's window of reading ahead (often 128 KiB) does not bound it."""
+
+SHARE = 0.5
+"""Share of the free memory that files may take: what is read too early would be gone before it is used."""
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14."""
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's ``madvise``, which, unlike mmap's, releases the interpreter's lock; None where there is none."""
+    try:
+        found = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    call: Callable[[int, int, int], int] = found
+    return call
+
+
+def advise_needed(start: int, end: int) -> None:
+    """Asks the disk for mapped memory [start, end), without waiting for it."""
+    advise = _madvise()
+    if advise is not None and hasattr(mmap, "MADV_WILLNEED"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(first, end - first, mmap.MADV_WILLNEED)
+
+
+def start_prefetch(folder: str, load_format: str = "auto", kept: Path | None = None) -> threading.Thread | None:
+    """Asks for the weights of a checkpoint folder in a thread; None where there is nothing to ask for, or no room.
+
+    What is wrong with the folder is told by whoever loads it.
+
+    Args:
+        kept: a file of packed weights, which is asked for instead where there is one.
+    """
+    if load_format == "dummy" or not hasattr(os, "posix_fadvise") or not os.path.isdir(folder):
+        return None
+    try:
+        files = [kept] if kept is not None and kept.is_file() else files_of(Path(folder), load_format)
+        if sum(file.stat().st_size for file in files) > SHARE * free_host():
+            return None
+    except (StartupError, OSError):
+        return None
+    work = _populate_files if files == [kept] else _advise_files
+    thread = threading.Thread(target=work, args=(files,), name="read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _advise_files(files: Sequence[Path]) -> None:
+    for file in files:
+        try:
+            with file.open("rb") as f:
+                size = os.fstat(f.fileno()).st_size
+                for start in range(0, size, WINDOW):
+                    os.posix_fadvise(f.fileno(), start, min(WINDOW, size - start), os.POSIX_FADV_WILLNEED)
+        except OSError as error:
+            log.debug("%s is not read ahead: %s", file, error)
+            return
+
+
+def _populate_files(files: Sequence[Path]) -> None:
+    """Reads files by mapping them for a while; by ``_advise_files`` where the kernel cannot."""
+    for file in files:
+        try:
+            with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                populating = PagePopulator([data], READERS)
+                populating.wait()
+                populating.end()
+        except (OSError, ValueError) as error:
+            log.debug("%s is not read ahead: %s", file, error)
+            return
+        if not populating.entered:
+            _advise_files([file])
+
+
+class PagePopulator:
+    """Threads that map files into the page tables, in order, until ``end`` is called.
+
+    Args:
+        threads: of several, each waits for the disk; the file is then read into huge pages.
+
+    Attributes:
+        entered: bytes so far.
+    """
+
+    def __init__(self, maps: Sequence[mmap.mmap], threads: int = 1) -> None:
+        self.entered = 0
+        self._ended = threading.Event()
+        self._held = [np.frombuffer(data, np.uint8) for data in maps]
+        self._threads: list[threading.Thread] = []
+        if sum(map(len, maps)) > SHARE * free_host():
+            return
+        # One iterator for all, so that the disk is asked in order.
+        pieces = iter([(held, start) for held in self._held for start in range(0, len(held), PAGES)])
+        for data in maps if threads > 1 else ():
+            with suppress(OSError, AttributeError):  # a kernel without them
+                data.madvise(mmap.MADV_HUGEPAGE)
+        for _ in range(threads):
+            self._threads.append(threading.Thread(target=self._run, args=(pieces,), name="populate", daemon=True))
+            self._threads[-1].start()
+
+    def _run(self, pieces: Iterator[tuple[NDArray[np.uint8], int]]) -> None:
+        advise = _madvise()
+        if advise is None:
+            return
+        for held, start in pieces:
+            size = min(PAGES, len(held) - start)
+            if self._ended.is_set() or advise(held.ctypes.data + start, size, POPULATE_READ):
+                return
+            self.entered += size
+
+    def wait(self) -> None:
+        """Waits until all are entered."""
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        """Waits for the calls that are under way."""
+        self._ended.set()
+        self.wait()
+        self._held.clear()

@@ -1,0 +1,26 @@
+"""The reader of each format, by the name that ``core.checkpoint.quant_config`` gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trencadis.core.quant.formats import awq, compressed_tensors, fp8, gptq
+from trencadis.core.quant.formats.raw_weight import RawWeight
+from trencadis.core.quant.quantised_tensor import QTensor
+
+READERS: dict[str, Callable[[RawWeight], QTensor]] = {
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "awq": awq.read,
+    "gptq": gptq.read_v1,
+    "gptq_v2": gptq.read_v2,
+}
+
+MARKS = {
+    "compressed-tensors": ("weight_packed", "weight_scale"),
+    "fp8": ("weight_scale_inv", "weight_scale"),
+    "awq": ("qweight",),
+    "gptq": ("qweight",),
+    "gptq_v2": ("qweight",),
+}
+"""Suffixes, one of which a quantised weight has in each format."""

@@ -1,0 +1,198 @@
+"""Writes a checkpoint again with its decoder's linear layers in 8 or 4 bits; everything else is carried over."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trencadis.core.checkpoint.quant_config import TOWER
+from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import family_of
+from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.writing.calibration import Calibrant, Calibration
+from trencadis.core.quant.writing.layer_rounding import Say, round_layer
+from trencadis.core.quant.writing.recipe import GROUPS, Recipe
+from trencadis.core.quant.writing.safetensors_writer import INDEX, TensorSlot, WeightFolder
+from trencadis.core.quant.writing.source_checkpoint import Checkpoint
+
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+"""Files that hold weights in some form, which are not carried over."""
+FREE_DISK_BYTES = 64 << 20
+"""Bytes of a disk that stay free."""
+
+
+@dataclass
+class ConversionResult:
+    """What became of a checkpoint: bytes of its tensors before and after, and the error of each rounded weight."""
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    errors: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """The mean over weights of the difference's norm over the weight's."""
+        return sum(self.errors) / max(len(self.errors), 1)
+
+
+def recipe_for(checkpoint: Checkpoint, to: str, group: int = 0) -> Recipe:
+    """How its weights are stored.
+
+    Raises:
+        StartupError: a group that does not divide the columns.
+    """
+    kinds = {checkpoint.tensors[stored].dtype for stored in checkpoint.linear}
+    scales = next((kind for kind in (torch.bfloat16, torch.float16) if kind in kinds), torch.float32)
+    recipe = Recipe(to, group, scales)
+    size = recipe.scheme.group
+    for stored in checkpoint.linear if size else ():
+        columns = checkpoint.tensors[stored].shape[1]
+        if columns % size:
+            fit = [str(g) for g in GROUPS if all(checkpoint.tensors[s].shape[1] % g == 0 for s in checkpoint.linear)]
+            works = f"--group {' or '.join(fit)} would" if fit else "no group does; --to int8 or fp8 works"
+            raise StartupError(f"--group {size} does not divide the {columns} columns of {stored}; {works}")
+    return recipe
+
+
+def convert(
+    checkpoint: Checkpoint, out: Path, recipe: Recipe, prompts: Sequence[Calibrant] = (), say: Say = lambda line: None,
+    threads: int = 0,
+) -> ConversionResult:  # fmt: skip
+    """Writes folder ``out``, which must not be there or be empty; what goes wrong leaves nothing behind.
+
+    Args:
+        prompts: what columns are compensated over; none: the nearest codes.
+        say: told of each layer.
+        threads: of the CPU; 0: as many as this process may use.
+
+    Raises:
+        StartupError: ``out`` holds something, the disk is too small, or a weight is not finite.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartupError(f"{out} holds something already; name a folder that is not there yet")
+    slots = _slots(checkpoint, recipe)
+    total = sum(slot.bytes for some in slots.values() for slot in some)
+    parent = out.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+        if total + FREE_DISK_BYTES > free:
+            need = f"{total / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+            raise StartupError(f"{out} would take {need}; free some or name another disk")
+        made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
+        made.chmod(0o755)
+        try:
+            written = _write(checkpoint, made, slots, recipe, prompts, say, threads)
+            _carry(checkpoint, made, recipe)
+            made.replace(out)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise StartupError(f"{out} cannot be written: {error.strerror or error}") from None
+    return written
+
+
+def _slots(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, list[TensorSlot]]:
+    """The tensors of each file that is written."""
+    linear, found = checkpoint.linear, dict[str, list[TensorSlot]]()
+    for file, names in checkpoint.files.items():
+        found[file] = []
+        for name in names:
+            tensor = checkpoint.tensors[name]
+            if name in linear:
+                found[file] += recipe.slots(linear[name].base, (tensor.shape[0], tensor.shape[1]))
+            else:
+                found[file].append(TensorSlot(name, tensor.dtype, tuple(tensor.shape)))
+    return found
+
+
+def _write(
+    checkpoint: Checkpoint,
+    path: Path,
+    slots: dict[str, list[TensorSlot]],
+    recipe: Recipe,
+    prompts: Sequence[Calibrant],
+    say: Say,
+    threads: int,
+) -> ConversionResult:
+    written = ConversionResult(sum(t.nbytes for t in checkpoint.tensors.values()))
+    written.bytes_after = sum(slot.bytes for some in slots.values() for slot in some)
+    linear = checkpoint.linear
+    calibration = None
+    if prompts:
+        say(f"embedding {len(prompts)} prompts of {sum(len(p.request.tokens) for p in prompts)} tokens")
+        calibration = Calibration(checkpoint.config, checkpoint, prompts, threads)
+        checkpoint.forget()
+    with WeightFolder(path, slots) as folder:
+        for name, tensor in checkpoint.tensors.items():
+            if name not in linear:
+                folder.put(name, tensor)
+                checkpoint.forget()
+        for number in checkpoint.layers:
+            say(f"layer {number + 1} of {len(checkpoint.layers)}")
+            made = dict[str, QTensor]()
+            for stored, q in round_layer(checkpoint, number, recipe, calibration, say):
+                written.errors.append(_error(checkpoint.tensors[stored.stored], q))
+                for name, tensor in recipe.tensors(stored.base, q).items():
+                    folder.put(name, tensor)
+                checkpoint.forget()
+                if calibration is not None:
+                    made[stored.module] = q
+            if calibration is not None:
+                calibration.advance(number, made)
+                checkpoint.forget()
+    return written
+
+
+def _error(weight: Tensor, q: QTensor) -> float:
+    """Norm of the difference over the norm of the weight."""
+    rows, columns = q.shape
+    step = max(SLAB // max(columns, 1), 1)
+    away = whole = 0.0
+    for start in range(0, rows, step):
+        part = weight[start : start + step].float()
+        whole += float(part.square().sum())
+        away += float(part.sub_(q.rows(start, start + step).dequantised()).square_().sum())
+    return float((away / max(whole, 1e-30)) ** 0.5)
+
+
+def _carry(checkpoint: Checkpoint, out: Path, recipe: Recipe) -> None:
+    """config.json with the scheme, and every other file that holds no weights."""
+    source = checkpoint.config.path
+    for entry in sorted(source.iterdir()):
+        if entry.name.startswith(".") or entry.name in ("config.json", INDEX) or _holds_weights(entry):
+            continue
+        if entry.is_dir():
+            ignore = shutil.ignore_patterns(".*", *(f"*{end}" for end in OTHERS), "*.index.json")
+            shutil.copytree(entry, out / entry.name, ignore=ignore)
+        elif entry.is_file():
+            shutil.copyfile(entry, out / entry.name)
+    settings: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings["quantization_config"] = recipe.config(_unquantised_modules(checkpoint))
+    (out / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _holds_weights(entry: Path) -> bool:
+    return entry.name.endswith((*OTHERS, *(f"{end}.index.json" for end in OTHERS)))
+
+
+def _unquantised_modules(checkpoint: Checkpoint) -> list[str]:
+    """Linear modules that stay as they are, as the format's ``ignore`` names them."""
+    kept = ["lm_head", *(["score"] if "score.weight" in checkpoint.tensors else [])]
+    kept += [f"re:.*{re.escape(end)}$" for end in sorted(checkpoint.routers())]
+    if checkpoint.config.vision is None:
+        return kept
+    prefixes = family_of(checkpoint.config.architecture).names.prefixes
+    towers = {p.removeprefix("model.") for p, ours in prefixes.items() if ours.startswith(TOWER)}
+    held = sorted(p for p in towers if any(name.removeprefix("model.").startswith(p) for name in checkpoint.tensors))
+    shortest = [p for p in held if not any(p != other and p.startswith(other) for other in held)]
+    return [*kept, *(f"re:.*{re.escape(p)}.*" for p in shortest)]

@@ -1,0 +1,105 @@
+"""GPTQ: columns are rounded one after the other, and those not yet rounded make up for each one's error.
+
+With G = X^T X of the inputs X [tokens, in], rounding column j to q costs e = (w_j - q) / U[j, j], where U is the upper
+Cholesky factor of G's inverse, and subtracting e U[j, k] from every later column k leaves the least error of the
+output (Frantar et al. 2022, "GPTQ", equations 2 to 4 and algorithm 1). Columns with the largest inputs come first;
+groups stay neighbours, and their scales are those of the weight as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trencadis.core.quant.online_quant import ScaleSearch, codes_of, decode, finite, scales_of, spread
+from trencadis.core.quant.quantised_tensor import SLAB, QTensor
+from trencadis.core.quant.scheme import Scheme
+
+DAMP = 0.01
+"""Share of the mean of G's diagonal that is added to it."""
+BLOCK = 128
+"""Columns whose errors reach the later ones by one product."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What rounding must know of the inputs of a weight; modules over one input share it.
+
+    Args:
+        size: float32 [in], the diagonal of G.
+        order: int64 [in], columns with the largest inputs first.
+        factor: float32 [in, in], in that order; None: G has none, even when damped.
+    """
+
+    size: Tensor
+    order: Tensor
+    factor: Tensor | None
+
+    @classmethod
+    def of(cls, gram: Tensor) -> LayerInputs:
+        """From float32 [in, in], the sum of products; three tensors like it are held at a time."""
+        size = gram.diagonal().clone()
+        order = torch.sort(size, descending=True, stable=True).indices
+        return cls(size, order, _factor(gram, size, order))
+
+
+def round_compensated(
+    weight: Tensor, inputs: LayerInputs, scheme: Scheme, dtype: torch.dtype, search: ScaleSearch, what: str
+) -> QTensor:
+    """Rounds a weight [out, in] for its inputs, a slab of rows at a time; to the nearest codes without a factor.
+
+    Raises:
+        StartupError: a value is not finite.
+    """
+    (rows, columns), size, order, factor = weight.shape, inputs.size, inputs.order, inputs.factor
+    group, importance = scheme.group or columns, size + DAMP * size.mean() if size.any() else None
+    back = order.argsort()
+    step = max(SLAB // columns, 1)
+    codes, scales = [], []
+    for start in range(0, rows, step):  # rows know nothing of each other
+        wide = finite(weight[start : start + step], scheme, what)
+        scale = scales_of(wide, scheme, search, importance)
+        each = spread(scale, columns, group)
+        if factor is None:
+            codes.append(codes_of(wide, each, scheme))
+        else:
+            walked = _walk(wide[:, order], factor, each.expand(wide.shape)[:, order], scheme)
+            codes.append(walked.view(torch.int8)[:, back].view(walked.dtype))
+        scales.append(scale)
+    return QTensor(scheme, torch.cat(codes), torch.cat(scales), None, group, None, dtype)
+
+
+def _factor(gram: Tensor, size: Tensor, order: Tensor) -> Tensor | None:
+    """The upper Cholesky factor of the inverse of ``gram`` in ``order``; None if there is none."""
+    size, mean = size[order], float(size.mean())
+    # An input that is never anything but zero is left to itself.
+    size = torch.where(size > 0, size, mean or 1.0)
+    for damp in (DAMP, 10 * DAMP, 100 * DAMP):
+        held: Tensor = gram[order][:, order]  # few at a time, since the largest take gigabytes
+        held.diagonal().copy_(size + damp * mean)
+        held, failed = torch.linalg.cholesky_ex(held)
+        if not bool(failed):
+            held = torch.cholesky_inverse(held)
+            held, failed = torch.linalg.cholesky_ex(held, upper=True)
+            if not bool(failed) and bool(torch.isfinite(held).all()):
+                return held
+    return None
+
+
+def _walk(weight: Tensor, factor: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """The codes of float32 [out, in] from the first column to the last; ``weight`` is overwritten."""
+    rows, columns = weight.shape
+    codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn if scheme.kind == "float" else torch.int8)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        own, block = weight[:, start:stop].t().contiguous(), factor[start:stop, start:stop]
+        scales, away = scale[:, start:stop].t().contiguous(), torch.empty((stop - start, rows))
+        for j in range(stop - start):
+            found = codes_of(own[j], scales[j], scheme)
+            codes[:, start + j] = found
+            away[j] = (own[j] - decode(found, scales[j])) / block[j, j]
+            own[j + 1 :].addr_(block[j, j + 1 :], away[j], alpha=-1)
+        weight[:, stop:].addmm_(away.t(), factor[start:stop, stop:], alpha=-1)
+    return codes

@@ -1,0 +1,102 @@
+"""safetensors files whose tensors are written one at a time, in any order, to places that are known beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from trencadis.core.models.weight_loader import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+
+
+class TensorSlot(NamedTuple):
+    """A tensor of a file that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """One file: the header is written at once, tensors when they come; ``close`` tells whether all of them did."""
+
+    def __init__(self, path: Path, slots: Sequence[TensorSlot]) -> None:
+        # Larger types first, so that every tensor lies at a multiple of its type's size.
+        ordered = sorted(slots, key=lambda s: -s.dtype.itemsize)
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._where: dict[str, tuple[int, TensorSlot]] = {}
+        at = 0
+        for slot in ordered:
+            entries[slot.name] = {
+                "dtype": NAMES[slot.dtype], "shape": list(slot.shape), "data_offsets": [at, at + slot.bytes],
+            }  # fmt: skip
+            self._where[slot.name] = at, slot
+            at += slot.bytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._base, self._missing = 8 + len(header), set(self._where)
+        self._file = path.open("wb")
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        self._file.truncate(self._base + at)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor; it must be what the header says."""
+        at, slot = self._where[name]
+        assert tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape, (name, tensor.dtype, tensor.shape)
+        self._missing.discard(name)
+        self._file.seek(self._base + at)
+        if tensor.numel():
+            self._file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Ends the file; every tensor must have come."""
+        self._file.close()
+        assert not self._missing, f"never written: {sorted(self._missing)[:3]}"
+
+    def abandon(self) -> None:
+        """Closes what is not whole."""
+        self._file.close()
+
+
+class WeightFolder:
+    """The weight files of a checkpoint, with an index if there are several.
+
+    Args:
+        files: file name -> its tensors.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, Sequence[TensorSlot]]) -> None:
+        self._path, self._slots = path, files
+        self._files = {name: TensorFile(path / name, slots) for name, slots in files.items()}
+        self._owner = {slot.name: name for name, slots in files.items() for slot in slots}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor to the file that has a place for it."""
+        self._files[self._owner[name]].put(name, tensor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *why: object) -> None:
+        for file in self._files.values():
+            if kind is None:
+                file.close()
+            else:
+                file.abandon()
+        if kind is None and (len(self._files) > 1 or "model.safetensors" not in self._files):
+            total = sum(slot.bytes for slots in self._slots.values() for slot in slots)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._owner.items()))}
+            (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

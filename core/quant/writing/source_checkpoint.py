@@ -1,0 +1,154 @@
+"""A 16-bit checkpoint as ``quantize`` reads it: its tensors, mapped, and which of them are the decoder's linears."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trencadis.core.checkpoint.config_reader import load_config
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.models.checkpoint_source import canonical, fused_parts, one_by_one
+from trencadis.core.models.family import StoredNames
+from trencadis.core.models.registry import family_of
+from trencadis.core.models.weight_files import files_of
+from trencadis.core.models.weight_loader import FLOATS, read_file
+
+LINEAR = re.compile(r"(layers\.(\d+)\.(?:self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj)\.weight")
+"""A linear layer of the decoder, by its canonical name."""
+EXPERTS = ".experts."
+"""What names of experts' matrices have in them, stored ones too."""
+ROUTER = re.compile(r"layers\.\d+(\.mlp\.gate)\.weight")
+"""The matrix whose scores choose experts, by its canonical name."""
+
+
+class StoredWeight(NamedTuple):
+    """A linear weight: its stored name, and the module's name as layers have it."""
+
+    stored: str
+    module: str
+
+    @property
+    def base(self) -> str:
+        """The stored name without ``.weight``."""
+        return self.stored.removesuffix(".weight")
+
+
+@dataclass
+class Checkpoint:
+    """A 16-bit checkpoint: its tensors, mapped, and which of them are weights of the decoder's linear layers.
+
+    Experts that are stored as one tensor are here one by one, under the names that files of the hub have for them.
+    """
+
+    config: ModelConfig
+    maps: list[mmap.mmap] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
+    layers: dict[int, list[StoredWeight]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+    def forget(self) -> None:
+        """Releases the pages read so far; they are read again where they are needed again."""
+        for data in self.maps:
+            data.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def linear(self) -> dict[str, StoredWeight]:
+        """By stored name."""
+        return {linear.stored: linear for linears in self.layers.values() for linear in linears}
+
+    def routers(self) -> set[str]:
+        """Ends of the stored names of modules that choose experts."""
+        names, found = family_of(self.config.architecture).names, set[str]()
+        for stored in self.tensors:
+            match = ROUTER.fullmatch(canonical(stored, names) or "")
+            if match is not None:
+                found.add(".".join(stored.removesuffix(".weight").split(".")[-2:]))
+        return found
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in folder ``path``.
+
+    Raises:
+        StartupError: it cannot be served, is quantised already, or lacks weights.
+    """
+    config = load_config(path)
+    if config.quant is not None:
+        raise StartupError(f"{path} holds {config.quant.label} weights already; quantize takes 16- or 32-bit ones")
+    names, made = family_of(config.architecture).names, Checkpoint(config)
+    for file in files_of(path):
+        for whole, tensors in read_file(file, made.maps):
+            for stored, tensor in _split_experts(whole, tensors, config, names):
+                made.tensors[stored] = tensor
+                made.files.setdefault(file.name, []).append(stored)
+                linear = _find_linear(stored, tensor, config, names)
+                if linear is not None:
+                    made.layers.setdefault(int(linear.module.split(".")[1]), []).append(linear)
+    made.layers = dict(sorted(made.layers.items()))
+    _whole(made)
+    return made
+
+
+def _split_experts(
+    stored: str, tensor: Tensor, config: ModelConfig, names: StoredNames
+) -> Iterable[tuple[str, Tensor]]:
+    """A tensor as it is, or a layer's experts [experts, out, in] as one matrix each."""
+    if tensor.ndim != 3 or names.transposed or config.text.experts is None:
+        return [(stored, tensor)]
+    found = list[tuple[str, Tensor]]()
+    for one, held in one_by_one(stored, tensor):
+        parts: Mapping[str, int] = fused_parts(config.text, one) or {}
+        outer = one.removesuffix(".weight").rpartition(".")[0]
+        if parts and sum(parts.values()) == len(held):
+            pieces = torch.split(held, list(parts.values()))
+            found += [(f"{outer}.{part}.weight", piece) for part, piece in zip(parts, pieces, strict=True)]
+        else:
+            found.append((one, held))
+    return [(_as_on_the_hub(name, names) if EXPERTS in name else name, held) for name, held in found]
+
+
+def _as_on_the_hub(name: str, names: StoredNames) -> str:
+    for theirs, ours in names.inner:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _find_linear(stored: str, tensor: Tensor, config: ModelConfig, names: StoredNames) -> StoredWeight | None:
+    """The linear of the decoder that a tensor is; None: it is none."""
+    found = LINEAR.fullmatch(canonical(stored, names) or "")
+    if found is None:
+        return None
+    if EXPERTS not in stored and not stored.endswith(f"{found[1].removeprefix(f'layers.{found[2]}.')}.weight"):
+        raise StartupError(
+            f"{config.path} holds {config.architecture}, whose layers have names of their own; quantize takes those "
+            "whose matrices are called q_proj to down_proj"
+        )
+    if tensor.ndim != 2 or tensor.dtype not in FLOATS:
+        raise StartupError(f"{config.path}: {stored} holds {tensor.dtype}{list(tensor.shape)}, no matrix of 16 bits")
+    return StoredWeight(stored, found[1])
+
+
+def _whole(made: Checkpoint) -> None:
+    """Raises StartupError unless every layer has its linears."""
+    text = made.config.text
+    experts = text.experts
+    for number in range(max(text.layers, len(made.layers))):
+        sparse = experts is not None and number not in experts.dense
+        wanted = 4 + 3 * experts.count if experts is not None and sparse else 7
+        held = len(made.layers.get(number, ()))
+        if number >= text.layers or held != wanted:
+            raise StartupError(
+                f"{made.config.path} has {held} linear weights in layer {number} of its decoder, not "
+                f"{wanted if number < text.layers else 0}"
+            )

@@ -1,0 +1,210 @@
+"""Which images are resident in the arena, and which share the step's one VISION launch. Torch-free.
+
+Only sequences that hold KV blocks pin rows. An image may also be encoded ahead, for a sequence that still waits or has
+not yet reached it; it then takes free rows, or rows of images that no sequence in the order wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trencadis.core.engine_stats import EngineStats
+from trencadis.core.kv.cross_attention_spans import compute_cross_attention
+from trencadis.core.kv.encoder_cache import EncoderCache, rows_of_run
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.scheduling.image_packer import ImagePacker
+from trencadis.core.scheduling.pixel_queue import PixelQueue
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import MediaStart, Sequence
+from trencadis.core.shapes.cross_attention_inputs import CrossAttentionSpans
+from trencadis.core.step import BidirectionalSpan, Encode, ImageRows
+
+THIS_STEP = -1
+"""The owner that pins an image during the step that encodes it, even if the sequence that asked for it ends."""
+
+
+WORTH_A_ROW = 128
+"""A waiting sequence is admitted before its next image is encoded if more tokens than these precede that image."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedImage:
+    """Image ``index`` of the first sequence in order that needs it."""
+
+    sequence: Sequence
+    index: int
+    span: MediaSpan
+
+
+class Pin(NamedTuple):
+    """An image of the arena and the key of the sequence that pins it."""
+
+    key: str
+    owner: int
+
+
+@dataclass(slots=True)
+class VisionBuilder:
+    """The VISION launch of the step that is being built."""
+
+    chosen: dict[str, WantedImage] = field(default_factory=dict)  # by arena key; not yet encoded
+    kept: set[str] = field(default_factory=set)  # resident and wanted: not evicted for an image encoded ahead
+    early: set[str] = field(default_factory=set)
+    """Keys that may be encoded ahead: they fit into the arena beside all that is needed sooner."""
+    images: list[Encode] = field(default_factory=list)
+    owners: list[Sequence] = field(default_factory=list)
+    unpins: list[Pin] = field(default_factory=list)
+    """Pins that end once the step is built: VISION runs before the text launches, so no row that this step reads may go
+    to another image of the same step."""
+
+
+class EncoderScheduler:
+    """Encoder cache, pixels and counters of one engine's images."""
+
+    def __init__(self, arena: EncoderCache, packer: ImagePacker, totals: EngineStats) -> None:
+        self.arena = arena
+        self.packer = packer
+        self.pixel_queue = PixelQueue(arena, 2 * packer.budget)
+        self._totals = totals
+
+    def begin(self, order: Iterable[MediaStart], closed: bool) -> VisionBuilder:
+        """Chooses images for this step among those whose pixels are here.
+
+        Args:
+            order: sequences with the token from which their media matter.
+            closed: whether this step has no VISION launch.
+        """
+        vision, waiting = VisionBuilder(), dict[str, WantedImage]()
+        free_rows = self.arena.capacity
+        for seq, start in order:
+            for index, span in enumerate(seq.request.spans):
+                if span.end <= start:
+                    continue
+                key = seq.key_of(span)
+                if key not in vision.early and free_rows >= 0:
+                    free_rows -= span.arena_rows
+                    if free_rows >= 0:
+                        vision.early.add(key)
+                if key in self.arena:
+                    vision.kept.add(key)
+                elif key in self.pixel_queue.pixels and key not in waiting:
+                    waiting[key] = WantedImage(seq, index, span)
+        if waiting and not closed:
+            found = list(waiting.items())
+            vision.chosen = dict(found[i] for i in self.packer.choose([w.span.slots for _, w in found]))
+        return vision
+
+    def pin(self, seq: Sequence, index: int, span: MediaSpan) -> bool:
+        """Pins a resident image for ``seq``; False where it is not resident."""
+        if self.arena.pin(seq.key_of(span), seq.key) is None:
+            return False
+        self._count(seq, index, hit=True)
+        return True
+
+    def encode(self, key: str, vision: VisionBuilder, owner: int = THIS_STEP) -> bool:
+        """Adds a chosen image to the VISION launch, pinned for ``owner``; False if the arena has no rows for it."""
+        wanted = vision.chosen[key]
+        span = wanted.span
+        rows = self.arena.put(key, span.arena_rows, owner, vision.kept)
+        if rows is None and owner != THIS_STEP:
+            # This image is needed now, the kept ones later.
+            rows = self.arena.put(key, span.arena_rows, owner)
+        if rows is None:
+            return False
+        del vision.chosen[key]
+        vision.kept.add(key)
+        self.arena.pin(key, THIS_STEP)
+        vision.unpins.append(Pin(key, THIS_STEP))
+        vision.images.append(Encode(key, span.grid, span.slots, self.pixel_queue.pixels[key], rows))
+        vision.owners.append(wanted.sequence)
+        self._totals.images_encoded += 1
+        self.pixel_queue.forget(key)
+        self._count(wanted.sequence, wanted.index, hit=False)
+        return True
+
+    def holds_back(self, seq: Sequence, start: int, vision: VisionBuilder, first: bool) -> bool:
+        """True if ``seq`` would stop within ``WORTH_A_ROW`` tokens at an image that is neither cached nor chosen for
+        this step.
+
+        ``first``: only its first image counts, because running it frees rows for the others.
+        """
+        for span in seq.request.spans:
+            if span.offset > start + WORTH_A_ROW:
+                return False
+            if span.end > start:
+                key = seq.key_of(span)
+                if key not in self.arena and key not in vision.chosen:
+                    return True
+                if first:
+                    return False
+        return False
+
+    def rows_of(self, seq: Sequence, start: int, end: int, vision: VisionBuilder) -> tuple[ImageRows, ...]:
+        """Arena rows of the chunk; an image whose last token is in it loses its pin after this step."""
+        found = []
+        ended, going = set[str](), set[str]()
+        for span in seq.request.spans:
+            if span.offset < end and span.end > start:
+                key = seq.key_of(span)
+                (ended if span.end <= end else going).add(key)
+                rows = self.arena.pin(key, seq.key)
+                assert rows is not None, "a chunk reached into an image that is not resident"
+                for run in () if span.cross_attention_rows else span.list_runs():
+                    first, last = max(run.offset, start), min(run.offset + run.length, end)
+                    if first < last:
+                        taken = rows_of_run(run, rows)[first - run.offset : last - run.offset]
+                        found.append(ImageRows(first - start, taken))
+        # Equal tiles of one image are one item; the first that ends must not end the pin of the others.
+        vision.unpins += (Pin(key, seq.key) for key in ended - going)
+        return tuple(found)
+
+    def cross_attention_of(self, seq: Sequence, start: int, end: int) -> CrossAttentionSpans:
+        """Returns the images that the chunk's tokens attend to; they stay pinned until the sequence leaves."""
+        first = []
+        for span in seq.request.spans:
+            rows = self.arena.pin(seq.key_of(span), seq.key)
+            assert rows is not None
+            first.append(int(rows[0]))
+        return compute_cross_attention(seq.request.spans, first, start, end)
+
+    def end(self, vision: VisionBuilder, order: Iterable[MediaStart]) -> None:
+        """Encodes the other chosen images, before the sequences that need them reach them; ends the pins of this step
+        and asks for the pixels that come next."""
+        for key in list(vision.chosen):
+            if key in vision.early:
+                self.encode(key, vision)
+        for pin in vision.unpins:
+            self.arena.unpin(pin.key, pin.owner)
+        self.pixel_queue.ask(order)
+
+    def _count(self, seq: Sequence, index: int, hit: bool) -> None:
+        """Counts each image of a sequence once: found in the arena, or encoded for it."""
+        if index not in seq.images_counted:
+            seq.images_counted.add(index)
+            self._totals.mm_queries += 1
+            self._totals.mm_hits += hit
+            seq.stats.images += 1
+            seq.stats.image_hits += hit
+
+
+def count_uncut(seq: Sequence, count: int) -> int:
+    """Returns how many of ``count`` tokens can run without cutting an image whose tokens attend to each other; None if
+    not even the first image fits.
+
+    None where that is the first one: the image waits for a step with room for all of it. A prefix hit may end inside
+    it, since its keys do not depend on where chunks begin.
+    """
+    start, end = seq.computed, seq.computed + count
+    cut = (span.offset for span in seq.request.spans if span.offset < end < span.end)
+    return max(next(cut, end) - start, 0)
+
+
+def bidirectional_spans(seq: Sequence, start: int, end: int, limits: SchedulerLimits) -> tuple[BidirectionalSpan, ...]:
+    """Which tokens of the chunk [start, end) attend to each other; output tokens attend to earlier ones only."""
+    if limits.whole:
+        prompt = min(end, len(seq.request.tokens))
+        return (BidirectionalSpan(0, prompt - start),) if start < prompt else ()
+    inside = (span for span in seq.request.spans if span.offset < end and span.end > start)
+    return tuple(BidirectionalSpan(max(span.offset - start, 0), span.end - start) for span in inside)

@@ -1,0 +1,369 @@
+"""Sequences that decode one token in every step, as the scheduler keeps them: the persistent batch. numpy only.
+
+A sequence that decodes by unchanging parameters joins the persistent batch: it gets a row of arrays that a step
+advances together. Rows are dense, so that ranks read the first ``count`` rows of theirs; the last row moves into a row
+that is given up.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.scheduling.random_numbers import AHEAD, numbers
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import Filled, Sequence
+from trencadis.core.scheduling.step_builder import StepBuilder
+from trencadis.core.step import PENDING, BatchChange, Draw, Float32, Int32, Joining
+
+NEVER = 1 << 62
+NO_NUMBERS = np.zeros(0, np.float32)
+NO_TOKENS = np.zeros(0, np.int32)
+NO_BLOCKS = np.zeros((2, 0), np.int32)
+
+
+def can_persist(seq: Sequence, draws: list[Draw]) -> bool:
+    """True if every later token of ``seq`` uses the same sampling parameters, so that it may stay in the persistent
+    batch.
+
+    A mask, a ban until min_tokens, beams and ``logprob_token_ids`` change from token to token or need the host. Rows
+    that attend to images name them in each step.
+    """
+    spans = seq.request.spans
+    if not draws or seq.mates or seq.outputs >= seq.limit or (spans and spans[0].cross_attention_rows):
+        return False
+    sample = draws[0].sample
+    return not (sample.banned or sample.handle or sample.scored)
+
+
+def _blocks_for(seq: Sequence, limits: SchedulerLimits) -> int:
+    """Blocks that a step may take for ``seq``."""
+    end = seq.computed + min(seq.due, limits.max_tokens)
+    return max(-(-end // limits.block_size) - len(seq.blocks), 0)
+
+
+class PersistentBatch:
+    """The persistent batch. For each row it stores the step at which the row needs a block or ends, so that other steps
+    do not look at it.
+
+    Each row stores the step at which its blocks are full, and the step of its last output. So a step looks at
+    the rows only if one of them has reached such a step, and changes none of them otherwise.
+
+    Args:
+        rows: sequences that may run at a time.
+        block_size: tokens of a KV block.
+        names_tokens: whether a step says which token each row computes, because the first pipeline stage draws none.
+    """
+
+    def __init__(self, rows: int, block_size: int, names_tokens: bool = False) -> None:
+        self._names_tokens = names_tokens
+        self._tokens = NO_TOKENS
+        self.sequences: list[Sequence] = []
+        self._size = block_size
+        self._age = 0  # steps that the batch has gone through
+        self._last = np.zeros(rows, np.int32)  # its last block
+        self._full_at = np.zeros(rows, np.int64)  # the age at which its blocks are full
+        self._spent_at = np.zeros(rows, np.int64)  # the age at which it has drawn its last output
+        self._next_full = self._next_spent = NEVER  # no row comes to either earlier
+        self._numbers = np.full((rows, AHEAD), 0.5, np.float32)  # column age % AHEAD is drawn; 0.5: the argmax
+        self._phase = np.full(rows, -1, np.int32)  # the column in which a batch of its numbers begins; -1: argmax
+        self._phase_counts = [0] * AHEAD  # rows by their phase
+        self._drawing = 0  # rows that draw at random
+        self._version = 0
+        self._left: list[int] = []
+        self._joining: list[Sequence] = []
+        self._joins: list[Joining] = []
+
+    # Who is in the batch
+
+    def join(self, seq: Sequence, row: int) -> None:
+        """Adds ``seq``, which is row ``row`` of this step, to the batch from the next step on."""
+        self._joining.append(seq)
+        self._joins.append(Joining(row, 0 if seq.positions is None else seq.request.delta))
+
+    def leave(self, seq: Sequence) -> None:
+        """Removes ``seq`` from the batch; the last row moves into the freed one."""
+        index, last = seq.batch_row, len(self.sequences) - 1
+        assert self.sequences[index] is seq
+        self._left.append(index)
+        self._count_phase(index, -1)
+        moved = self.sequences.pop()
+        if index != last:
+            self._move(moved, last, index)
+        seq.batch_row = -1
+
+    def _move(self, seq: Sequence, old: int, index: int) -> None:
+        """Moves ``seq`` from row ``old`` of the batch to another row."""
+        self.sequences[index] = seq
+        seq.batch_row = index
+        for values in (self._last, self._full_at, self._spent_at, self._phase, self._numbers):
+            values[index] = values[old]
+
+    def leave_all(self, sequences: list[Sequence]) -> None:
+        """Removes each of ``sequences`` from the batch."""
+        for seq in sequences:
+            self.leave(seq)
+
+    def leave_spent(self) -> None:
+        """Removes the sequences that have drawn their last output token."""
+        if self._age >= self._next_spent:
+            spent = np.flatnonzero(self._spent_at[: len(self.sequences)] <= self._age)
+            self.leave_all([self.sequences[i] for i in spent])
+            self._next_spent = int(self._spent_at[: len(self.sequences)].min(initial=NEVER))
+
+    def sequences_needing_block(self) -> list[Sequence]:
+        """Sequences whose next token needs another block."""
+        return self._list_needing_block() if self._age >= self._next_full else []
+
+    def _list_needing_block(self) -> list[Sequence]:
+        return [self.sequences[i] for i in self._full_rows().tolist()]
+
+    def _full_rows(self) -> NDArray[np.int64]:
+        dates = self._full_at[: len(self.sequences)]
+        self._next_full = int(dates.min(initial=NEVER))
+        return np.flatnonzero(dates <= self._age)
+
+    def _list_filled(self) -> list[Filled]:
+        """Sequences that have come to the end of a block, with that block."""
+        rows = self._full_rows()
+        return [(self.sequences[i], block) for i, block in zip(rows.tolist(), self._last[rows].tolist(), strict=True)]
+
+    # One step
+
+    def grant_all(self, builder: StepBuilder, others: list[Sequence], limits: SchedulerLimits, pool: BlockPool) -> bool:
+        """Reserves one token of the step's budget for each row of the batch, and a block where one is full; False if
+        not all running sequences fit.
+
+        Only if all that run, in the batch or ``others``, can get the tokens and blocks that they could take. Then
+        order decides nothing between those in the batch and the others, and True is returned.
+        """
+        count, full = len(self.sequences), self.sequences_needing_block()
+        if count + len(others) > limits.max_tokens or (others and not limits.chunked):
+            return False
+        need = len(full) + sum(_blocks_for(seq, limits) for seq in others) if full or others else 0
+        if need and need > pool.free:
+            return False
+        builder.tokens -= count
+        builder.decoding -= count
+        if full:
+            builder.grown = full
+            for seq, block in zip(full, pool.take(len(full)) or (), strict=True):
+                seq.blocks.append(block)
+        return True
+
+    def grant_one(self, seq: Sequence, builder: StepBuilder) -> None:
+        """Reserves one token for a single row, whose block is already allocated."""
+        seq.scheduled = builder.number
+        builder.tokens -= 1
+        if len(seq.blocks) * self._size - seq.computed == self._size:
+            builder.grown.append(seq)
+
+    def advance(self, grown: list[Sequence], number: int) -> tuple[Int32, list[Filled]]:
+        """Takes every sequence of the batch one token further; step ``number`` computes it.
+
+        Args:
+            grown: those that got a block for it.
+
+        Returns:
+            ``BatchChange.grown``, and the sequences that come to the end of a block, with that block.
+        """
+        count, blocks = len(self.sequences), NO_BLOCKS
+        if not count:
+            return blocks, []
+        grown = [seq for seq in grown if seq.batch_row >= 0]  # the others gave way to images
+        if grown:
+            blocks = np.array(([seq.batch_row for seq in grown], [seq.blocks[-1] for seq in grown]), np.int32)
+            self._full_at[blocks[0]] += self._size
+            self._last[blocks[0]] = blocks[1]
+        self._age += 1
+        if self._names_tokens:
+            self._tokens = self._last_tokens()
+        token = PENDING
+        for seq in self.sequences:
+            seq.tokens.append(token)
+            seq.computed += 1
+            seq.pending += 1
+            seq.inflight += 1
+            seq.scheduled = number
+        return blocks, self._list_filled() if self._age >= self._next_full else []
+
+    def _last_tokens(self) -> Int32:
+        """int32 [count]: the token that each computes now."""
+        tokens = np.fromiter((seq.tokens[-1] for seq in self.sequences), np.int32, len(self.sequences))
+        assert (tokens >= 0).all(), "a choice in flight is named again"
+        return tokens
+
+    def take_change(self, grown: Int32) -> BatchChange | None:
+        """What this step changes; those that join have their rows from now on. None if nothing does."""
+        count = len(self.sequences)
+        if not (count or self._left or self._joins):
+            return None
+        self._version += 1
+        change = BatchChange(
+            self._version,
+            count,
+            tuple(self._left),
+            grown,
+            self._numbers_of_step(count),
+            tuple(self._joins),
+            self._tokens,
+        )
+        self._tokens = NO_TOKENS
+        for seq in self._joining:
+            self._add_row(seq)
+        self._left, self._joins, self._joining = [], [], []
+        return change
+
+    def _add_row(self, seq: Sequence) -> None:
+        index = seq.batch_row = len(self.sequences)
+        self.sequences.append(seq)
+        free_tokens, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
+        assert free_tokens < self._size, "a row begins with a block more than it needs"
+        self._last[index] = seq.blocks[-1]
+        self._full_at[index], self._spent_at[index] = self._age + free_tokens, self._age + draws
+        self._next_full = min(self._next_full, self._age + free_tokens)
+        self._next_spent = min(self._next_spent, self._age + draws)
+        if seq.request.params.greedy:
+            self._phase[index], self._numbers[index] = -1, 0.5
+        else:
+            self._phase[index] = (self._age + 1 - seq.outputs) % AHEAD  # its next output is drawn at the next age
+            self._put_numbers(index, seq.outputs)
+        self._count_phase(index, 1)
+
+    def _count_phase(self, index: int, by: int) -> None:
+        """Adds ``by`` to the number of rows whose batch of random numbers begins at this row's phase."""
+        phase = int(self._phase[index])
+        if phase >= 0:
+            self._phase_counts[phase] += by
+            self._drawing += by
+
+    def _put_numbers(self, index: int, output: int) -> None:
+        """Writes the random numbers of a row around output ``output`` into the columns of the steps that use them."""
+        seq, phase = self.sequences[index], int(self._phase[index])
+        made = numbers(seq.seed, seq.index, output // AHEAD)
+        self._numbers[index, phase:], self._numbers[index, :phase] = made[: AHEAD - phase], made[AHEAD - phase :]
+
+    def _numbers_of_step(self, count: int) -> Float32:
+        """float32 [count]: the number of each draw of this step; none where all take the argmax."""
+        if not (self._drawing and count):
+            return NO_NUMBERS
+        column = self._age % AHEAD
+        if self._phase_counts[column]:
+            for index in np.flatnonzero(self._phase[:count] == column).tolist():
+                self._put_numbers(index, self.sequences[index].outputs - 1)  # the draw of this step is its last output
+        return self._numbers[:count, column].copy()
+
+    def check(self, running: list[Sequence]) -> None:
+        """Asserts that rows and sequences refer to each other, and that the arrays say what the sequences say."""
+        assert {seq.key for seq in running if seq.batch_row >= 0} == {seq.key for seq in self.sequences}
+        for index, seq in enumerate(self.sequences):
+            assert seq.batch_row == index and seq.computed + 1 == len(seq.tokens), "a row holds another sequence"
+            free_tokens, draws = len(seq.blocks) * self._size - seq.computed, seq.limit - seq.outputs
+            assert self._full_at[index] - self._age == free_tokens and self._spent_at[index] - self._age == draws
+            assert self._last[index] == seq.blocks[-1]
+            assert self._next_full <= self._full_at[index] and self._next_spent <= self._spent_at[index]
+        assert self._drawing == sum(not seq.request.params.greedy for seq in self.sequences) == sum(self._phase_counts)
+
+    def checksum(self) -> int:
+        """Returns a CRC-32 over key, slot, context and blocks of each row; equal to ``RankInputBatch.checksum`` of
+        every rank.
+        """
+        total = 0
+        for seq in self.sequences:
+            known = (seq.key, seq.slot, seq.computed, *seq.blocks)
+            total = zlib.crc32(np.array(known, np.int64).tobytes(), total)
+        return total
+
+
+class MicroBatches:
+    """Running sequences split into micro-batches, so that steps in flight share no sequence; one per pipeline stage.
+
+    One device computes one step after the other and has one micro-batch, of which each step may name all. With several
+    pipeline stages there is one for each, and a micro-batch whose step is in flight waits for its results.
+
+    Args:
+        count: micro-batches.
+        rows: sequences that may run at a time; ``block_size``: tokens of a KV block.
+    """
+
+    def __init__(self, count: int, rows: int, block_size: int) -> None:
+        self.batches = [PersistentBatch(rows, block_size, names_tokens=count > 1) for _ in range(count)]
+        self.sizes = [0] * count
+        self.lacks_blocks = [False] * count
+        """Per micro-batch: True if a sequence waits for blocks. New sequences must not take those blocks."""
+        self.current = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def batch(self) -> PersistentBatch:
+        """The persistent batch of the micro-batch whose step is being built."""
+        return self.batches[self.current]
+
+    @property
+    def is_all_persistent(self) -> bool:
+        """Whether everything that runs in this micro-batch is in its persistent batch."""
+        return len(self.batch.sequences) == self.sizes[self.current]
+
+    def list_free(self, busy: Iterable[int]) -> list[int]:
+        """The micro-batches that may have a step now, the one that waited longest first; ``busy``: those of steps in
+        flight.
+        """
+        count = len(self.batches)
+        if count == 1:
+            return [0]
+        taken = set(busy)
+        return [
+            micro_batch
+            for micro_batch in ((self.current + 1 + i) % count for i in range(count))
+            if micro_batch not in taken
+        ]
+
+    def add(self, seq: Sequence, micro_batch: int) -> None:
+        """Adds a sequence that begins to run to a micro-batch."""
+        seq.micro_batch = micro_batch
+        self.sizes[micro_batch] += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes a sequence that no longer runs from its micro-batch and from the persistent batch."""
+        if seq.batch_row >= 0:
+            self.batches[seq.micro_batch].leave(seq)
+        self.sizes[seq.micro_batch] -= 1
+
+    @property
+    def smallest(self) -> int:
+        """The micro-batch with the fewest sequences."""
+        return self.sizes.index(min(self.sizes))
+
+    def can_admit(self, waiting: int) -> bool:
+        """True if the current micro-batch may admit another sequence when ``waiting`` ones are spread evenly."""
+        return self.sizes[self.current] * len(self.sizes) < sum(self.sizes) + waiting
+
+    def begin_step(self, running: Iterable[Sequence]) -> None:
+        """Begins a step of the current micro-batch; moves surplus sequences to the smallest one. Sequences that it
+        has too many of go to the lane with the fewest.
+        """
+        self.lacks_blocks[self.current] = False
+        more = self.sizes[self.current] - min(self.sizes)
+        if more >= 2:
+            self._rebalance(running, more)
+
+    def _rebalance(self, running: Iterable[Sequence], more: int) -> None:
+        """``begin_step`` where this micro-batch has ``more`` sequences than another."""
+        mine = [seq for seq in running if seq.micro_batch == self.current and seq.inflight == 0 and not seq.resting]
+        for seq in mine[len(mine) - more // 2 :]:
+            micro_batch = self.smallest
+            self.remove(seq)
+            self.add(seq, micro_batch)
+
+    def check(self, running: list[Sequence]) -> None:
+        """Asserts that micro-batches, rows and sequences refer to each other."""
+        for micro_batch, batch in enumerate(self.batches):
+            mine = [seq for seq in running if seq.micro_batch == micro_batch]
+            batch.check(mine)
+            assert len(mine) == self.sizes[micro_batch], "a micro-batch lost count"

@@ -1,0 +1,38 @@
+"""What bounds a step and a request. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.buckets import ENCODER_SLOTS
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step and a request; sizes in tokens unless named otherwise.
+
+    ``slot_values``: uint8 values of a slot of the vision tower, by which pixels are cut; 0: they come cut.
+    """
+
+    max_tokens: int = 2048
+    max_rows: int = 128
+    max_model_len: int = 32768
+    block_size: int = 16
+    encoder_slots: int = ENCODER_SLOTS
+    vocab: int = 0
+    eos: tuple[int, ...] = ()
+    chunked: bool = True
+    caching: bool = True
+    by_priority: bool = False
+    fair: bool = False
+    aging: float = 30.0
+    seed: int = 0
+    pooling: bool = False
+    slot_values: int = 0
+    long_from: int = 0  # a longer request takes another rotary table; 0: there is one
+    stages: int = 1  # pipeline stages: so many steps in flight, which share no row
+    whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
+    bidirectional_images: bool = (
+        False  # tokens of an image attend to each other, so that a chunk does not end inside one
+    )
+    chunk: int = 0  # tests: at most this many tokens of one sequence in a step

@@ -1,0 +1,146 @@
+"""The step that the scheduler is putting together, one in flight, and what comes back of a draw. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from trencadis.core.request import TokenLogprob
+from trencadis.core.scheduling.encoder_scheduler import VisionBuilder
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import Filled, Sequence
+from trencadis.core.shapes.step_times import ChunkBudget, StepTimes, StepWork
+from trencadis.core.step import PENDING, Bias, Draw, HeadOutput, Opening, Reset, Row, TargetScores
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """The step that ``schedule`` is putting together."""
+
+    number: int  # of the step
+    tokens: int  # budget that is left
+    vision: VisionBuilder
+    decoding: int = 0  # running sequences, not yet reached, that want one token
+    image_prompts: bool = False  # a prompt with images took tokens
+    reserved: int = 0  # blocks reserved for sequences that wait for pending frees
+    preempted: bool = False
+    chunk_budget: ChunkBudget | None = None  # for prompts beside decoding rows, where these have a bound
+    rows: list[Row] = field(default_factory=list)
+    scheduled: list[Sequence] = field(default_factory=list)
+    grown: list[Sequence] = field(default_factory=list)  # are in the persistent batch and got a block
+    resets: list[Reset] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
+
+    def bound_prompts(self, times: StepTimes) -> None:
+        """Gives decoding rows the bound of ``times``."""
+        self.chunk_budget = times.chunk_budget(self.decoding, sum(w.span.slots for w in self.vision.chosen.values()))
+
+    @property
+    def open(self) -> bool:
+        """Whether another sequence could begin in this step."""
+        return self.tokens > 0 and (self.chunk_budget is None or self.chunk_budget.open)
+
+    def most(self, seq: Sequence, limits: SchedulerLimits) -> int:
+        """How many tokens of ``seq`` could run: its due ones within the budget and the bound of decoding rows."""
+        # Prompts leave each decoding sequence its token, so that none waits for a second VISION launch.
+        left = self.tokens if seq.due == 1 or not limits.chunked else max(self.tokens - self.decoding, 1)
+        count = min(seq.due, left, limits.chunk or left)
+        if not limits.chunked and seq.computed < seq.prompt and count < seq.due:
+            return 0
+        return (
+            count
+            if self.chunk_budget is None or seq.due == 1
+            else self._within(self.chunk_budget, seq, count, limits.bidirectional_images)
+        )
+
+    def _within(self, chunk_budget: ChunkBudget, seq: Sequence, count: int, joined: bool) -> int:
+        """How many of ``count`` tokens the bound of decoding rows lets through."""
+        start = seq.computed
+        whole = (s.end - start for s in seq.request.spans if joined and s.end > start)  # an image is not cut
+        return chunk_budget.fits(start, count, next(whole, 0))
+
+    def work(self, chunk_budget: ChunkBudget, now: float) -> StepWork:
+        """What the step computes, whose time is learned."""
+        return StepWork(
+            chunk_budget.rows,
+            chunk_budget.tokens,
+            chunk_budget.work,
+            sum(image.slots for image in self.vision.images),
+            now,
+        )
+
+    def reset(self, seq: Sequence, biased: set[int]) -> None:
+        """RESET if ``seq`` uses sampler state, or if the slot's last owner left a bias, which any full SAMPLE adds.
+
+        ``biased``: slots whose sampler state holds a bias, kept up to date.
+        """
+        if seq.request.params.needs_state or seq.slot in biased:
+            self._reset(seq, biased)
+        seq.fresh_state = False
+
+    def _reset(self, seq: Sequence, biased: set[int]) -> None:
+        bias = tuple(Bias(*pair) for pair in (seq.request.params.logit_bias or {}).items())
+        output = tuple(seq.tokens[seq.prompt : seq.count_known()])
+        self.resets.append(Reset(seq.slot, tuple(seq.request.tokens), output, bias))
+        (biased.add if bias else biased.discard)(seq.slot)
+
+    def draw(self, seq: Sequence) -> Draw:
+        """Draws the next token of ``seq``, PENDING until its step is fetched; a beam's is chosen by its group."""
+        if seq.masked and not seq.opened:
+            self.openings.append(seq.opening())
+            seq.opened = True
+        draw = Draw(seq.key, seq.slot, seq.sample())
+        if not seq.mates:
+            seq.tokens.append(PENDING)
+            seq.pending += 1
+        return draw
+
+    def starves(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether prompts with images left no tokens to any of ``sequences`` that has none.
+
+        This is temporary: no new images are admitted meanwhile.
+        """
+        if self.open or not self.image_prompts:
+            return False
+        return any(not seq.request.spans for seq in sequences if seq.scheduled != self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A submitted Step: the sequences that it computes or draws for, and those that it encodes images for.
+
+    ``persistent``: those of the persistent batch, in the order of their draws; ``filled``: those of them whose last
+    block it fills. ``micro_batch``: whose sequences it names. ``work``: what it computes, where its time is learned.
+    """
+
+    number: int
+    persistent: list[Sequence]
+    filled: list[Filled]
+    scheduled: list[Sequence]
+    encoded: list[Sequence]
+    micro_batch: int = 0
+    work: StepWork | None = None
+
+
+def logprob_of(head: HeadOutput, row: int, token: int, wanted: int) -> TokenLogprob:
+    """The log-probability of the ``token`` of a row, with the ``wanted`` best ids beside it."""
+    assert head.logprob is not None and head.rank is not None
+    assert head.top_id is not None and head.top_logprob is not None
+    return TokenLogprob(
+        token,
+        float(head.logprob[row]),
+        int(head.rank[row]),
+        head.top_id[row, :wanted].tolist(),
+        head.top_logprob[row, :wanted].tolist(),
+    )
+
+
+def report_token(seq: Sequence, head: HeadOutput, row: int, token: int, scored: TargetScores | None) -> TokenLogprob:
+    """With the best ids beside the token, or those of ``logprob_token_ids``, which are ``scored``."""
+    if scored is None:
+        return logprob_of(head, row, token, seq.request.params.logprobs or 0)
+    item, others = logprob_of(head, row, token, 0), scored.head
+    assert others.logprob is not None and others.rank is not None
+    item.top_ids, item.top_logprobs = others.token.tolist(), others.logprob.tolist()
+    item.top_ranks = others.rank.tolist()
+    return item

@@ -1,0 +1,97 @@
+"""The total order of sequences (priority, arrival, key), and of those that have media. Torch-free."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.scheduling.fair_order import FairOrder
+from trencadis.core.scheduling.prefix_hits import cached_blocks
+from trencadis.core.scheduling.scheduler_limits import SchedulerLimits
+from trencadis.core.scheduling.sequence import MediaStart, Sequence
+
+
+class TotalOrder:
+    """Serves admission, packing, preemption and arena rows. By priority it moves with the clock."""
+
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
+        self.moves = limits.by_priority
+        self.fair = FairOrder(limits.max_rows, clock) if limits.fair else None
+        self._aging, self._clock, self._cached = limits.aging, clock, limits.caching
+
+    def key(self, seq: Sequence) -> tuple[float, float, int]:
+        """Sort key; by priority, a sequence rises one level for every ``aging`` seconds of age."""
+        level = 0.0 if self.fair is None else self.fair.virtual_start(seq)
+        if self.moves:
+            level = seq.request.priority - (self._clock() - seq.arrived) // self._aging
+        return (level, seq.request.arrival, seq.key)
+
+    def insert(self, seq: Sequence, into: list[Sequence]) -> None:
+        """Puts ``seq`` at its place."""
+        insort(into, seq, key=self.key)
+
+    def start(self, seq: Sequence, running: list[Sequence]) -> None:
+        """Puts ``seq`` among those that run."""
+        if self.fair is not None:
+            self.fair.note_started(seq)
+        self.insert(seq, running)
+
+    def choose_displaced(self, running: list[Sequence]) -> list[Sequence]:
+        """Returns the running sequences to preempt for tenants below their share."""
+        return self.fair.choose_displaced(running) if self.fair is not None and self._cached else []
+
+    def stop(self, seq: Sequence, running: list[Sequence]) -> None:
+        """Takes ``seq`` out of those that run."""
+        running.remove(seq)
+        if self.fair is not None:
+            self.fair.note_stopped(seq)
+
+    def remove(self, seq: Sequence, of: list[Sequence]) -> None:
+        """Takes ``seq`` out, if it is there."""
+        if self.fair is not None and seq.virtual_start is None:
+            return  # it never was, and to compute its virtual start would charge its tenant
+        at = bisect_left(of, self.key(seq), key=self.key) if not self.moves else len(of)
+        if at < len(of) and of[at] is seq:
+            del of[at]
+        elif seq in of:
+            of.remove(seq)
+
+    def sort(self, sequences: list[Sequence]) -> None:
+        """Sorts what has moved since."""
+        if self.moves:
+            sequences.sort(key=self.key)
+
+
+def media_order(
+    running: Iterable[Sequence], waiting: Iterable[Sequence], limits: SchedulerLimits, pool: BlockPool
+) -> Iterator[MediaStart]:
+    """Sequences that have media, with the token from which they matter."""
+    for seq in running:
+        if seq.request.spans:
+            yield MediaStart(seq, seq.computed)
+    for seq in waiting:
+        if seq.request.spans:
+            yield MediaStart(seq, _media_start(seq, limits, pool))
+
+
+def _media_start(seq: Sequence, limits: SchedulerLimits, pool: BlockPool) -> int:
+    """The token from which the media of a waiting sequence matter: 0, or the end of its prefix hits.
+
+    This runs for the start of the queue in every step, so one look-up decides most cases: unless the block in which the
+    first image ends is cached, all media matter.
+    """
+    size, first = limits.block_size, seq.request.spans[0]
+    at = (first.end - 1) // size
+    if not limits.caching or at >= (seq.count_known() - 1) // size:
+        return 0
+    return _start_after_hits(seq, at, limits, pool)
+
+
+def _start_after_hits(seq: Sequence, at: int, limits: SchedulerLimits, pool: BlockPool) -> int:
+    """``_media_start``, which is decided by block ``at``."""
+    size = limits.block_size
+    seq.block_hashes.extend(seq.tokens, (at + 1) * size)
+    key = seq.block_hashes.keys[at]
+    cached = pool.find(key) is not None or pool.on_host(key)
+    return len(cached_blocks(seq, limits, pool)) * size if cached else 0

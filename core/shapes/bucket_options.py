@@ -1,0 +1,216 @@
+"""The VLLM_* bucket variables as values. Pure Python; the names are those of vLLM's Gaudi fork."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trencadis.core import envs
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes.axis_sizes import STRATEGIES
+from trencadis.core.shapes.bucket_file import FileBucket, read_file
+from trencadis.core.shared_constants import WINDOW_SLOTS
+
+AXES = {
+    "prompt_bs": ("VLLM_PROMPT_BS",),
+    "prompt_query": ("VLLM_PROMPT_QUERY", "VLLM_PROMPT_SEQ"),
+    "prompt_ctx": ("VLLM_PROMPT_CTX",),
+    "decode_bs": ("VLLM_DECODE_BS",),
+    "decode_block": ("VLLM_DECODE_BLOCK",),
+}
+"""Axis -> prefixes of its variables; the first one that is set wins (SEQ is the older name of QUERY)."""
+
+LEAST = {"prompt_ctx": 0}
+"""Smallest legal MIN of an axis, if it is not 1; a context of 0 blocks belongs to another stage anyway."""
+
+
+@dataclass(frozen=True)
+class AxisSettings:
+    """The user's settings of one axis; None: the default. ``names``: bound -> the variable that set it."""
+
+    minimum: int | None = None
+    step: int | None = None
+    maximum: int | None = None
+    pad_max: int | None = None
+    pad_percent: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedImageSize:
+    """Images of ``width`` x ``height`` pixels, before resizing, and how many of them come at a time.
+
+    ``fewest`` and ``most`` are 0 where nothing is said: as many as --limit-mm-per-prompt allows.
+    """
+
+    width: int
+    height: int
+    fewest: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """The user's settings of shapes.
+
+    Args:
+        vision: slots of VISION buckets; None: the default list.
+        pad_vision: False: images are not padded to a list.
+        images: sizes of images that get buckets of their own.
+        listed: the buckets of a file.
+        notes: lines for the terminal about variables without effect.
+    """
+
+    strategy: str = "exp"
+    axes: Mapping[str, AxisSettings] = field(default_factory=dict)
+    vision: tuple[int, ...] | None = None
+    pad_vision: bool = True
+    images: tuple[PlannedImageSize, ...] = ()
+    listed: tuple[FileBucket, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def axis(self, name: str) -> AxisSettings:
+        """The user's settings of an axis of ``AXES``."""
+        return self.axes.get(name, AxisSettings())
+
+
+def read_bucket_options(environ: Mapping[str, str]) -> BucketOptions:
+    """All bucket variables of ``environ``.
+
+    Raises:
+        StartupError: one line that names the variable, its value and the rule that it breaks.
+    """
+    notes: list[str] = []
+    strategy = _strategy(environ, notes)
+    path = envs.get("VLLM_BUCKETING_FROM_FILE", environ)
+    listed: tuple[FileBucket, ...] = ()
+    if path:
+        strategy, listed = "file", read_file(path, "VLLM_BUCKETING_FROM_FILE")
+    axes = {name: _axis(name, environ, notes) for name in AXES}
+    notes += _without_effect(strategy, axes)
+    vision, pad_vision = vision_list(envs.get("VLLM_MULTIMODAL_BUCKETS", environ), "VLLM_MULTIMODAL_BUCKETS")
+    images = parse_image_sizes(envs.get("VLLM_MULTIMODAL_RESOLUTIONS", environ))
+    if images and not pad_vision:
+        notes.append("VLLM_MULTIMODAL_RESOLUTIONS has no effect with VLLM_MULTIMODAL_BUCKETS=None.")
+    return BucketOptions(strategy, axes, vision, pad_vision, images, listed, tuple(notes))
+
+
+def _strategy(environ: Mapping[str, str], notes: list[str]) -> str:
+    """The generator's name; if both variables are set, the older boolean wins, as in vLLM's Gaudi fork."""
+    asked = envs.get("VLLM_BUCKETING_STRATEGY", environ)
+    known = tuple(s for s in STRATEGIES if s != "file")
+    if asked is not None and asked.strip().lower() not in known:
+        raise StartupError(f"VLLM_BUCKETING_STRATEGY={asked!r} must be one of {', '.join(known)}.")
+    name = asked.strip().lower() if asked else "exp"
+    if envs.get("VLLM_EXPONENTIAL_BUCKETING", environ) is None:
+        return name
+    older = "exp" if envs.get_bool("VLLM_EXPONENTIAL_BUCKETING", environ) else "lin"
+    if asked and older != name:
+        notes.append(f"VLLM_EXPONENTIAL_BUCKETING wins over VLLM_BUCKETING_STRATEGY={asked}: {older} is used.")
+    return older
+
+
+_BOUNDS = {"MIN": "minimum", "STEP": "step", "MAX": "maximum", "PAD_MAX": "pad_max", "PAD_PERCENT": "pad_percent"}
+
+
+def _axis(name: str, environ: Mapping[str, str], notes: list[str]) -> AxisSettings:
+    found: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for bound, attribute in _BOUNDS.items():
+        for prefix in AXES[name]:
+            variable = f"{prefix}_BUCKET_{bound}"
+            value = envs.get_int(variable, environ)
+            if value is None:
+                continue
+            if attribute in found:
+                if found[attribute] != value:
+                    notes.append(f"{variable}={value} has no effect: {names[attribute]}={found[attribute]} wins.")
+                continue
+            _check_bound(variable, bound, value, LEAST.get(name, 1))
+            found[attribute], names[attribute] = value, variable
+    if "minimum" in found and "maximum" in found and found["minimum"] > found["maximum"]:
+        low, high = names["minimum"], names["maximum"]
+        raise StartupError(f"{low}={found['minimum']} must not be above {high}={found['maximum']}.")
+    return AxisSettings(**found, names=names)
+
+
+def _check_bound(variable: str, bound: str, value: int, least: int) -> None:
+    if bound == "PAD_PERCENT":
+        if not 0 <= value <= 50:
+            raise StartupError(f"{variable}={value} must lie in 0..50.")
+        return
+    lowest = {"MIN": least, "MAX": least, "STEP": 1, "PAD_MAX": 0}[bound]
+    if value < lowest:
+        raise StartupError(f"{variable}={value} must be at least {lowest}.")
+
+
+def _without_effect(strategy: str, axes: Mapping[str, AxisSettings]) -> list[str]:
+    """Lines for variables that the chosen generator does not read."""
+    unread = {"exp": ("pad_max", "pad_percent"), "lin": ("pad_max", "pad_percent"), "pad": ()}
+    lines = []
+    for axis in axes.values():
+        for attribute, variable in axis.names.items():
+            if attribute in unread.get(strategy, tuple(_BOUNDS.values())):
+                lines.append(f"{variable} has no effect with the {strategy} strategy.")
+    return lines
+
+
+def vision_list(text: str | None, name: str) -> tuple[tuple[int, ...] | None, bool]:
+    """Slots of VISION buckets (None: the default list), and whether images are padded at all.
+
+    Entries are numbers of patches of a whole image, width x height / 14**2, as Gaudi's guide counts them: 1600 is
+    560 x 560 pixels. There the sides of an image are multiples of 112, so its patches fill windows of 64, and a bucket
+    of as many slots holds it.
+
+    Raises:
+        StartupError: an entry that is no whole number, not positive or not divisible by 64, or an empty list.
+    """
+    if text is None:
+        return None, True
+    if text.strip() == "None":
+        return None, False
+    entries = [part.strip() for part in text.split(",") if part.strip()]
+    if not entries:
+        raise StartupError(f"{name}={text!r} holds no bucket; give patches such as 1600,3136, or None, or unset it.")
+    found = set()
+    for entry in entries:
+        patches = int(entry) if entry.isdigit() else 0
+        if not patches or patches % WINDOW_SLOTS:
+            hint = f" (the next one is {slots_of_patches(patches)})" if patches else ""
+            raise StartupError(
+                f"{name}={text}: {entry!r} must be a positive whole number divisible by {WINDOW_SLOTS}{hint}: patches "
+                "of an image, width x height / 14^2."
+            )
+        found.add(slots_of_patches(patches))
+    return tuple(sorted(found)), True
+
+
+def slots_of_patches(patches: int) -> int:
+    """Slots of an image of ``patches`` patches whose sides are multiples of a window's: 64 for each window."""
+    return -(-patches // WINDOW_SLOTS) * WINDOW_SLOTS
+
+
+_SIZE = re.compile(r"(\d{1,6})x(\d{1,6})(?:x(\d{1,4})(?:-(\d{1,4}))?)?")
+
+
+def parse_image_sizes(text: str | None, name: str = "VLLM_MULTIMODAL_RESOLUTIONS") -> tuple[PlannedImageSize, ...]:
+    """Sizes of images by ``WxH``, ``WxHxN`` (N at a time) or ``WxHxN-M`` (N to M at a time), separated by commas.
+
+    Raises:
+        StartupError: an entry of another form, a side or count of 0, or a range that ends before it begins.
+    """
+    found = []
+    for entry in (part.strip() for part in (text or "").split(",")):
+        if not entry:
+            continue
+        match = _SIZE.fullmatch(entry.lower())
+        width, height, fewest, most = (int(n) if n else 0 for n in match.groups()) if match else (0, 0, 0, 0)
+        counted = match is not None and match[3] is not None
+        if not width or not height or (counted and not fewest) or (match is not None and match[4] and most < fewest):
+            raise StartupError(
+                f"{name}={text}: {entry!r} is no size; give WxH, WxHxN or WxHxN-M, such as 864x480x1-20 (pixels, then "
+                "how many images come at a time, from 1)."
+            )
+        found.append(PlannedImageSize(width, height, fewest, most or fewest))
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""Cross-attention to images: which images the tokens of a Step attend to, and the host arrays of a launch. Torch-free.
+
+Some decoders have layers that attend to the rows of images (``TextConfig.cross_attention_layers``). Such an image takes
+one unit of the image arena, all of equal length, whose first rows are those of what the image shows; behind them stand
+rows of what it leaves empty. A launch names the units that its tokens attend to, and how many rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+VARIANT = "pictures"
+"""Text buckets of launches with cross-attention have this variant, and behind it how many units."""
+
+GROWTH = 4
+"""Launches are planned for so many times as many units as the ones below."""
+
+ENDLESS = 1 << 30
+"""Length of the span of an image that is attended to: all tokens of its request need it, those that it draws too."""
+
+
+class CrossAttentionSpan(NamedTuple):
+    """Tokens [start, stop) of a chunk attend to the first ``rows`` rows of unit number ``unit`` of the arena."""
+
+    start: int
+    stop: int
+    unit: int
+    rows: int
+
+
+class CrossAttentionSpans(NamedTuple):
+    """The images that the tokens of a chunk attend to; the first ``silent`` tokens precede every image and skip the
+    MLP of these layers.
+    """
+
+    images: tuple[CrossAttentionSpan, ...] = ()
+    silent: int = 0
+
+    def restrict(self, start: int, stop: int) -> CrossAttentionSpans:
+        """Returns the spans restricted to tokens [start, stop)."""
+        cut = (
+            CrossAttentionSpan(max(p.start, start) - start, min(p.stop, stop) - start, p.unit, p.rows)
+            for p in self.images
+            if p.start < stop and p.stop > start
+        )
+        return CrossAttentionSpans(tuple(cut), min(max(self.silent - start, 0), stop - start))
+
+    @property
+    def units(self) -> set[int]:
+        """The units that it names."""
+        return {p.unit for p in self.images}
+
+
+NO_CROSS_ATTENTION = CrossAttentionSpans()
+"""Of a row without images."""
+
+
+@dataclass(slots=True)
+class CrossAttentionInputs:
+    """Host arrays of a launch of n tokens that attend to u units."""
+
+    units: NDArray[np.int32]  # [u]
+    reach: NDArray[np.int32]  # [n, u] rows of each unit that a token attends to; 0: none
+    times: NDArray[np.int32]  # [n, u] how often it attends to them: equal images are one unit
+    gate: NDArray[
+        np.int32
+    ]  # [n] 0: its cross-attention layers add nothing; 1: their attention alone does; 2: their MLP too
+
+    def shifted(self, count: int) -> CrossAttentionInputs:
+        """Returns the inputs shifted by ``count`` leading tokens that attend to no image."""
+        return self.padded(count + len(self.gate), len(self.units), count + np.arange(len(self.gate)))
+
+    def padded(self, tokens: int, units: int, positions: NDArray[np.int64] | None = None) -> CrossAttentionInputs:
+        """Returns the inputs padded to ``tokens`` tokens and ``units`` images; padding attends to nothing.
+
+        ``positions``: int64 [n], where each token stands; None: in order.
+        """
+        at: Any = slice(len(self.gate)) if positions is None else positions
+        n = len(self.units)
+        made = padding_inputs(tokens, units)
+        made.units[:n] = self.units
+        made.reach[at, :n], made.times[at, :n], made.gate[at] = self.reach, self.times, self.gate
+        return made
+
+
+def padding_inputs(tokens: int, units: int) -> CrossAttentionInputs:
+    """Inputs of padding alone."""
+    reach, times = np.zeros((tokens, units), np.int32), np.zeros((tokens, units), np.int32)
+    return CrossAttentionInputs(np.zeros(units, np.int32), reach, times, np.zeros(tokens, np.int32))
+
+
+def count_units(rows: Iterable[CrossAttentionSpans]) -> int:
+    """Number of units that a launch of these rows attends to."""
+    return len(set[int]().union(*(spans.units for spans in rows)))
+
+
+def make_cross_attention_inputs(
+    rows: Sequence[CrossAttentionSpans], lengths: Sequence[int]
+) -> CrossAttentionInputs | None:
+    """Inputs of a launch of rows, one after the other; None where none attends to an image."""
+    units = sorted(set[int]().union(*(spans.units for spans in rows)))
+    if not units:
+        return None
+    made, column = padding_inputs(sum(lengths), len(units)), {unit: i for i, unit in enumerate(units)}
+    made.units[:] = units
+    first = 0
+    for spans, length in zip(rows, lengths, strict=True):
+        for p in spans.images:
+            here = slice(first + p.start, first + p.stop)
+            made.reach[here, column[p.unit]] = p.rows
+            made.times[here, column[p.unit]] += 1
+            made.gate[here] = 2
+        made.gate[first : first + spans.silent] = 1 if spans.images else 0
+        first += length
+    return made
+
+
+def variant_of(need: int, most: int = 0) -> str:
+    """The variant of a text launch that attends to ``need`` units; ``most``: units of the arena, 0: not known."""
+    return f"{VARIANT}{next(s for s in planned_unit_counts(max(need, most)) if s >= need)}" if need else ""
+
+
+def planned_unit_counts(most: int) -> tuple[int, ...]:
+    """Units that launches are planned for, ascending."""
+    found = [1]
+    while found[-1] < most:
+        found.append(found[-1] * GROWTH)
+    return (*found[:-1], most) if most > 1 else (1,)
+
+
+def planned_units(variant: str) -> int:
+    """Units of a text bucket's launches."""
+    return int(variant.removeprefix(VARIANT)) if variant.startswith(VARIANT) else 0

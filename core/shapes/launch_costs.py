@@ -1,0 +1,98 @@
+"""The cost of a launch: the polynomial that chooses buckets, and the work by which plans are compared. Pure.
+
+One token costs 2 operations per weight of a decoder layer's projections; one attended pair of query and key costs 4
+operations per query value (two products). The same holds for a patch slot of the vision tower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
+from trencadis.core.models.registry import family_of
+from trencadis.core.shared_constants import WINDOW_SLOTS
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost of a bucket in units of one decoder token's linear operations.
+
+    Args:
+        launch: the constant cost of a launch, which reads the weights once, however few tokens it has.
+        pair: one attended pair of query and key, all layers.
+        block: reading one KV block, all layers.
+        slot: the linear operations and window attention of one vision slot.
+        slot_pair: one attended pair of slots, all layers of full attention.
+        vision_launch: as ``launch``, for the tower.
+        head: one row of SAMPLE or POOL.
+        block_size: tokens of a KV block.
+    """
+
+    launch: float = 128.0
+    pair: float = 3.1e-5
+    block: float = 0.1
+    slot: float = 0.1
+    slot_pair: float = 2e-6
+    vision_launch: float = 12.0
+    head: float = 0.1
+    block_size: int = 128
+
+    def __call__(self, bucket: Bucket) -> float:
+        """The cost of one launch of ``bucket``."""
+        stage, dims = bucket.stage, bucket.dims
+        if stage is Stage.FRESH:
+            rows, tokens = dims
+            return self.launch + rows * tokens + self.pair * rows * tokens * (tokens + 1) / 2
+        if stage is Stage.CONTEXT:
+            tokens, blocks = dims
+            pairs = tokens * (blocks * self.block_size + tokens)
+            return self.launch + tokens + self.pair * pairs + self.block * blocks
+        if stage is Stage.DECODE and len(dims) == 2:
+            rows, blocks = dims
+            return self.launch + rows + (self.pair * self.block_size + self.block) * blocks
+        if stage is Stage.VISION:
+            return self.vision_launch + self.slot * dims[0] + self.slot_pair * dims[0] ** 2
+        if stage in (Stage.SAMPLE, Stage.RESET, Stage.POOL):
+            return self.launch * self.head + self.head * dims[0]
+        return self.launch + dims[0]
+
+
+def layers_values(t: TextConfig, active: bool = True) -> int:
+    """Weights of the projections of all decoder layers, without norms and biases (under 0.1 %).
+
+    ``active``: those that one token is multiplied by, so that of experts only its own count.
+    """
+    matrices = 3 if t.mlp == GATED else 2
+    attention = t.layers * t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    total = attention + t.dense_layers * matrices * t.hidden * t.intermediate
+    if t.experts is not None:
+        total += (t.layers - t.dense_layers) * t.experts.values(t.hidden, only=t.experts.top if active else 0)
+    return total
+
+
+def costs_of(model: ModelConfig, block_size: int, ridge: float, itemsize: int = 2) -> Costs:
+    """The polynomial of one model on a device that computes ``ridge`` operations while it reads one byte.
+
+    Reading all weights takes as long as computing ``ridge`` x itemsize / 2 tokens; KV blocks are scaled alike.
+    """
+    t = model.text
+    own_values = family_of(model.architecture).values
+    values = layers_values(t) if own_values is None else own_values(model)
+    # A launch of many tokens reads every expert; of few it reads less, which no bucket can know.
+    read = values if own_values is not None else layers_values(t, active=False)
+    launch = ridge * itemsize / 2 * read / values
+    cached = t.layers - len(t.cross_attention_layers)
+    block = 2 * cached * block_size * t.kv_heads * t.head_dim * itemsize * ridge / (2 * values)
+    own = {"pair": 2 * cached * t.heads * t.head_dim / values, "head": t.width * t.vocab / values}
+    if model.vision is not None:
+        v = model.vision
+        own["slot"] = (v.slot_weights() + 2 * v.hidden * WINDOW_SLOTS * (v.depth - v.whole)) / values
+        own["slot_pair"] = 2 * v.hidden * v.whole / values
+        own["vision_launch"] = launch * v.slot_weights() / values
+    return Costs(launch=launch, block=block, block_size=block_size, **own)
+
+
+def work_of(model: ModelConfig, block_size: int) -> Costs:
+    """Operations alone (linear and attention, padding included), by which plans are compared."""
+    return costs_of(model, block_size, ridge=0.0)

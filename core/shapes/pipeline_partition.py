@@ -1,0 +1,128 @@
+"""Divides a decoder's layers among pipeline stages. Pure and torch-free.
+
+The cost of a stage is the weights that a token is multiplied by there, since a step of few tokens reads them once and a
+step of many multiplies by each: those of its layers, on the first stage the tower's, on the last the head's. The
+embedding costs no time. Among all divisions the one with the least sum of squares is taken, so that no stage is far
+above the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.model_config import GATED, ModelConfig, TextConfig
+from trencadis.core.checkpoint.stage_share import StageShare
+from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import family_of
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+
+
+def layer_values(t: TextConfig) -> list[int]:
+    """Weights of each layer that one token is multiplied by, without norms and biases."""
+    attention = t.hidden * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+    dense = attention + (3 if t.mlp == GATED else 2) * t.hidden * t.intermediate
+    if t.experts is None:
+        return [dense] * t.layers
+    some = attention + t.experts.values(t.hidden, only=t.experts.top)
+    return [dense if i in t.experts.dense else some for i in range(t.layers)]
+
+
+def divide_layers(layers: Sequence[int], first: int, last: int, stages: int) -> tuple[int, ...]:
+    """How many of ``layers`` each stage gets, at least one.
+
+    Args:
+        layers: the cost of each; ``first``, ``last``: of what the first and the last stage have besides.
+    """
+    sums = [0]
+    for cost in layers:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, start: int, stop: int) -> int:
+        own = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        return (sums[stop] - sums[start] + own) ** 2
+
+    @cache
+    def best(stage: int, start: int) -> tuple[int, int]:
+        """(least sum of squares from ``stage`` on, where ``stage`` ends)."""
+        if stage == stages - 1:
+            return cost_of(stage, start, len(layers)), len(layers)
+        ends = range(start + 1, len(layers) - (stages - 2 - stage))
+        return min((cost_of(stage, start, end) + best(stage + 1, end)[0], end) for end in ends)
+
+    counts, start = [], 0
+    for stage in range(stages):
+        end = best(stage, start)[1]
+        counts.append(end - start)
+        start = end
+    return tuple(counts)
+
+
+def requested_partition(text: str, layers: int, stages: int) -> tuple[int, ...] | None:
+    """The layers of each stage as ``EngineConfig.pipeline_layer_partition`` has them; None: it is not set.
+
+    Raises:
+        StartupError: it is no list of ``stages`` numbers above 0 that sum to ``layers``.
+    """
+    if not text:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    counts = tuple(int(word) for word in words if word.isdecimal() and len(word) < 7)
+    even = ",".join(map(str, divide_layers([1] * layers, 0, 0, stages)))
+    if len(counts) != len(words) or min(counts) < 1:
+        raise StartupError(f"{PARTITION}={text[:80]} is no list of layers a stage, each above 0; {even} would fit.")
+    if len(counts) != stages or sum(counts) != layers:
+        raise StartupError(
+            f"{PARTITION}={text[:80]} puts {sum(counts)} layers on {len(counts)} stages; the model has {layers} layers "
+            f"and --pipeline-parallel-size is {stages}: {even} would fit."
+        )
+    return counts
+
+
+def split_model(model: ModelConfig, stages: int, partition: str = "") -> tuple[ModelConfig, ...]:
+    """The model as each of ``stages`` holds it; the model itself where there is one.
+
+    Raises:
+        StartupError: it cannot be divided so; the line names what would do.
+    """
+    if stages == 1:
+        return (model,)
+    t, family = model.text, family_of(model.architecture)
+    if family.values is not None or family.weights is not None:
+        raise StartupError(
+            f"--pipeline-parallel-size {stages}: {model.architecture} has layers of its own, which are not divided; "
+            "--tensor-parallel-size shares them"
+        )
+    if stages > t.layers:
+        raise StartupError(
+            f"--pipeline-parallel-size {stages} is more than the {t.layers} layers of {model.name}; "
+            f"at most {t.layers} fit, each with one layer."
+        )
+    counts = requested_partition(partition, t.layers, stages)
+    if counts is None:
+        tower = 0 if model.vision is None else int(model.vision.slot_weights())
+        head = t.vocab * t.width if model.pooling is None else 0
+        counts = divide_layers(layer_values(t), tower, head, stages)
+    made, first = [], 0
+    for stage, count in enumerate(counts):
+        made.append(replace(model, part=StageShare(first, first + count, stage, stages)))
+        first += count
+    return tuple(made)
+
+
+def check_ranks(model: ModelConfig, device: str, policy: Policy) -> None:
+    """Raises StartupError where a device's ranks cannot pass rows from one stage to the next, or gather images'."""
+    if model.encoder_data_parallel and not policy.encoder_data_parallel:
+        raise StartupError(
+            f"--mm-encoder-tp-mode data: ranks of the {device} backend gather no rows of images; leave it out, they "
+            "share the tower's weights, --device cpu does it"
+        )
+    stages = model.share.stages
+    if stages > 1 and not policy.stages:
+        raise StartupError(
+            f"--pipeline-parallel-size {stages}: the {device} backend passes no rows between stages; "
+            "--tensor-parallel-size shares layers, --device cpu has stages"
+        )

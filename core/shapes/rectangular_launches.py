@@ -1,0 +1,262 @@
+"""Splits rows into rectangular launches by cost. Pure Python.
+
+A FRESH launch computes several prompts without context, a CONTEXT launch one row after its context, a DECODE launch one
+token of many rows. ``policy.cost`` chooses among planned buckets; one launch per row is always an option, so that no
+split costs more. A row never runs before the one that writes its blocks: FRESH reads no context, CONTEXT and DECODE
+keep the order of the Step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from trencadis.core.buckets import Bucket, Plan, Stage
+
+Spans = Sequence[tuple[int, int]]
+"""Tokens [start, stop) that stay in one launch, ascending."""
+
+NONE = float("inf")
+ALL_GROUPS = 16
+"""All group sizes up to this are tried, above it only those that the plan has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowNeed:
+    """One row: its index in the Step, tokens already in the cache, tokens to compute, and which of these (start, stop)
+    stay in one launch, ascending."""
+
+    row: int
+    context: int
+    tokens: int
+    spans: Spans = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Tokens [start, stop) of a row's chunk."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RectangularLaunch:
+    """One launch: its bucket and its pieces."""
+
+    bucket: Bucket
+    pieces: tuple[RowPiece, ...]
+
+
+def split_rows(needs: Sequence[RowNeed], plan: Plan) -> list[RectangularLaunch]:
+    """The launches of ``needs``: FRESH, then CONTEXT, then DECODE; the pieces of each row are in order."""
+    cutter = RectangularSplitter(plan)
+    fresh: list[RectangularLaunch] = []
+    tails: list[tuple[int, list[RectangularLaunch]]] = []
+    first = [n for n in needs if n.tokens > 1 and n.context == 0]
+    for head, tail in cutter.fresh(first):
+        fresh.append(head)
+        tails += [(tail[0].pieces[0].row, tail)] if tail else []
+    for n in needs:
+        if n.tokens > 1 and n.context > 0:
+            tails.append((n.row, cutter.context(n, 0)))
+    order = {n.row: i for i, n in enumerate(needs)}
+    tails.sort(key=lambda t: order[t[0]])
+    found = [*fresh, *(c for _, cuts in tails for c in cuts)]
+    return found + cutter.decode([n for n in needs if n.tokens == 1])
+
+
+class RectangularSplitter:
+    """Splits rows by the buckets of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.cost = plan.policy.cost
+        self.block = max(plan.block_size, 1)
+        self.chunks = plan.sizes(Stage.CONTEXT, 0)
+
+    # Prompts without context
+
+    def fresh(self, needs: Sequence[RowNeed]) -> list[tuple[RectangularLaunch, list[RectangularLaunch]]]:
+        """FRESH launches, each with the CONTEXT launches of the tokens that it leaves.
+
+        Rows are sorted by length, longest first, and neighbours share launches.
+        """
+        short = sorted((n for n in needs if n.tokens <= self.plan.policy.fresh_tokens), key=lambda n: -n.tokens)
+        found = [self.alone(n)[1] for n in needs if n.tokens > self.plan.policy.fresh_tokens]
+        lengths = [n.tokens for n in short]
+        alone = [self.alone(n) for n in short]
+
+        def price(start: int, stop: int) -> float:
+            if stop - start == 1:
+                return alone[start][0]
+            bucket = self.plan.find(Stage.FRESH, (stop - start, lengths[start]))
+            return NONE if bucket is None else self.cost(bucket)
+
+        for start, stop in best_groups(len(short), price, self.plan.sizes(Stage.FRESH, 0)):
+            if stop - start == 1:
+                found.append(alone[start][1])
+                continue
+            bucket = self.plan.fit(Stage.FRESH, (stop - start, lengths[start]))
+            found.append(
+                (RectangularLaunch(bucket, tuple(RowPiece(n.row, 0, n.tokens) for n in short[start:stop])), [])
+            )
+        return found
+
+    def alone(self, need: RowNeed) -> tuple[float, tuple[RectangularLaunch, list[RectangularLaunch]]]:
+        """The cost and launches of one fresh row, whichever is cheaper: whole, or a planned size and then the rest."""
+        options: list[tuple[float, int, Bucket]] = []
+        whole = self.plan.find(Stage.FRESH, (1, need.tokens))
+        if self.plan.whole:
+            fitting = whole or self.plan.fit(Stage.FRESH, (1, need.tokens))
+            return self.cost(fitting), (RectangularLaunch(fitting, (RowPiece(need.row, 0, need.tokens),)), [])
+        if whole is not None:
+            options.append((self.cost(whole), 0, whole))
+        for planned in self._below(self.plan.sizes(Stage.FRESH, 1), need.tokens, 3 if whole else 1):
+            size = uncut(planned, need.spans)
+            bucket = self.plan.find(Stage.FRESH, (1, size))
+            if bucket is not None and size < need.tokens:
+                rest = self.context_price(size, need.tokens - size, shift_spans(need.spans, size))
+                options.append((self.cost(bucket) + rest, need.tokens - size, bucket))
+        if not options:
+            bucket = self.plan.fit(Stage.FRESH, (1, need.tokens))
+            options.append((self.cost(bucket), 0, bucket))
+        price, rest, bucket = min(options, key=lambda o: o[:2])
+        size = need.tokens - rest
+        tail = self.context(need, size) if rest else []
+        return price, (RectangularLaunch(bucket, (RowPiece(need.row, 0, size),)), tail)
+
+    # One row after its context
+
+    def context(self, need: RowNeed, start: int) -> list[RectangularLaunch]:
+        """CONTEXT launches of the tokens of a row's chunk from ``start`` on."""
+        found, spans = [], shift_spans(need.spans, start)
+        for bucket, size in self.context_cuts(need.context + start, need.tokens - start, spans):
+            found.append(RectangularLaunch(bucket, (RowPiece(need.row, start, start + size),)))
+            start += size
+        return found
+
+    def context_price(self, context: int, tokens: int, spans: Spans = ()) -> float:
+        """The cost of ``context_cuts``."""
+        return sum(self.cost(b) for b, _ in self.context_cuts(context, tokens, spans))
+
+    def context_cuts(self, context: int, tokens: int, spans: Spans = ()) -> list[tuple[Bucket, int]]:
+        """(bucket, tokens) of each launch: full launches, then one or two for the rest, whichever is cheaper."""
+        found: list[tuple[Bucket, int]] = []
+        most = self.chunks[-1] if self.chunks else tokens
+        while tokens > 0:
+            size = self._full(context, tokens, most)
+            if size >= tokens:
+                return found + self._end(context, tokens, spans)
+            size = min(uncut(size, spans), tokens)
+            found.append((self._fit(context, size), size))
+            context, tokens, spans = context + size, tokens - size, shift_spans(spans, size)
+        return found
+
+    def _full(self, context: int, tokens: int, most: int) -> int:
+        """Tokens of the next launch: all that are left if they fit, else the largest planned size that fits."""
+        if tokens <= most and self._find(context, tokens) is not None:
+            return tokens
+        for size in self._below(self.chunks, tokens, len(self.chunks)):
+            if self._find(context, size) is not None:
+                return size
+        return 1 if tokens > 1 else tokens
+
+    def _end(self, context: int, tokens: int, spans: Spans) -> list[tuple[Bucket, int]]:
+        """The last launch, or two if a planned size and then the rest cost less."""
+        whole = self._fit(context, tokens)
+        best, price = [(whole, tokens)], self.cost(whole)
+        for planned in self._below(self.chunks, tokens, 2):
+            size = uncut(planned, spans)
+            first = self._find(context, size)
+            second = self._find(context + size, tokens - size) if size < tokens else None
+            if first is not None and second is not None:
+                both = self.cost(first) + self.cost(second)
+                if both < price:
+                    best, price = [(first, size), (second, tokens - size)], both
+        return best
+
+    def _find(self, context: int, tokens: int) -> Bucket | None:
+        return self.plan.find(*self._need(context, tokens))
+
+    def _fit(self, context: int, tokens: int) -> Bucket:
+        return self.plan.fit(*self._need(context, tokens))
+
+    def _need(self, context: int, tokens: int) -> tuple[Stage, tuple[int, int]]:
+        if tokens == 1:
+            return Stage.DECODE, (1, context // self.block + 1)
+        return Stage.CONTEXT, (tokens, -(-context // self.block))
+
+    @staticmethod
+    def _below(sizes: Sequence[int], need: int, count: int) -> list[int]:
+        """The ``count`` largest sizes below ``need``, descending."""
+        return [s for s in sizes if s < need][-count:][::-1]
+
+    # One token of many rows
+
+    def decode(self, needs: Sequence[RowNeed]) -> list[RectangularLaunch]:
+        """DECODE launches in the order of the Step; a single one if no split can cost less."""
+        if not needs:
+            return []
+        totals = [0, *accumulate(n.context // self.block + 1 for n in needs)]
+
+        table = self.plan.table(Stage.DECODE)
+
+        def price(start: int, stop: int) -> float:
+            listed = totals[stop] - totals[start]
+            found = table.find_with_cost((stop - start, listed)) if table else None
+            if found is not None:
+                return found[0]
+            return NONE if stop - start > 1 else self.cost(self.plan.fit(Stage.DECODE, (1, listed)))
+
+        # No split costs less than two launches without any padding.
+        least = self.cost(Bucket(Stage.DECODE, (len(needs), totals[-1]))) + self.cost(Bucket(Stage.DECODE, (0, 0)))
+        groups = [(0, len(needs))]
+        if len(needs) > 1 and price(0, len(needs)) > least:
+            groups = best_groups(len(needs), price, self.plan.sizes(Stage.DECODE, 0), 1)
+        found = []
+        for start, stop in groups:
+            pieces = tuple(RowPiece(n.row, 0, 1) for n in needs[start:stop])
+            found.append(
+                RectangularLaunch(self.plan.fit(Stage.DECODE, (stop - start, totals[stop] - totals[start])), pieces)
+            )
+        return found
+
+
+def uncut(size: int, spans: Spans) -> int:
+    """At most ``size`` tokens that cut no span; where the first token lies in one, all of that."""
+    for start, stop in spans:
+        if start < size < stop:
+            return start if start > 0 else stop
+    return size
+
+
+def shift_spans(spans: Spans, size: int) -> Spans:
+    """The spans, counted from the token behind ``size`` others."""
+    return tuple((start - size, stop - size) for start, stop in spans if stop > size)
+
+
+def best_groups(
+    count: int, price: Callable[[int, int], float], sizes: Sequence[int], every: int = ALL_GROUPS
+) -> list[tuple[int, int]]:
+    """The cheapest split of ``count`` neighbours into groups [start, stop); of equal ones, that with larger groups.
+
+    It tries all group sizes up to ``every``, above that those of ``sizes`` and the whole rest.
+    """
+    tried = sorted({*range(1, every + 1), *sizes})
+    best = [0.0] * (count + 1)
+    ends = [0] * (count + 1)
+    for start in range(count - 1, -1, -1):
+        left = count - start
+        best[start] = NONE
+        for size in (*(s for s in tried if s < left), left):
+            total = price(start, start + size) + best[start + size]
+            if total <= best[start]:
+                best[start], ends[start] = total, start + size
+    groups, start = [], 0
+    while start < count:
+        groups.append((start, ends[start]))
+        start = ends[start]
+    return groups

@@ -1,0 +1,93 @@
+"""Limits of an engine's launch shapes, and which buckets of a grid can occur at all. Pure Python.
+
+The *cell* of a bucket holds the needs above its lower neighbour and up to itself in every axis. A bucket is kept if any
+need of its cell can occur. Limits are monotonic, so that one corner of the cell decides: the smallest need if the limit
+bounds a sum or product (rows x tokens, tokens + context), the largest on an axis with which the limit grows (blocks <=
+rows x blocks of one row).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trencadis.core.buckets import ENCODER_SLOTS, LARGEST
+from trencadis.core.checkpoint.model_config import SquareImage
+from trencadis.core.shared_constants import WINDOW_SLOTS
+
+
+@dataclass(frozen=True)
+class ShapeLimits:
+    """The limits of an engine's shapes.
+
+    Args:
+        max_rows: requests of one step.
+        max_tokens: tokens of one step.
+        max_model_len: prompt plus answer of one request, in tokens.
+        block_size: tokens of a KV block.
+        image_slots: slots of the largest image; 0: no vision tower.
+        least_slots: slots of the smallest image.
+        image_tile: slots of every image, where all have as many; 0: they differ.
+        squares: the smallest square image of each number of slots.
+        encoder_slots: slots of a launch of several images.
+        images: (slots of one, fewest, most at a time) of images that get buckets of their own.
+        units: images that tokens of one launch may attend to.
+    """
+
+    max_rows: int
+    max_tokens: int
+    max_model_len: int
+    block_size: int
+    image_slots: int = 0
+    least_slots: int = WINDOW_SLOTS
+    image_tile: int = 0
+    squares: tuple[SquareImage, ...] = ()
+    encoder_slots: int = ENCODER_SLOTS
+    images: tuple[tuple[int, int, int], ...] = ()
+    units: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of one row of a step."""
+        return min(self.max_tokens, self.max_model_len)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of one full-length row."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def context_blocks(self) -> int:
+        """Blocks before the last token of a full-length row, at least 1."""
+        return max(-(-(self.max_model_len - 1) // self.block_size), 1)
+
+    @property
+    def launch_slots(self) -> int:
+        """Most slots that the images of one step need."""
+        return max(self.image_slots, self.encoder_slots) if self.image_slots else 0
+
+    def fresh(self, rows: int, tokens: int) -> bool:
+        """Whether one step can start ``rows`` prompts of ``tokens`` tokens each."""
+        return rows <= self.max_rows and tokens <= self.max_model_len and rows * tokens <= self.max_tokens
+
+    def context(self, tokens: int, blocks: int) -> bool:
+        """Whether ``tokens`` tokens can follow a context of ``blocks`` blocks."""
+        held = (blocks - 1) * self.block_size + 1
+        return blocks > 0 and tokens <= self.max_tokens and tokens + held <= self.max_model_len
+
+    def decode(self, rows: int, blocks: int) -> bool:
+        """Whether ``rows`` rows can hold ``blocks`` blocks together."""
+        return rows <= min(self.max_rows, blocks) and blocks <= rows * self.row_blocks
+
+
+def cells(
+    axes: Sequence[Sequence[int]], corners: Sequence[str], occurs: Callable[[tuple[int, ...]], bool]
+) -> Iterator[tuple[int, ...]]:
+    """Dims of the buckets of a grid that are kept: those for whose corner ``occurs`` is true."""
+    for index in itertools.product(*(range(len(a)) for a in axes)):
+        dims = tuple(axis[i] for axis, i in zip(axes, index, strict=True))
+        lower = (axis[i - 1] if i else 0 for axis, i in zip(axes, index, strict=True))
+        corner = (d if c == LARGEST else low + 1 for d, low, c in zip(dims, lower, corners, strict=True))
+        if occurs(tuple(corner)):
+            yield dims

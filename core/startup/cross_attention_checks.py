@@ -1,0 +1,46 @@
+"""What a model whose layers attend to images (``TextConfig.cross_attention_layers``) asks of a start; what takes
+less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trencadis.core.buckets import Policy
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes.shape_limits import ShapeLimits
+
+
+def check_cross_attention(config: EngineConfig, model: ModelConfig, policy: Policy) -> None:
+    """Raises StartupError for a device or an option that does not go with it; one line."""
+    if not model.text.cross_attention_layers:
+        return
+    name = model.architecture
+    if not policy.cross_attention:
+        raise StartupError(f"{name}: layers attend to images, which this backend does not implement; --device cpu does")
+    if config.pipeline_parallel_size > 1:
+        raise StartupError(
+            f"{name}: layers of every pipeline stage attend to images, which the first one encodes; "
+            "--tensor-parallel-size divides the model instead"
+        )
+    if model.encoder_data_parallel:
+        raise StartupError(
+            f"{name}: each rank keeps its share of an image's keys, so that --mm-encoder-tp-mode data does not apply; "
+            "weights does"
+        )
+    if config.batch_invariant:
+        raise StartupError(f"--batch-invariant: {name} attends to all images of a launch at once; leave the flag out")
+    if config.cpu_offload_gb:
+        raise StartupError(
+            f"--cpu-offload-gb: a launch of {name} without images leaves layers out, so that none can be copied ahead"
+        )
+
+
+def suggest_smaller_settings(limits: ShapeLimits) -> dict[str, dict[str, Any]]:
+    """Settings that take less memory than ``limits``, the mildest first: flags, and fields of a configuration."""
+    tokens = (t for t in (16384, 8192, 4096, 2048) if t < limits.max_tokens)
+    found: dict[str, dict[str, Any]] = {f"--max-num-batched-tokens {t}": {"max_num_batched_tokens": t} for t in tokens}
+    images = (n for n in (8, 4, 2) if n < limits.units)
+    return found | {f"--encoder-cache-images {n}": {"encoder_cache_images": n} for n in images}

@@ -1,0 +1,60 @@
+"""A start-up of several pipeline stages on paper. Torch-free.
+
+Each stage divides a device's memory by what it holds; together they agree on two numbers. The stage that holds the
+shortest requests decides the model length, and with it the shapes of all; the one with the fewest KV blocks decides how
+many all of them have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from trencadis.core.errors import StartupError
+from trencadis.core.shared_constants import RESERVED_BLOCKS
+from trencadis.core.startup.dry_run import DryRun, StartupPlan
+
+
+def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
+    """The plan and the ledger of each stage's devices, as ``core.startup.captured`` agrees on them.
+
+    Args:
+        starts: that of each stage, whose model is its share (``core.shapes.stages.staged``).
+
+    Raises:
+        StartupError: a stage does not fit; the line names it, and the setting that would.
+    """
+    found = [planned_stage(start) for start in starts]
+    if len(found) == 1:
+        return tuple(found)
+    length = min(p.limits.max_model_len for p in found)
+    for i, (start, planned) in enumerate(zip(starts, found, strict=True)):
+        if planned.limits.max_model_len > length:
+            found[i] = planned_stage(dataclasses.replace(start, at_most=length))
+    blocks = min(p.ledger.memory_split.blocks for p in found)
+    return tuple(_limit_blocks(p, blocks) for p in found)
+
+
+def planned_stage(start: DryRun) -> StartupPlan:
+    """The plan of one stage.
+
+    Raises:
+        StartupError: it does not fit; the line names the stage, and the setting that would.
+    """
+    try:
+        return start.plan_startup()
+    except StartupError as error:
+        share = start.model.share
+        if share.stages == 1:
+            raise
+        raise StartupError(f"pipeline stage {share.stage} of {share.stages}: {error}") from None
+
+
+def _limit_blocks(planned: StartupPlan, blocks: int) -> StartupPlan:
+    """With a KV cache of ``blocks``; what is left of a larger one becomes margin."""
+    memory_split = planned.ledger.memory_split
+    if memory_split.blocks <= blocks:
+        return planned
+    kv = (blocks + RESERVED_BLOCKS) * planned.estimator.block_bytes(planned.limits.block_size)
+    ledger = dataclasses.replace(planned.ledger, memory_split=dataclasses.replace(memory_split, kv=kv, blocks=blocks))
+    return dataclasses.replace(planned, ledger=ledger)

@@ -1,1 +1,0 @@
-"""Towers over pictures of any size: places between those of a table, rows of parts for the decoder's first layers."""

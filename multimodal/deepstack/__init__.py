@@ -1,0 +1,3 @@
+"""Vision tower with interpolated position embeddings and DeepStack outputs for the decoder's first layers
+(Qwen3-VL).
+"""

@@ -1,0 +1,58 @@
+"""Reads the text_config of a vision-language checkpoint, with transformers' defaults of its model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.model_config import TextConfig
+from trencadis.core.families import llama, mistral, qwen2, qwen3
+from trencadis.core.models.family import ParsedConfig
+
+LLAMA: Mapping[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+}  # fmt: skip
+MISTRAL: Mapping[str, Any] = {
+    **LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+}  # fmt: skip
+QWEN2: Mapping[str, Any] = {
+    **LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+DECODERS: Mapping[str, tuple[Callable[[JsonFields, JsonFields, bool], ParsedConfig], Mapping[str, Any]]] = {
+    "llama": (llama.describe, LLAMA),
+    "mistral": (mistral.describe, MISTRAL),
+    "qwen2": (qwen2.describe, QWEN2),
+    "qwen3": (qwen3.describe, QWEN2),
+}
+"""By model_type: the parser of a decoder, and its configuration's defaults."""
+
+DECODER_PREFIXES: Mapping[str, str] = {
+    "language_model.model.": "",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "",
+    "lm_head.": "lm_head.",
+}
+"""Stored prefixes of a decoder's weights beside a tower."""
+
+PREFIXES: Mapping[str, str] = {
+    "model.vision_tower.vision_model.": "visual.",
+    "vision_tower.vision_model.": "visual.",
+    "model.vision_tower.": "visual.",
+    "vision_tower.": "visual.",
+    "model.multi_modal_projector.": "visual.projector.",
+    "multi_modal_projector.": "visual.projector.",
+    **DECODER_PREFIXES,
+}
+"""The same with those of a ``vision_tower`` and a ``multi_modal_projector``, in transformers 5 and on the hub."""
+
+
+def read_text_config(
+    root: JsonFields, c: JsonFields, tied: bool, kinds: tuple[str, ...], **defaults: Any
+) -> TextConfig:
+    """The decoder of a text_config; a model_type that is left out is the first of ``kinds``."""
+    c.only("model_type", kinds, kinds[0])
+    describe, left_out = DECODERS[c.values.get("model_type", kinds[0])]
+    return describe(root, c.with_defaults({**left_out, **defaults}), tied).text

@@ -1,0 +1,44 @@
+"""CLIP's tower and its processor's settings, which several families read. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from trencadis.multimodal.normalisation import PixelNormalisation, read_normalisation
+from trencadis.multimodal.vit.config import TileVisionConfig
+from trencadis.multimodal.vit.processor import read_processor_settings
+
+BICUBIC = 3
+
+
+@dataclass(frozen=True)
+class ClipVisionConfig(TileVisionConfig):
+    """CLIP's layers up to the one whose output is read (``depth`` of them)."""
+
+    first_norm: ClassVar[bool] = True
+
+
+def read_settings(path: Path, image: int, kinds: tuple[str, ...]) -> PixelNormalisation:
+    """The colours that a checkpoint's processor file states; the rest is held to what is implemented.
+
+    Raises:
+        StartupError: no file, or a value that is not implemented.
+    """
+    c = read_processor_settings(path)
+    c.only("image_processor_type", kinds, kinds[0])
+    for key in ("do_resize", "do_center_crop"):
+        c.only(key, (True,), True)
+    c.only("resample", (BICUBIC,), BICUBIC)
+    size = c.within("size", {"shortest_edge": 224})
+    size.only("shortest_edge", (image,), 224)
+    if set(size.values) - {"shortest_edge"}:
+        c.refuse("size", "implemented: shortest_edge alone")
+    if isinstance(c.values.get("crop_size"), int):
+        c.only("crop_size", (image,))
+    else:
+        crop = c.within("crop_size", {"height": 224, "width": 224})
+        for key in ("height", "width"):
+            crop.only(key, (image,), 224)
+    return read_normalisation(c)

@@ -1,0 +1,152 @@
+"""How many vision slots and tokens an image may need, from the image processor's limits. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trencadis.core import envs
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.core.shapes.bucket_options import PlannedImageSize, parse_image_sizes
+from trencadis.core.shared_constants import WINDOW_SLOTS
+from trencadis.multimodal.images.mm_processor_kwargs import check_pixel_limits, server_options
+from trencadis.multimodal.patch_grids import count_slots, count_tokens, patch_grid
+from trencadis.multimodal.processor import ImageGeometry
+from trencadis.multimodal.qwen2_vl.patch_geometry import FACTOR, MERGE, PATCH, WINDOW_PATCHES
+from trencadis.multimodal.qwen2_vl.preprocessor_config import read_preprocessor_config
+from trencadis.multimodal.qwen2_vl.smart_resize import largest_slots, largest_tokens, smart_resize, square_sizes
+
+MIN_PIXELS, MAX_PIXELS = 3136, 12_845_056
+"""Qwen2.5-VL's limits, for a checkpoint folder without an image processor."""
+
+
+class PatchScheme(NamedTuple):
+    """How a tower cuts images: with or without windows of 8 x 8 patches, patch size in pixels, and default pixel
+    limits.
+    """
+
+    windows: bool
+    patch: int = PATCH
+    limits: tuple[int, int] = (MIN_PIXELS, MAX_PIXELS)
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of a merge cell."""
+        return self.patch * MERGE
+
+
+WINDOWED, WHOLE = PatchScheme(True), PatchScheme(False)
+
+
+def pixel_limits(
+    path: Path, kwargs: Mapping[str, Any], factor: int = FACTOR, kind: PatchScheme = WINDOWED
+) -> tuple[int, int]:
+    """(min_pixels, max_pixels) from ``--mm-processor-kwargs``, else from the checkpoint.
+
+    Raises:
+        StartupError: unknown keys, values that are not implemented, or limits that no image fits.
+    """
+    mm_kwargs = server_options(kwargs).pixels
+    read = read_preprocessor_config(path, mm_kwargs, kind.patch)
+    if read is not None:
+        least, most = read.min_pixels, read.max_pixels
+    else:
+        least, most = mm_kwargs.get("min_pixels", kind.limits[0]), mm_kwargs.get("max_pixels", kind.limits[1])
+    check_pixel_limits(least, most, factor)
+    return least, most
+
+
+def resize_factor(alignment: str, kind: PatchScheme = WINDOWED) -> int:
+    """What the sides of a resized image are multiples of, in pixels; ``alignment`` is ``pad`` or ``resize``."""
+    return WINDOW_PATCHES * kind.patch if alignment == "resize" else kind.factor
+
+
+def image_needs(
+    path: Path, mm_kwargs: Mapping[str, Any], alignment: str = "pad", kind: PatchScheme = WINDOWED
+) -> ImageNeeds:
+    """Slots and tokens of the largest image, slots of the smallest. With alignment ``resize`` every window is full.
+
+    Raises:
+        StartupError: see ``pixel_limits``; sizes of VLLM_MULTIMODAL_RESOLUTIONS that no server takes.
+    """
+    factor, windows, patch = resize_factor(alignment, kind), kind.windows, kind.patch
+    least, most = pixel_limits(path, mm_kwargs, factor, kind)
+    smallest = -(-least // patch**2)
+    if alignment == "resize":
+        smallest = WINDOW_SLOTS * max(least // factor**2, 1)
+    listed_sizes = tuple(
+        (
+            count_slots(patch_grid(*_resize_listed_size(size, factor, least, most), patch), windows),
+            size.fewest,
+            size.most,
+        )
+        for size in parse_image_sizes(envs.get("VLLM_MULTIMODAL_RESOLUTIONS", os.environ))
+    )
+    largest = largest_slots(least, most, factor, patch, windows)
+    return ImageNeeds(
+        largest, smallest, largest_tokens(least, most, factor, patch), listed_sizes,
+        squares=tuple(square_sizes(largest, factor, windows, patch)),
+    )  # fmt: skip
+
+
+class ResizeRule(NamedTuple):
+    """Resize rule of a server: at least ``min_pixels`` and at most ``max_pixels`` pixels, sides in multiples of
+    ``factor``.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    factor: int
+    kind: PatchScheme = WINDOWED
+
+    def resize(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width after resizing."""
+        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+
+    def __call__(self, height: int, width: int) -> ImageGeometry:
+        """What an image of ``height`` x ``width`` pixels becomes."""
+        made = self.resize(height, width)
+        grid = patch_grid(*made, self.kind.patch)
+        return ImageGeometry(made, grid, count_tokens(grid), count_slots(grid, self.kind.windows), made[0] * made[1])
+
+
+def load_resize_rule(
+    config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str, kind: PatchScheme
+) -> ResizeRule:
+    """The rule of a checkpoint, or of one that states no limits."""
+    factor = resize_factor(alignment, kind)
+    least, most = kind.limits if config is None else pixel_limits(config.path, mm_kwargs, factor, kind)
+    return ResizeRule(least, most, factor, kind)
+
+
+def windowed_resize_rule(
+    config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad"
+) -> ResizeRule:
+    """Qwen2.5-VL's rule."""
+    return load_resize_rule(config, mm_kwargs, alignment, WINDOWED)
+
+
+def whole_resize_rule(config: ModelConfig | None, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ResizeRule:
+    """Qwen2-VL's rule."""
+    return load_resize_rule(config, mm_kwargs, alignment, WHOLE)
+
+
+def _resize_listed_size(size: PlannedImageSize, factor: int, least: int, most: int) -> tuple[int, int]:
+    """Height and width of an image that ``VLLM_MULTIMODAL_RESOLUTIONS`` names, as the server resizes it."""
+    try:
+        return smart_resize(size.height, size.width, factor, least, most)
+    except BadRequest as error:
+        raise StartupError(f"VLLM_MULTIMODAL_RESOLUTIONS: {size.width}x{size.height}: {error}") from None
+
+
+def windowed_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Qwen2.5-VL's ``image_needs``."""
+    return image_needs(config.path, mm_kwargs, alignment)
+
+
+def whole_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """``image_needs`` of a tower without windows."""
+    return image_needs(config.path, mm_kwargs, alignment, WHOLE)

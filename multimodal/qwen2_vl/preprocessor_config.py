@@ -1,0 +1,100 @@
+"""Reads a checkpoint's image processor settings. Torch-free, no image library.
+
+As in config.json, every key that can change a pixel is used, accepted at the values that are implemented, or refused.
+A key that is left out has transformers' default; a null is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trencadis.core.checkpoint.json_fields import JsonFields, read_json
+from trencadis.multimodal.normalisation import CLIP, PixelNormalisation, read_normalisation
+from trencadis.multimodal.qwen2_vl.patch_geometry import MERGE, PATCH, TEMPORAL
+
+MIN_PIXELS, MAX_PIXELS = 3136, 28 * 28 * 1280
+"""Pixel limits of a processor that states none."""
+
+BICUBIC = 3
+PROCESSOR_TYPES = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+SUFFIXES = ("", "Fast", "Pil")
+NORMALISATION_KEYS = ("image_mean", "image_std", "rescale_factor", "do_rescale", "do_normalize")
+EDGES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
+
+
+@dataclass(frozen=True)
+class PreprocessorConfig:
+    """Pixel limits of a resized image, and its colours."""
+
+    min_pixels: int
+    max_pixels: int
+    normalisation: PixelNormalisation = CLIP
+
+
+def read_preprocessor_config(
+    path: Path, mm_kwargs: Mapping[str, Any] | None = None, patch: int = PATCH
+) -> PreprocessorConfig | None:
+    """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
+
+    Args:
+        asked: the operator's min_pixels and max_pixels, which win.
+        patch: pixels along a side of the tower's patches.
+
+    Returns:
+        None if there is neither file.
+
+    Raises:
+        StartupError: a file that cannot be read, or a value that is not implemented.
+    """
+    found = read_processor_file(path, "image_processor", "preprocessor_config.json")
+    if found is None:
+        return None
+    kind = found.values.get("image_processor_type", PROCESSOR_TYPES[0])
+    if not isinstance(kind, str) or kind not in {name + suffix for name in PROCESSOR_TYPES for suffix in SUFFIXES}:
+        found.refuse("image_processor_type", f"implemented: {PROCESSOR_TYPES[0]}")
+    found.only("do_resize", (True,), True)
+    found.only("resample", (BICUBIC,), BICUBIC)
+    normalisation = _read_normalisation(found, CLIP, patch, PATCH)
+    _check_video_normalisation(path, normalisation, patch)
+    given = JsonFields(mm_kwargs or {}, "--mm-processor-kwargs")
+    # min_pixels and max_pixels replace the edges of ``size``; a ``size`` replaces both defaults.
+    size = found.within("size", {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS})
+    if set(size.values) - EDGES:
+        found.refuse("size", "implemented: shortest_edge and longest_edge, which count pixels")
+
+    def limit(name: str, edge: str) -> int:
+        for place, key in ((given, name), (found, name)):
+            if place.is_given(key):
+                return place.integer(key)
+        return size.integer(edge)
+
+    return PreprocessorConfig(limit("min_pixels", "shortest_edge"), limit("max_pixels", "longest_edge"), normalisation)
+
+
+def read_processor_file(path: Path, part: str, legacy: str) -> JsonFields | None:
+    """The settings of one processor, ``part`` of processor_config.json or the whole file ``legacy``; None if absent."""
+    where = path / "processor_config.json"
+    whole = read_json(where)
+    if whole is not None and whole.get(part) is not None:
+        return JsonFields(whole, where).within(part)
+    values = read_json(path / legacy)
+    return None if values is None else JsonFields(values, path / legacy)
+
+
+def _read_normalisation(c: JsonFields, base: PixelNormalisation, patch: int, default: int) -> PixelNormalisation:
+    """Reads the colours, and checks the patch sizes: a patch's values depend on both."""
+    c.only("patch_size", (patch,), default)
+    c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
+    c.only("merge_size", (MERGE,), MERGE)
+    return read_normalisation(c, base)
+
+
+def _check_video_normalisation(path: Path, normalisation: PixelNormalisation, patch: int) -> None:
+    """Refuses a video processor with other colours than the image processor's: the tower holds one set."""
+    found = read_processor_file(path, "video_processor", "video_preprocessor_config.json")
+    if found is not None and _read_normalisation(found, normalisation, patch, patch) != normalisation:
+        key = next(k for k in NORMALISATION_KEYS if k in found.values)
+        found.refuse(key, "implemented: videos with the pixel normalisation of the image processor")

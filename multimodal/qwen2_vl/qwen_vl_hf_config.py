@@ -1,0 +1,78 @@
+"""What the parsers of Qwen2-VL and Qwen2.5-VL share: keys of vision_config, and prefixes of weights. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from trencadis.core.checkpoint.decoder_fields import MOST_HEADS, WIDEST, full_attention, gated_decoder, heads_of
+from trencadis.core.checkpoint.json_fields import JsonFields
+from trencadis.core.checkpoint.rope_config import LARGEST_BASE
+from trencadis.core.checkpoint.vision_config import VisionConfig
+from trencadis.core.models.family import ParsedConfig
+from trencadis.multimodal.qwen2_vl.media_tokens import read_media_tokens
+from trencadis.multimodal.qwen2_vl.patch_geometry import CHANNELS, MERGE, PATCH, TEMPORAL
+
+PREFIXES = {
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "model.language_model.": "",
+    "model.": "",
+    "lm_head.": "lm_head.",
+}
+"""Of transformers 5 and of the hub's files."""
+
+
+class TowerWidths(NamedTuple):
+    """Widths of a tower's hidden rows and of what it makes, and its heads."""
+
+    hidden: int
+    heads: int
+    out_hidden: int
+
+
+def read_config(
+    root: JsonFields, c: JsonFields, tied: bool, tower: Callable[[JsonFields, int], VisionConfig]
+) -> ParsedConfig:
+    """A configuration, flat as on the hub or nested; ``tower``: reads vision_config, given the text's width."""
+    full_attention(c)
+    heads = heads_of(c, whole=True)
+    text = gated_decoder(c, heads, tied, positions=32768, theta=1e6, axes=True, qkv_bias=True)
+    vision = tower(root.within("vision_config"), text.hidden)
+    return ParsedConfig(text, vision, read_media_tokens(root, text.vocab))
+
+
+def read_widths(c: JsonFields, hidden_key: str, out_key: str, text_hidden: int) -> TowerWidths:
+    """The widths under the keys that a family has for them; refuses those that the tower or the decoder cannot take."""
+    hidden, heads = c.integer(hidden_key, most=WIDEST), c.integer("num_heads", most=MOST_HEADS)
+    if hidden % (4 * heads):
+        c.refuse("num_heads", f"implemented: heads whose size is a multiple of 4, and {hidden_key} is {hidden}")
+    out_hidden = c.integer(out_key, most=WIDEST, default=text_hidden)
+    if out_hidden != text_hidden:
+        c.refuse(out_key, f"it must be the text model's hidden_size, which is {text_hidden}")
+    return TowerWidths(hidden, heads, out_hidden)
+
+
+def check_patch_sizes(c: JsonFields) -> None:
+    """Refuses other sizes of a patch and of a merge cell, which are built into packing and processor."""
+    c.only("patch_size", (PATCH,), PATCH)
+    c.only("temporal_patch_size", (TEMPORAL,), TEMPORAL)
+    c.only("spatial_merge_size", (MERGE,), MERGE)
+    c.only("in_channels", (CHANNELS,), CHANNELS)
+
+
+def check_aliases(c: JsonFields, depth: int, heads: int, hidden: int) -> None:
+    """Holds keys that transformers reads as aliases to the values of those that count."""
+    for alias, value in (("num_attention_heads", heads), ("num_hidden_layers", depth), ("head_dim", hidden // heads)):
+        if c.is_given(alias):
+            c.only(alias, (value,))
+
+
+def read_rope_theta(c: JsonFields) -> float:
+    """The base of the tower's rotary frequencies."""
+    rope = c.within("rope_scaling" if c.values.get("rope_scaling") else "rope_parameters")
+    for key in ("rope_type", "type"):
+        if key in rope.values:
+            rope.only(key, ("axial", "default"))
+    place = rope if "rope_theta" in rope.values else c
+    return place.number("rope_theta", 0, LARGEST_BASE, 10000.0, above=True)

@@ -1,0 +1,196 @@
+"""Downloads a client's URL and connects only to the very address that it checked."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import mmap
+import re
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urljoin
+
+import httpx
+
+from trencadis.core.errors import BadRequest, Forbidden, TooLarge, Unprocessable, UnsupportedMedia
+from trencadis.multimodal.sources.url_rules import AddressRules, WebUrl, parse_url
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+"""(host, port) -> numeric addresses; raises OSError if there are none."""
+
+REDIRECTS = (301, 302, 303, 307, 308)
+MAX_ADDRESSES = 3
+"""Most addresses of one host to try, IPv4 first."""
+UNTYPED_CONTENT = ("application/octet-stream", "binary/octet-stream", "application/mp4", "application/x-binary")
+"""Content types, beside image/* and video/*, that servers send for files of unknown type."""
+_ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+NOT_ALLOWED = "The address is not allowed by this server."
+HEADERS = {
+    "User-Agent": "trencadis",
+    # Servers that negotiate answer image/* with AVIF.
+    "Accept": "image/jpeg, image/png, image/webp, image/gif, image/bmp, */*;q=0.1",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+
+MAX_REDIRECTS = 3
+
+
+class Fetcher:
+    """Downloads over http and https under the operator's rules.
+
+    One connection serves one request: no cookies, no proxies from the environment, no reuse of a connection whose
+    certificate was checked for another name.
+
+    Args:
+        rules: hosts and addresses that it may connect to.
+        max_bytes: most bytes of a body.
+        timeout: seconds from name look-up to the last byte, redirects included.
+        max_redirects: most redirects to follow; each target is parsed, resolved and checked again.
+        resolver: replaces the system's name look-up, for tests.
+    """
+
+    def __init__(
+        self,
+        rules: AddressRules,
+        max_bytes: int,
+        timeout: float,
+        max_redirects: int = MAX_REDIRECTS,
+        resolver: Resolver | None = None,
+    ) -> None:
+        self.rules = rules
+        self.max_bytes = max_bytes
+        self.timeout = timeout
+        self.max_redirects = max_redirects
+        self._resolve = resolver or self._system_resolver
+        # Names whose servers never answer would fill the event loop's own pool.
+        self._resolver_threads = ThreadPoolExecutor(32, thread_name_prefix="names")
+
+    async def get(self, url: str) -> bytes:
+        """Returns the body of ``url``.
+
+        Raises:
+            BadRequest: a malformed URL.
+            Forbidden: the rules exclude a host or address, of the URL or of a redirect.
+            TooLarge: more than ``max_bytes``.
+            UnsupportedMedia: the content type is not one of an image, a video or plain bytes.
+            Unprocessable: no such host, no connection, a status other than 200, too many redirects, or a timeout.
+        """
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await self._follow_redirects(parse_url(url))
+        except TimeoutError:
+            raise Unprocessable(f"The URL did not answer in full within {self.timeout:g} s.") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
+            raise Unprocessable("The URL could not be fetched.") from None
+
+    def close(self) -> None:
+        """Ends the threads that look names up."""
+        self._resolver_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow_redirects(self, url: WebUrl) -> bytes:
+        for _ in range(self.max_redirects + 1):
+            found = await self._request(url)
+            if isinstance(found, bytes):
+                return found
+            url = _redirect_target(url, found)
+        raise Unprocessable("The URL redirects too often.")
+
+    async def _request(self, url: WebUrl) -> bytes | str:
+        """The body, or the Location of a redirect."""
+        addresses = await self._allowed_addresses(url)
+        for i, address in enumerate(addresses):
+            try:
+                return await self._exchange(url, address)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if i + 1 == len(addresses):
+                    raise
+        raise Unprocessable("The URL's host was not found.")
+
+    async def _allowed_addresses(self, url: WebUrl) -> list[str]:
+        """The host's addresses. All of them must be allowed: an attacker could mix a private one among public ones."""
+        if not self.rules.allows_host(url.host):
+            raise Forbidden(NOT_ALLOWED)
+        try:
+            found = list(dict.fromkeys(await self._resolve(url.host, url.port)))
+        except (OSError, UnicodeError):
+            raise Unprocessable("The URL's host was not found.") from None
+        if not all(self.rules.allows_address(url.host, a) for a in found):
+            raise Forbidden(NOT_ALLOWED)
+        return sorted(found, key=lambda a: ":" in a)[:MAX_ADDRESSES]
+
+    async def _system_resolver(self, host: str, port: int) -> list[str]:
+        look = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        answers = await asyncio.get_running_loop().run_in_executor(self._resolver_threads, look)
+        return [str(a[4][0]) for a in answers]
+
+    async def _exchange(self, url: WebUrl, address: str) -> bytes | str:
+        numeric = f"[{address}]" if ":" in address else address
+        request = httpx.Request(
+            "GET",
+            f"{url.scheme}://{numeric}:{url.port}{url.target}",
+            headers={**HEADERS, "Host": url.authority},
+            extensions={
+                "sni_hostname": url.host,
+                "timeout": {"connect": self.timeout / 2, "read": None, "write": None, "pool": None},
+            },
+        )
+        async with httpx.AsyncHTTPTransport(verify=_tls_context(), trust_env=False, retries=0) as wire:
+            response = await wire.handle_async_request(request)
+            try:
+                if response.status_code in REDIRECTS and "location" in response.headers:
+                    return str(response.headers["location"])
+                if response.status_code != 200:
+                    raise Unprocessable(f"The URL answered with status {response.status_code}.")
+                return await self._body(response)
+            finally:
+                await response.aclose()
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        check_content_type(response.headers.get("content-type", ""))
+        if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise Unprocessable("The URL answered with a compressed body, which was not asked for.")
+        length = response.headers.get("content-length", "")
+        if length.isdigit() and len(length) < 20 and int(length) > self.max_bytes:
+            raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
+        # An anonymous map costs memory only as it is written and returns it at once; a growing bytearray is copied.
+        with mmap.mmap(-1, self.max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as body:
+            async for chunk in response.aiter_raw():
+                if body.tell() + len(chunk) > self.max_bytes:
+                    raise TooLarge(f"The URL's body is larger than {self.max_bytes} bytes.")
+                body.write(chunk)
+            return body[: body.tell()]
+
+
+def check_content_type(label: str) -> None:
+    """Refuses a content type other than an image's, a video's or plain bytes.
+
+    Senders often get the format wrong (a WebP file called image/jpeg), so the bytes decide that; but nobody means to
+    send a text page.
+
+    Raises:
+        UnsupportedMedia: ``label`` is another type.
+    """
+    kind = label.partition(";")[0].strip().lower()
+    if kind and not kind.startswith(("image/", "video/")) and kind not in UNTYPED_CONTENT:
+        raise UnsupportedMedia("The content type is not supported; send JPEG, PNG, WebP, GIF, BMP or a video.")
+
+
+def _redirect_target(url: WebUrl, location: str) -> WebUrl:
+    """The URL that a redirect leads to. A malformed one is refused as Forbidden: it may be an attack."""
+    if any(c <= " " or c == "\\" for c in location):
+        raise Forbidden("The URL redirects to a malformed address.")
+    try:
+        # urljoin reads "http:///x" as a path of the same host, so a location with its own scheme or host skips it.
+        if location.startswith("//"):
+            location = f"{url.scheme}:{location}"
+        return parse_url(location if _ABSOLUTE.match(location) else urljoin(str(url), location))
+    except (BadRequest, ValueError):
+        raise Forbidden("The URL redirects to a malformed address.") from None
+
+
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)

@@ -1,1 +1,0 @@
-"""Towers over pictures of one size: a picture is one tile of them, or is cut into several."""

@@ -1,0 +1,258 @@
+"""Which frames of a video the model sees, at which size and time: qwen-vl-utils' rules (0.0.14).
+
+A *temporal patch* is two frames; an odd list of frames repeats its last one. Numpy serves only for float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trencadis.core.errors import BadRequest, TooLarge
+from trencadis.core.shared_constants import MAX_CLIP_FRAMES
+from trencadis.multimodal.media_options import CLIP_TOKENS, NO_OPTIONS, MediaOptions
+from trencadis.multimodal.patch_grids import MERGE, PATCH, Grid, check_aspect, count_slots, count_tokens, patch_grid
+
+FPS = 2.0
+"""Default frames to sample per second; also the default rate of a list of frames."""
+FRAMES_PER_PATCH = 2
+"""Frames of a temporal patch."""
+MIN_FRAMES = 4
+FRAME_TOKENS = (128, 768)
+"""Default least and most tokens of a temporal patch."""
+IMAGE_TOKENS = (4, 16384)
+"""Least and most tokens of a frame of a list, before all frames are resized to one size."""
+TOTAL_PIXELS_SHARE = 0.9
+"""Default bound of a video's pixels: 0.9 x ``CLIP_TOKENS`` cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """The sampled frames.
+
+    Args:
+        indices: of the video's frames, ascending, an even number of them (an only frame comes twice).
+        fps: rate of the sampled frames.
+        rate: of the video's own frames.
+    """
+
+    indices: tuple[int, ...]
+    fps: float
+    rate: float
+
+    @property
+    def patches(self) -> int:
+        """Temporal patches."""
+        return len(self.indices) // FRAMES_PER_PATCH
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from one temporal patch to the next (``second_per_grid_t``)."""
+        return FRAMES_PER_PATCH / self.fps
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """Limits of one frame after resizing, as the checkpoint and the operator set them for images.
+
+    Args:
+        least: least pixels.
+        most: most pixels.
+        factor: what sides are multiples of, in pixels.
+        cell: pixels along the side of a merge cell of ``MERGE`` x ``MERGE`` patches, which becomes one token.
+        slots: VISION slots of the largest image that the server planned for.
+        tokens: decoder tokens of that image.
+    """
+
+    least: int = 3136
+    most: int = 12_845_056
+    factor: int = PATCH * MERGE
+    cell: int = PATCH * MERGE
+    slots: int = 1 << 30
+    tokens: int = 1 << 30
+    windows: bool = True
+    """Whether the tower's slots stand in windows of 8 x 8 patches."""
+    clip: tuple[int, int] | None = None
+    """Least and most pixels of all frames together, where the model's own video processor says so, which then also
+    chooses frames (videos/hf_frame_sampling.py); None: qwen-vl-utils' rules."""
+
+    @property
+    def patch(self) -> int:
+        """Pixels along the side of a patch."""
+        return self.cell // MERGE
+
+    def grid(self, size: tuple[int, int]) -> Grid:
+        """Patches of a frame of ``size`` (height, width) pixels."""
+        return patch_grid(*size, self.patch)
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether the server planned for such a frame."""
+        return count_slots(grid, self.windows) <= self.slots and count_tokens(grid) <= self.tokens
+
+    @property
+    def defaults(self) -> tuple[int, int]:
+        """Default (least, most) pixels of a frame."""
+        least, most = (tokens * self.cell**2 for tokens in FRAME_TOKENS)
+        # A checkpoint whose images are all below qwen-vl-utils' least frame sizes frames like images.
+        return (least if least <= self.most else self.least), min(most, self.most)
+
+
+def sample_frames(frames: int, fps: float, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+    """Samples a video of ``frames`` frames at ``fps``: evenly spaced, first and last included.
+
+    ``nframes`` sets how many, else ``fps`` within ``min_frames`` and ``max_frames``; ``video_start`` and ``video_end``
+    cut the video first. A video of one frame, which qwen-vl-utils refuses, gives that frame twice.
+
+    Raises:
+        BadRequest: no frames, more requested than there are, fewer than two, or an empty time range.
+    """
+    if frames < 1 or not 0 < fps < math.inf:
+        raise BadRequest("The video has no frames.")
+    if frames == 1:
+        return FrameSampling((0, 0), fps, fps)
+    first, last = time_range(frames, fps, options)
+    total = last - first + 1
+    count = _count_frames(total, fps, options)
+    return FrameSampling(evenly_spaced(first, last, count), count / total * fps, fps)
+
+
+def sample_frame_list(frames: int, options: MediaOptions = NO_OPTIONS) -> FrameSampling:
+    """Samples every frame of a list and repeats the last if their number is odd; ``options.fps`` is their rate.
+
+    Raises:
+        BadRequest: the list is empty.
+    """
+    if frames < 1:
+        raise BadRequest("The video has no frames.")
+    rate = options.fps or FPS
+    return FrameSampling((*range(frames), *[frames - 1] * (frames % FRAMES_PER_PATCH)), rate, rate)
+
+
+def evenly_spaced(first: int, last: int, count: int) -> tuple[int, ...]:
+    """``count`` integers from ``first`` to ``last`` inclusive, evenly spaced, ties to even.
+
+    Counts in float32 and from both ends, like ``torch.linspace``: a wider type would round some ties the other way.
+    """
+    if count < 2:
+        return (first,) * count
+    step = np.float64(np.float32(last - first) / np.float32(count - 1))
+    i = np.arange(count)
+    line = np.where(i < count // 2, first + step * i, last - step * (count - 1 - i)).astype(np.float32)
+    return tuple(int(x) for x in np.rint(line))
+
+
+def time_range(frames: int, fps: float, options: MediaOptions) -> tuple[int, int]:
+    """First and last frame between ``video_start`` and ``video_end``."""
+    length = frames / fps
+    first, last = 0, frames - 1
+    if options.video_start is not None:
+        first = math.ceil(min(options.video_start, length) * fps)
+    if options.video_end is not None:
+        last = min(math.floor(min(options.video_end, length) * fps), frames - 1)
+    if first >= last:
+        raise BadRequest(f"video_start and video_end leave no two frames of the video's {length:.2f} seconds.")
+    return first, last
+
+
+def _count_frames(total: int, fps: float, options: MediaOptions) -> int:
+    if options.nframes is not None:
+        count = round(options.nframes / FRAMES_PER_PATCH) * FRAMES_PER_PATCH
+    else:
+        least = (
+            math.ceil((MIN_FRAMES if options.min_frames is None else options.min_frames) / FRAMES_PER_PATCH)
+            * FRAMES_PER_PATCH
+        )
+        most = min(MAX_CLIP_FRAMES, total) if options.max_frames is None else options.max_frames
+        wanted = total / fps * (FPS if options.fps is None else options.fps)
+        count = (
+            math.floor(min(max(wanted, least), most // FRAMES_PER_PATCH * FRAMES_PER_PATCH, total) / FRAMES_PER_PATCH)
+            * FRAMES_PER_PATCH
+        )
+    if not FRAMES_PER_PATCH <= count <= total:
+        raise BadRequest(f"The video has {total} frames; {count} cannot be taken (at least {FRAMES_PER_PATCH}).")
+    return count
+
+
+def frame_size(
+    height: int, width: int, frames: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
+) -> tuple[int, int]:
+    """(height, width) in pixels to which every frame of a video is resized.
+
+    Args:
+        height: of the video's frames, in pixels; likewise ``width``.
+        frames: how many are sampled, the repeated one included.
+
+    Raises:
+        BadRequest: an aspect ratio above 200, or limits that contradict each other or the server's.
+        TooLarge: more than the server planned for.
+    """
+    check_aspect(height, width)
+    if options.resized_height is not None and options.resized_width is not None:
+        height, width = options.resized_height, options.resized_width
+        check_aspect(height, width)
+        size = fit_pixels(height, width, limits.factor, *(tokens * limits.cell**2 for tokens in IMAGE_TOKENS))
+    else:
+        size = fit_pixels(height, width, limits.factor, *pixel_range(frames, limits, options))
+    if not limits.fits(limits.grid(size)):
+        raise TooLarge(f"Frames of {size[1]}x{size[0]} pixels exceed this server's limit of {limits.most}.")
+    return size
+
+
+def pixel_range(frames: int, limits: FrameLimits, options: MediaOptions) -> tuple[int, float]:
+    """Least and most pixels of each of ``frames`` frames.
+
+    Raises:
+        BadRequest: min_pixels above max_pixels or above the server's limit.
+    """
+    least, most = limits.defaults
+    if options.min_pixels is not None:
+        least = options.min_pixels
+        if least > limits.most:
+            raise BadRequest(f"min_pixels={least} is above this server's limit of {limits.most}.")
+    total = TOTAL_PIXELS_SHARE * CLIP_TOKENS * limits.cell**2 if options.total_pixels is None else options.total_pixels
+    bound: float = max(min(most, total / frames * FRAMES_PER_PATCH), min(int(least * 1.05), limits.most))
+    if options.max_pixels is not None:
+        bound = min(options.max_pixels, bound)
+    if least > bound:
+        if options.min_pixels is not None:
+            raise BadRequest(f"min_pixels={least} is above max_pixels={bound:.0f}.")
+        least = int(bound)
+    return least, bound
+
+
+def list_frame_size(
+    height: int, width: int, limits: FrameLimits, options: MediaOptions = NO_OPTIONS
+) -> tuple[int, int]:
+    """(height, width) that a frame of a list is resized to before ``frame_size`` is asked.
+
+    qwen-vl-utils treats each frame of a list as an image of its own first, whose sides are multiples of two cells.
+
+    Raises:
+        BadRequest: an aspect ratio above 200, or min_pixels above max_pixels.
+    """
+    check_aspect(height, width)
+    factor = 2 * limits.cell
+    least, most = (tokens * factor**2 for tokens in IMAGE_TOKENS)
+    if options.resized_height is not None and options.resized_width is not None:
+        check_aspect(options.resized_height, options.resized_width)
+        return fit_pixels(options.resized_height, options.resized_width, factor, least, most)
+    most = most if options.max_pixels is None else options.max_pixels
+    least = min(least, most) if options.min_pixels is None else options.min_pixels
+    if least > most:
+        raise BadRequest(f"min_pixels={least} is above max_pixels={most}.")
+    return fit_pixels(height, width, factor, least, most)
+
+
+def fit_pixels(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+    """qwen-vl-utils' ``smart_resize``: unlike ``sizes.smart_resize`` it raises sides to ``factor`` before it checks the
+    area. All in pixels; returns (height, width)."""
+    rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if rows * columns > most:
+        shrink = math.sqrt((height * width) / most)
+        rows, columns = (math.floor(side / shrink / factor) * factor for side in (height, width))
+    elif rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return max(rows, factor), max(columns, factor)

@@ -1,0 +1,197 @@
+"""Video files through PyAV (``pip install trencadis[video]``): counts frames and decodes the wanted ones.
+
+Files are opened with a named container format from a fixed list: if left to guess, ffmpeg also opens playlists, which
+make it read other files and addresses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trencadis.core.errors import BadRequest, TooLarge, TrencadisError, UnsupportedMedia
+from trencadis.multimodal.images.image_header import check_size
+
+MISSING = (
+    "Video files need PyAV on the server: pip install 'trencadis[video]'. GIF, WebP and lists of frames work without."
+)
+DAMAGED = "The video is truncated or damaged."
+MAX_FRAMES = 1 << 20
+INDEXED = ("mov", "matroska")
+"""Formats with exact seeking."""
+EARLY = -(1 << 62)
+SYNC = 188
+"""Bytes of an MPEG transport packet; each begins with 0x47."""
+
+
+def container_format(data: bytes | bytearray) -> str | None:
+    """ffmpeg's name for the format that the first bytes indicate; None if it is not one that is opened here."""
+    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
+        return "mov"
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    if data[:4] == b"\x00\x00\x01\xba":
+        return "mpeg"
+    if data[:3] == b"FLV":
+        return "flv"
+    if data[:4] == b"OggS":
+        return "ogg"
+    if len(data) > 2 * SYNC and data[0] == data[SYNC] == data[2 * SYNC] == 0x47:
+        return "mpegts"
+    return None
+
+
+@dataclass
+class VideoFile:
+    """The first video stream of a file.
+
+    Args:
+        width: pixels, before any rotation; likewise ``height``.
+        fps: the stream's average frame rate.
+        frames: how many frames it has.
+        times: presentation times of the frames, ascending, in the stream's time base; None if the container's times
+            or index are unreliable: then frames are decoded and counted from the start.
+        keys: times of keyframes, at which decoding can begin.
+        file: PyAV's container, ``stream`` its video stream.
+    """
+
+    width: int
+    height: int
+    fps: float
+    frames: int
+    times: list[int] | None
+    keys: list[int]
+    file: Any
+    stream: Any
+
+    def read(self, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yields the frames ``wanted`` (ascending indices, repeats allowed) as upright uint8 [height, width, 3].
+
+        Call it once. The next frame that decodes stands in for one that does not, at the end the last.
+
+        Raises:
+            BadRequest: no frame decodes.
+        """
+        with _typed_errors():
+            found = self._read_in_order(wanted) if self.times is None else self._read_by_seeking(wanted, self.times)
+            for frame in found:
+                if frame is None:
+                    raise BadRequest(DAMAGED)
+                yield self._upright(frame)
+
+    def _read_in_order(self, wanted: Sequence[int]) -> Iterator[Any]:
+        decoded = self.file.decode(self.stream)
+        at, shown = -1, None
+        for index in wanted:
+            while at < index and (frame := next(decoded, None)) is not None:
+                at, shown = at + 1, frame
+            yield shown
+
+    def _read_by_seeking(self, wanted: Sequence[int], times: Sequence[int]) -> Iterator[Any]:
+        decoded: Iterator[Any] = iter(())
+        at, shown = None, None
+        for index in wanted:
+            target = times[index]
+            after = bisect_right(self.keys, target)
+            key = self.keys[after - 1] if after else times[0]
+            if at is None or key > at:
+                # Decoding on without a seek would decode whole groups of images for nothing.
+                self.file.seek(key, stream=self.stream)
+                decoded, at = self.file.decode(self.stream), EARLY
+            while at < target and (frame := next(decoded, None)) is not None:
+                at, shown = (at + 1 if frame.pts is None else frame.pts), frame
+            yield shown
+
+    def _upright(self, frame: Any) -> npt.NDArray[np.uint8]:
+        plain = frame.reformat(width=self.stream.codec_context.width, height=self.stream.codec_context.height)
+        array: npt.NDArray[np.uint8] = plain.to_ndarray(format="rgb24")
+        return np.rot90(array, round(getattr(frame, "rotation", 0) / 90) % 4)
+
+
+@contextmanager
+def open_video(data: bytes | bytearray, max_pixels: int) -> Iterator[VideoFile]:
+    """Opens a file and counts its frames without decoding them.
+
+    Raises:
+        UnsupportedMedia: an unknown container format, or PyAV is not installed.
+        BadRequest: the file holds no video, or is damaged.
+        TooLarge: more than ``max_pixels`` pixels a frame, or more than 2^20 frames.
+    """
+    name = container_format(data)
+    if name is None:
+        raise UnsupportedMedia("The bytes are no MP4, WebM, Matroska, AVI, MPEG, FLV, Ogg, GIF or WebP video.")
+    try:
+        import av
+    except ImportError:
+        raise UnsupportedMedia(MISSING) from None
+    files = []
+    try:
+        with _typed_errors():
+            files.append(av.open(BytesIO(data), format=name, metadata_errors="ignore"))
+            made = _scan_packets(files[0], max_pixels, name in INDEXED)
+            if made.times is None:
+                files.append(av.open(BytesIO(data), format=name, metadata_errors="ignore"))
+                made = replace(made, file=files[1], stream=_stream(files[1], max_pixels))
+        yield made
+    finally:
+        for file in files:
+            file.close()
+
+
+def _stream(file: Any, max_pixels: int) -> Any:
+    """The first video stream, with one decoder thread and a bound on its pixels."""
+    stream = next(iter(file.streams.video), None)
+    if stream is None or stream.codec_context is None:
+        raise BadRequest("The file holds no video.")
+    context = stream.codec_context
+    check_size(context.width, context.height, max_pixels)
+    context.thread_count = 1
+    context.options = {"max_pixels": str(max_pixels)}
+    return stream
+
+
+def _scan_packets(file: Any, max_pixels: int, indexed: bool) -> VideoFile:
+    """Counts frames by their packets."""
+    stream = _stream(file, max_pixels)
+    times: list[int] = []
+    keys: list[int] = []
+    for packet in file.demux(stream):
+        if packet.size == 0 or packet.is_discard:
+            continue
+        indexed = indexed and packet.pts is not None
+        times.append(packet.pts if packet.pts is not None else len(times))
+        if packet.is_keyframe:
+            keys.append(times[-1])
+        if len(times) > MAX_FRAMES:
+            raise TooLarge(f"The video has more than {MAX_FRAMES} frames.")
+    if not times:
+        raise BadRequest("The video has no frames.")
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if rate <= 0:
+        span = (max(times) - min(times)) * float(stream.time_base or 0)
+        rate = (len(times) - 1) / span if span > 0 else 1.0
+    known = sorted(times) if indexed and len(set(times)) == len(times) else None
+    size = stream.codec_context
+    return VideoFile(size.width, size.height, rate, len(times), known, sorted(keys), file, stream)
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Turns whatever PyAV raises into BadRequest or TooLarge: ffmpeg's messages leak addresses and options."""
+    try:
+        yield
+    except TrencadisError:
+        raise
+    except MemoryError:
+        raise TooLarge("The video is too large to decode.") from None
+    except Exception:
+        raise BadRequest(DAMAGED) from None

@@ -1,0 +1,118 @@
+"""Formulas of towers that are vision transformers: norms before attention and MLP, biases everywhere. Torch-free."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trencadis.core.checkpoint.vision_config import SharedMatrix, VisionConfig
+from trencadis.core.shared_constants import align_up
+
+STREAMS = 4
+"""Tensors as wide as the residual stream that are held beside attention or the MLP."""
+
+WIDEST = 8
+"""Such tensors while nothing else is held: in norms, in sums over ranks, in float32 rotary."""
+
+FREQUENCY = 12
+"""Bytes of a rotary frequency: float32, and its axis in int64."""
+
+
+@dataclass(frozen=True)
+class ViTConfig(VisionConfig):
+    """A vision transformer.
+
+    ``layer_norm``: norms have a bias. The rest are canonical names: of the layers, and in each of qkv or its three
+    parts, of the attention's output, of the MLP's matrices. ``pads_to_unit``: its tower fills patches and columns of
+    the MLP with zeros to a device's unit. ``bytes_per_value``: bytes of a slot's value.
+    """
+
+    pads_to_unit: ClassVar[bool] = False
+    bytes_per_value: ClassVar[int] = 1
+    layer_norm: ClassVar[bool] = True
+    layer_prefix: ClassVar[str] = "visual.blocks"
+    qkv: ClassVar[tuple[str, ...]] = ("attn.qkv",)
+    attention_out: ClassVar[str] = "attn.proj"
+    mlp_in: ClassVar[tuple[str, ...]] = ("mlp.up_proj",)
+    mlp_out: ClassVar[str] = "mlp.down_proj"
+
+    @abstractmethod
+    def projector_matrices(self, ranks: int) -> Iterator[SharedMatrix]:
+        """As ``matrices``: of what makes rows."""
+
+    @abstractmethod
+    def other_weights(self, ranks: int) -> int:
+        """Exact number of weights of rank 0 outside of the layers and the patch embedding."""
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases; whether the attention's output and the MLP have."""
+        return True, True
+
+    @property
+    def patch_embed_inputs(self) -> int:
+        """Values of a slot, which the patch embedding multiplies."""
+        return self.slot.values // self.bytes_per_value
+
+    @property
+    def norm_weights(self) -> int:
+        """Values of a norm over the stream."""
+        return self.hidden * (2 if self.layer_norm else 1)
+
+    def _layer_weights(self) -> int:
+        return 4 * self.hidden**2 + (len(self.mlp_in) + 1) * self.hidden * self.intermediate
+
+    def _projector_weights(self) -> int:
+        return sum(m.rows * m.columns for m in self.projector_matrices(1))
+
+    def slot_weights(self) -> float:
+        return (
+            self.depth * self._layer_weights()
+            + self.patch_embed_inputs * self.hidden
+            + self._projector_weights() / self.slot.cell
+        )
+
+    def count_weights(self) -> int:
+        return self.depth * self._layer_weights() + self.patch_embed_inputs * self.hidden + self._projector_weights()
+
+    def _mlp_columns(self, ranks: int, unit: int) -> int:
+        """Columns of the MLP of one rank."""
+        return align_up(-(-self.intermediate // ranks), unit if self.pads_to_unit else 1)
+
+    def _patch_embed_columns(self, unit: int) -> int:
+        """Columns of the patch embedding."""
+        return align_up(self.patch_embed_inputs, unit if self.pads_to_unit else 1)
+
+    def count_rank_weights(self, ranks: int, unit: int = 1) -> int:
+        heads, columns, matrices = -(-self.hidden // ranks), self._mlp_columns(ranks, unit), len(self.mlp_in)
+        layer = self.hidden * (4 * heads + (matrices + 1) * columns) + 2 * self.norm_weights
+        first, others = self.biases
+        layer += 3 * heads * first + (matrices * columns + 2 * self.hidden) * others
+        return self.depth * layer + self._patch_embed_columns(unit) * self.hidden + self.other_weights(ranks)
+
+    def tables(self, unit: int = 1) -> int:
+        """Rotary frequencies, and how a byte becomes a value, float32 twice."""
+        return (
+            self.head_dim // 2 * FREQUENCY if self.rotary else 0
+        ) + 2 * self.bytes_per_value * self._patch_embed_columns(unit) * 4
+
+    def matrices(self, ranks: int, unit: int = 1) -> Iterator[SharedMatrix]:
+        width, columns = -(-self.hidden // ranks), self._mlp_columns(ranks, unit)
+        for i in range(self.depth):
+            at = f"{self.layer_prefix}.{i}"
+            for name in self.qkv:
+                first = name == self.qkv[0]
+                yield SharedMatrix(f"{at}.{name}", 3 // len(self.qkv) * width, self.hidden, self.hidden, first)
+            yield SharedMatrix(f"{at}.{self.attention_out}", self.hidden, width, self.hidden)
+            for name in self.mlp_in:
+                yield SharedMatrix(f"{at}.{name}", columns, self.hidden, self.hidden, name == self.mlp_in[0])
+            yield SharedMatrix(f"{at}.{self.mlp_out}", self.hidden, columns, self.intermediate)
+        yield from self.projector_matrices(ranks)
+
+    def activations(self, slots: int, itemsize: int, ranks: int, unit: int = 1) -> int:
+        heads, columns = -(-self.hidden // ranks), self._mlp_columns(ranks, unit)
+        streams = STREAMS * self.hidden * itemsize + 8 * self.head_dim
+        inner = (len(self.mlp_in) + 2) * columns * itemsize
+        return slots * max(streams + max(34 * heads, inner), (WIDEST * itemsize + 1) * self.hidden)

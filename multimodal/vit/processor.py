@@ -1,0 +1,185 @@
+"""What image processors of tiles have in common: colours, cutting a tile into slots, options. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from trencadis.core.checkpoint.json_fields import JsonFields, read_json
+from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.multimodal.images.mm_processor_kwargs import refuse_num_crops, server_options
+from trencadis.multimodal.images.pil_decode import to_rgb
+from trencadis.multimodal.media_options import MediaOptions
+from trencadis.multimodal.normalisation import CLIP, PixelNormalisation
+from trencadis.multimodal.patch_grids import check_aspect
+from trencadis.multimodal.processor import PROCESSOR_FILES, ImageGeometry, Layout, PlaceholderRun, PreparedImage
+from trencadis.multimodal.vit.config import CHANNELS, TileVisionConfig
+
+UInt8 = npt.NDArray[np.uint8]
+FIXED_SIZE_MESSAGE = "This model's images have sizes of its own; min_pixels, max_pixels and resized sizes do not apply."
+
+
+@dataclass(frozen=True)
+class TileImageProcessor(PixelNormalisation, ABC):
+    """``multimodal.processor.Processor`` of images that are tiles, each of ``image`` x ``image`` pixels.
+
+    Args:
+        image: pixels along a side of a tile.
+        patch: pixels along a side of a patch; merge: patches along a side of a cell.
+        slots: VISION slots of a tile.
+
+    ``bytes_per_value``: bytes of a value.
+    """
+
+    bytes_per_value: ClassVar[int] = 1
+
+    image: int = 0
+    patch: int = 0
+    merge: int = 1
+    slots: int = 0
+    kind: str = ""
+
+    @property
+    def values(self) -> int:
+        """uint8 values of a patch."""
+        return self.bytes_per_value * CHANNELS * self.patch**2
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Rows of a tile."""
+        return (self.image // self.patch // self.merge) ** 2
+
+    @property
+    def fingerprint(self) -> str:
+        """Every setting that changes the pixels."""
+        return repr(self)
+
+    @property
+    def normalised_values(self) -> npt.NDArray[np.float32]:
+        """float32 [3, 256]: the device's result for each channel and byte."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32)[:, None], np.array(self.std, np.float32)[:, None]
+        return np.asarray((scaled[None] - mean) / std, np.float32)
+
+    def with_options(self, options: MediaOptions, param: str | None = None) -> TileImageProcessor:
+        """This processor; raises BadRequest for options that would resize an image otherwise."""
+        for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
+            if getattr(options, name) is not None:
+                raise BadRequest(FIXED_SIZE_MESSAGE, param=f"{param}.{name}" if param else name)
+        return self.with_num_crops(options.num_crops, param or "")
+
+    def with_num_crops(self, tiles: int | None, param: str) -> TileImageProcessor:
+        """This processor with a request's ``num_crops``; raises BadRequest where it does not apply."""
+        refuse_num_crops(tiles, param)
+        return self
+
+    @abstractmethod
+    def compute_tile_geometry(self, height: int, width: int) -> ImageGeometry:
+        """``compute_geometry`` for any aspect ratio that is allowed."""
+
+    @abstractmethod
+    def cut_tiles(self, image: Image.Image, height: int, width: int) -> Sequence[UInt8]:
+        """uint8 [image, image, 3 x planes] each, of an image in RGB that ``height`` x ``width`` stand for."""
+
+    def compute_geometry(self, height: int, width: int) -> ImageGeometry:
+        """What an image becomes; raises BadRequest for an aspect ratio above 200."""
+        check_aspect(height, width)
+        return self.compute_tile_geometry(height, width)
+
+    def make_geometry(
+        self, resized: tuple[int, int], tiles: int, tokens: int, layout: Layout = (), area: int = 0
+    ) -> ImageGeometry:
+        """Builds the geometry of ``tiles`` tiles and ``tokens`` placeholder tokens."""
+        side = self.image // self.patch
+        rows = self.rows_per_tile if layout else 0
+        area = max(area, resized[0] * resized[1], tiles * self.image**2)
+        return ImageGeometry(resized, (tiles, side, side), tokens, tiles * self.slots, area, rows, layout)
+
+    def prepare(self, image: Image.Image, digest: str, original: tuple[int, int] | None = None) -> PreparedImage:
+        """Resizes an upright image, takes its tiles and cuts them into patches."""
+        if image.mode != "RGB":
+            image = to_rgb(image)
+        original = original or (image.height, image.width)
+        made = self.compute_geometry(*original)
+        cut = np.concatenate([self.cut_patches(tile) for tile in self.cut_tiles(image, *original)])
+        return made.make_prepared(cut, digest, original)
+
+    def cut_patches(self, tile: UInt8) -> UInt8:
+        """uint8 [patches, values] of a tile, cell by cell, each by channel, row and column; edges without a cell go."""
+        merge, patch, unit = self.merge, self.patch, self.patch * self.merge
+        rows, columns = tile.shape[0] // unit, tile.shape[1] // unit
+        whole = tile[: rows * unit, : columns * unit]
+        grid = whole.reshape(rows, merge, patch, columns, merge, patch, tile.shape[-1])
+        return np.ascontiguousarray(grid.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.values))
+
+
+def layout_tiles(count: int, rows: int) -> tuple[PlaceholderRun, ...]:
+    """A layout of tiles one behind the other."""
+    return tuple(PlaceholderRun(i, 0, rows) for i in range(count))
+
+
+def cut_squares(image: Image.Image, side: int) -> list[UInt8]:
+    """The squares of ``side`` pixels of an image whose sides are multiples of it, row by row."""
+    pixels, rows, columns = np.asarray(image), image.height // side, image.width // side
+    cut = pixels.reshape(rows, side, columns, side, CHANNELS).transpose(0, 2, 1, 3, 4)
+    return list(cut.reshape(rows * columns, side, side, CHANNELS))
+
+
+def read_processor_settings(path: Path) -> JsonFields:
+    """The image processor's settings of a checkpoint; raises StartupError without a file, or without a size."""
+    for where in (path / name for name in PROCESSOR_FILES):
+        c = JsonFields(read_json(where) or {}, where)
+        nested = c.is_given("image_processor")
+        if nested or (where.name != PROCESSOR_FILES[0] and where.is_file()):  # the first may hold other parts alone
+            found = c.within("image_processor") if nested else c
+            if found.values.get("size", "") is None:
+                found.refuse("size", "it must be an object")
+            return found
+    raise StartupError(f"{path} has neither preprocessor_config.json nor an image_processor in processor_config.json")
+
+
+def has_processor_settings(path: Path) -> bool:
+    """Whether a checkpoint has an image processor's settings; without them there is no image, only plans."""
+    newer = read_json(path / PROCESSOR_FILES[0]) or {}
+    return (path / PROCESSOR_FILES[1]).is_file() or newer.get("image_processor") is not None
+
+
+def get_vision_config(config: ModelConfig) -> TileVisionConfig:
+    """The tower's configuration."""
+    assert isinstance(config.vision, TileVisionConfig)
+    return config.vision
+
+
+def check_processor_kwargs(mm_kwargs: Mapping[str, Any], tiles: bool = False) -> int | None:
+    """Refuses ``--mm-processor-kwargs`` that would change an image's size or pixels; returns num_crops, if given.
+
+    ``tiles``: whether num_crops applies.
+    """
+    given = server_options(mm_kwargs)
+    if given.pixels or given.checkpoint:
+        name = next(iter({**given.pixels, **given.checkpoint}))
+        raise StartupError(f"--mm-processor-kwargs: {name} does not apply, the images of this model have fixed sizes")
+    if not tiles:
+        refuse_num_crops(given.tiles)
+    return given.tiles
+
+
+def shared_processor_fields(v: TileVisionConfig, normalisation: PixelNormalisation = CLIP) -> dict[str, Any]:
+    """The fields of a ``TileImageProcessor`` that follow from the tower and the colours."""
+    own = {f.name: getattr(normalisation, f.name) for f in fields(PixelNormalisation)}
+    return {**own, "image": v.image, "patch": v.patch, "merge": v.merge, "slots": v.slots_per_tile}
+
+
+def image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
+    """Every item is one tile; the arena holds the largest image's. Raises StartupError for other options."""
+    check_processor_kwargs(mm_kwargs)
+    v = get_vision_config(config)
+    return ImageNeeds(v.slots_per_tile, v.slots_per_tile, v.rows_per_tile * v.max_tiles, tile=v.slots_per_tile)

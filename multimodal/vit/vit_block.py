@@ -1,0 +1,81 @@
+"""A layer of a vision transformer on packed slots, put together from the parts that its ``ViTConfig`` names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trencadis.core.backend import Backend, Rotary, Segments
+from trencadis.core.checkpoint.model_config import LAYER, RMS
+from trencadis.core.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear, check_heads, unit_span
+from trencadis.core.layers.mlp import MLP, GatedMLP, PlainMLP
+from trencadis.core.layers.norm import norm_of
+from trencadis.core.layers.weight_source import WeightSource
+from trencadis.multimodal.normalisation import PixelNormalisation
+from trencadis.multimodal.vit.base_config import ViTConfig
+
+
+def scale_and_shift(normalisation: PixelNormalisation, each: int) -> tuple[Tensor, Tensor]:
+    """Returns (scale, shift), float32 [3 x ``each``], such that a pixel value is byte x scale + shift."""
+    deviation = torch.tensor(normalisation.std, dtype=torch.float32)
+    scale, shift = normalisation.rescale / deviation, -torch.tensor(normalisation.mean, dtype=torch.float32) / deviation
+    return scale.repeat_interleave(each), shift.repeat_interleave(each)
+
+
+class ViTBlock:
+    """Pre-norm attention and MLP over slots.
+
+    Args:
+        whole: attention over whole items instead of windows.
+        eps: of both norms.
+        act: of the MLP, by ``Ops.act``'s name.
+        unit: zeros fill the MLP's columns to a multiple of it; its tower's configuration says so (``filled``).
+    """
+
+    def __init__(self, backend: Backend, c: ViTConfig, whole: bool, eps: float, act: str, unit: int = 1) -> None:
+        ops, comm, d = backend.ops, backend.comm, c.head_dim
+        check_heads(c.heads, comm.world, "heads of the vision tower")
+        self.ops, self.head_dim, self.config = ops, d, c
+        self.attend = ops.attend_images if whole else ops.attend_windows
+        kind = LAYER if c.layer_norm else RMS
+        self.norm1, self.norm2 = norm_of(kind, ops, c.hidden, eps), norm_of(kind, ops, c.hidden, eps)
+        fused = len(c.qkv) == 1
+        modules = ("q", "k", "v") if fused else tuple(name.rpartition(".")[2] for name in c.qkv)
+        parts = tuple(ColumnPart(name, c.hidden, d) for name in modules)
+        first, others = c.biases
+        self.qkv = ColumnParallelLinear(ops, comm, c.hidden, parts, bias=first, fused=fused)
+        self.qkv_prefix = c.qkv[0] if fused else c.qkv[0].rpartition(".")[0]
+        self.width = unit_span(c.hidden, d, comm.rank, comm.world).width
+        self.out = RowParallelLinear(ops, comm, c.hidden, c.hidden, unit=d, bias=others)
+        gated = len(c.mlp_in) == 2
+        kind_of = GatedMLP if gated else PlainMLP
+        made: MLP = kind_of(ops, comm, c.hidden, c.intermediate, bias=others, act=act, aligned=unit)
+        self.mlp = made
+
+    def load(self, source: WeightSource, name: str) -> None:
+        self.norm1.load(source, f"{name}.norm1")
+        self.qkv.load(source, f"{name}.{self.qkv_prefix}")
+        self.out.load(source, f"{name}.{self.config.attention_out}")
+        self.norm2.load(source, f"{name}.norm2")
+        self.mlp.load(source, f"{name}.mlp")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary | None, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """[s, hidden] to (MLP output, residual stream without it), [s, hidden] each."""
+        normed, residual = self.norm1(x, residual)
+        normed, residual = self.norm2(self.out(self._attend(normed, rotary, segments)), residual)
+        return self.mlp(normed), residual
+
+    def _attend(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+        """Returns the attention of ``x``, [s, heads * d]; a function of its own, so that a graph frees q, k and v
+        early. A function of its own, so that a graph keeps q, k and v no longer.
+        """
+        s, d = x.shape[0], self.head_dim
+        q, k, v = (t.view(s, -1, d) for t in torch.split(self.qkv(x), self.width, dim=1))
+        if rotary is not None:
+            q, k = self.ops.rope_vision(q, k, rotary)
+        return self.attend(q, k, v, segments, d**-0.5).reshape(s, -1)
+
+    def nbytes(self) -> int:
+        return self.norm1.nbytes() + self.qkv.bytes + self.out.bytes + self.norm2.nbytes() + self.mlp.nbytes()

@@ -1,0 +1,174 @@
+"""Lines of batch files in OpenAI's form: the requests that are read, and what is written about each."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trencadis.core.errors import StartupError
+
+ROUTES = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+        "/v1/embeddings", "/pooling", "/classify",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/tokenize", "/detokenize", "/invocations",
+    )
+)  # fmt: skip
+"""What ``url`` may be: the routes that take a request and give one answer."""
+BOM = b"\xef\xbb\xbf"
+PIECE = 1 << 20
+_PLAIN = (b"false", b"null")
+
+
+class BatchLine(msgspec.Struct):
+    """A request of a batch file; ``body`` stays as it was written."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _Streamed(msgspec.Struct):
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+
+
+_LINE = msgspec.json.Decoder(BatchLine)
+_NAMED = msgspec.json.Decoder(_Named)
+_STREAMED = msgspec.json.Decoder(_Streamed)
+_ANY = msgspec.json.Decoder(msgspec.Raw)
+
+
+class BadLine(Exception):
+    """A line that is no request; the run goes on with an error line in its place."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.custom_id = code, message, custom_id
+
+
+def find_custom_id(data: bytes) -> str | None:
+    """The ``custom_id`` of a line; None where it has none that can be read."""
+    try:
+        return _NAMED.decode(data).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def read_line(data: bytes) -> BatchLine:
+    """The request of a line.
+
+    Raises:
+        BadLine: it is none, or none that a batch can answer.
+    """
+    name = find_custom_id(data)
+    try:
+        line = _LINE.decode(data)
+        stream = bytes(_STREAMED.decode(line.body).stream)
+    except msgspec.ValidationError as error:
+        raise BadLine("invalid_request_line", f"{error}", name) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadLine("invalid_json_line", f"This line is not valid JSON: {error}.", name) from None
+    if line.method != "POST":
+        raise BadLine("invalid_method", f"method must be POST, not {line.method[:20]!r}.", name)
+    if line.url not in ROUTES:
+        known = ", ".join(sorted(ROUTES))
+        raise BadLine("invalid_url", f"url {line.url[:80]!r} is none of {known}.", name)
+    if stream not in _PLAIN:
+        raise BadLine("invalid_request_line", "A request of a batch cannot be streamed: leave out stream.", name)
+    return line
+
+
+def make_answer_line(custom_id: str, status: int, content: bytes, request_id: str) -> tuple[bytes, bool]:
+    """The output line of an answer with JSON ``content``, and whether it is a success.
+
+    An HTTP error stands in ``response``, as OpenAI writes it, and in ``error`` too, where vLLM's readers look.
+    """
+    if b"\n" in content or b"\r" in content:
+        content = msgspec.json.format(content, indent=-1)
+    body = _ANY.decode(content)
+    good = 200 <= status < 300
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    error = None if good else {"code": _get_error_code(content), "message": _get_error_message(content, status)}
+    return _encode_line(custom_id, response, error), good
+
+
+def make_error_line(custom_id: str | None, code: str, message: str) -> bytes:
+    """The output line of a request that got no answer."""
+    return _encode_line(custom_id, None, {"code": code, "message": message})
+
+
+def _encode_line(custom_id: str | None, response: Any, error: Any) -> bytes:
+    made = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(made) + b"\n"
+
+
+def _get_error_object(content: bytes) -> dict[str, Any]:
+    """The ``error`` object of an error's body; empty where it has another form."""
+    found = msgspec.json.decode(content)
+    error = found.get("error", found) if isinstance(found, dict) else {}
+    return error if isinstance(error, dict) else {"message": str(error)}
+
+
+def _get_error_code(content: bytes) -> str:
+    error = _get_error_object(content)
+    return str(error.get("type") or error.get("code") or "error")
+
+
+def _get_error_message(content: bytes, status: int) -> str:
+    return str(_get_error_object(content).get("message") or f"The server answered {status}.")
+
+
+class LineReader:
+    """The lines of a file that are not blank, one at a time; at most ``limit`` bytes of one are held.
+
+    Raises:
+        StartupError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self.limit = path, limit
+        self.bytes_read = 0
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise StartupError(f"{path}: {error.strerror}.") from None
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        """Lines without their ends; None for one that is too long."""
+        with self._file as file:
+            while piece := file.readline(self.limit + 1):
+                whole = piece.endswith(b"\n") or len(piece) <= self.limit
+                self.bytes_read += len(piece)
+                if not whole:
+                    while piece and not piece.endswith(b"\n"):
+                        piece = file.readline(PIECE)
+                        self.bytes_read += len(piece)
+                    yield None
+                    continue
+                line = piece.removeprefix(BOM).strip()
+                if line:
+                    yield line
+
+
+def count(path: Path) -> int:
+    """Lines of a file that are not blank."""
+    found, open_line = 0, False
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            parts = piece.split(b"\n")
+            for i, part in enumerate(parts):
+                open_line = open_line or bool(part.strip())
+                if i < len(parts) - 1:
+                    found += open_line
+                    open_line = False
+    return found + open_line

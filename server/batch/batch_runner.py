@@ -1,0 +1,219 @@
+"""Runs the lines of a batch: many at a time, in bounded memory, with the answers in the input's order."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from trencadis.core.errors import StartupError
+from trencadis.server.batch import batch_lines
+from trencadis.server.batch.batch_lines import BadLine, BatchLine, LineReader
+from trencadis.server.batch.batch_progress import BatchProgress
+from trencadis.server.batch.result_file import ResultFile
+
+BUSY = 429
+GONE = (502, 503, 504)
+"""What a server, or a proxy before it, says while there is no engine."""
+TRIES = 3
+"""How often a request may fail with its server; one that ends the engine each time must not do so for ever."""
+LONGEST_PAUSE = 30.0
+BUSY_SECONDS = 3600.0
+"""How long a request is kept back by 429."""
+
+
+class BatchTarget(Protocol):
+    """Where requests go."""
+
+    client: httpx.AsyncClient
+
+    async def wait_ready(self) -> None:
+        """Until requests can be answered.
+
+        Raises:
+            StartupError: that will not be.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What may be in memory.
+
+    Args:
+        running: requests at a time.
+        window: lines between the oldest that is not answered and the newest that is read.
+        request_bytes: of the running requests' bodies together; one larger body runs alone.
+        answer_bytes: of answers that wait for an earlier one.
+        longest: bytes of a line.
+    """
+
+    running: int = 256
+    window: int = 4096
+    request_bytes: int = 32 << 20
+    answer_bytes: int = 32 << 20
+    longest: int = 64 << 20
+
+
+class BatchRunner:
+    """Reads, asks and writes. ``run`` may be cancelled: what is written stays, and a later run goes on from there."""
+
+    def __init__(
+        self,
+        target: BatchTarget,
+        reader: LineReader,
+        results: ResultFile,
+        progress: BatchProgress,
+        limits: BatchLimits | None = None,
+    ) -> None:
+        self.target, self.reader, self.results, self.progress = target, reader, results, progress
+        self.limits = limits or BatchLimits()
+        self.running = 0
+        self.held = 0
+        """Bytes of running requests."""
+        self.first_error = ""
+        self._lines = iter(reader)
+        self._ids: set[bytes] = set()
+        self._ended = asyncio.Event()
+        self._ready = asyncio.Lock()
+
+    def skip_written(self) -> None:
+        """Passes over the lines that the output has.
+
+        Raises:
+            StartupError: the output was not made from this input.
+        """
+        for found in self.results.read_custom_ids():
+            number = self.results.next
+            line = next(self._lines, b"")
+            own = batch_lines.find_custom_id(line) if line else None
+            if line == b"" or own != found:
+                what = f"line {number} of {self.results.path} is about {found!r}, line {number} of the input"
+                says = "is not there" if line == b"" else f"about {own!r}"
+                raise StartupError(f"{what} {says}: --resume needs the input that the output was made from.")
+            self._is_duplicate_id(own)
+
+    def _is_duplicate_id(self, custom_id: str | None) -> bool:
+        """Whether a line had this id before; remembers it by a digest, since a batch may have millions."""
+        if custom_id is None:
+            return False
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
+        if digest in self._ids:
+            return True
+        self._ids.add(digest)
+        return False
+
+    async def run(self) -> None:
+        """Answers every line that is left.
+
+        Raises:
+            StartupError: the server is gone for good.
+            OSError: the output cannot be written.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, line, size in self._read_requests():
+                    await self._wait_for_memory(number, size)
+                    if isinstance(line, BadLine):
+                        self._write_result(
+                            number, batch_lines.make_error_line(line.custom_id, line.code, line.message), line.message
+                        )
+                        continue
+                    self.running += 1
+                    self.held += size
+                    group.create_task(self._run_line(number, line, size))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def _read_requests(self) -> Iterator[tuple[int, BatchLine | BadLine, int]]:
+        """(number, request, bytes) of each line."""
+        for number, data in enumerate(self._lines, self.results.next):
+            if data is None:
+                yield number, BadLine("line_too_long", f"This line has more than {self.limits.longest} bytes."), 0
+                continue
+            line: BatchLine | BadLine
+            try:
+                line = batch_lines.read_line(data)
+            except BadLine as error:
+                line = error
+            if self._is_duplicate_id(line.custom_id):
+                line = BadLine("duplicate_custom_id", "An earlier line has this custom_id.", line.custom_id)
+            yield number, line, len(data)
+
+    async def _wait_for_memory(self, number: int, size: int) -> None:
+        """Waits until another line may be in memory. The oldest line always runs, so there is an end to it."""
+        limits = self.limits
+        while self.running and (
+            self.running >= limits.running
+            or self.held + size > limits.request_bytes
+            or number - self.results.next >= limits.window
+            or self.results.early_bytes > limits.answer_bytes
+        ):
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def _run_line(self, number: int, line: BatchLine, size: int) -> None:
+        try:
+            written, why = await self._answer(line)
+            self._write_result(number, written, why)
+        finally:
+            self.running -= 1
+            self.held -= size
+            self._ended.set()
+
+    def _write_result(self, number: int, written: bytes, why: str) -> None:
+        self.first_error = self.first_error or (f"line {number + 1}: {why}" if why else "")
+        self.results.write(number, written)
+        self.progress.add_answer(not why)
+
+    async def _answer(self, line: BatchLine) -> tuple[bytes, str]:
+        """The output line, and what is wrong with it.
+
+        Raises:
+            StartupError: the server is gone for good.
+        """
+        failures, kept_back = 0, 0.0
+        while True:
+            pause = min(LONGEST_PAUSE, 0.5 * 2**failures) * random.uniform(0.5, 1.0)
+            try:
+                response = await self.target.client.post(
+                    line.url, content=bytes(line.body), headers={"content-type": "application/json"}
+                )
+            except httpx.TransportError as error:
+                why = f"The connection to the server failed ({type(error).__name__})."
+                if failures + 1 >= TRIES:
+                    return batch_lines.make_error_line(line.custom_id, "connection_error", why), why
+            else:
+                status = response.status_code
+                if status == BUSY and kept_back < BUSY_SECONDS:
+                    pause = min(_parse_retry_after(response.headers.get("retry-after", ""), pause), LONGEST_PAUSE)
+                    kept_back += pause
+                    await asyncio.sleep(pause)
+                    continue
+                if status not in GONE or failures + 1 >= TRIES:
+                    return self._finish(line, response)
+            failures += 1
+            await asyncio.sleep(pause)
+            async with self._ready:
+                await self.target.wait_ready()
+
+    def _finish(self, line: BatchLine, response: httpx.Response) -> tuple[bytes, str]:
+        try:
+            written, good = batch_lines.make_answer_line(
+                line.custom_id, response.status_code, response.content, response.headers.get("x-request-id", "")
+            )
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            why = f"The server answered {response.status_code} with a body that is no JSON."
+            return batch_lines.make_error_line(line.custom_id, "invalid_response", why), why
+        return written, "" if good else f"the server answered {response.status_code}"
+
+
+def _parse_retry_after(text: str, otherwise: float) -> float:
+    """What a Retry-After header says; a date counts as nothing said."""
+    return float(text) if text.isascii() and text.isdecimal() else otherwise

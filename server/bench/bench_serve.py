@@ -1,0 +1,155 @@
+"""``trencadis bench serve``: puts load on a running server and reports latencies and rates."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trencadis.core.errors import StartupError
+from trencadis.server.bench import arrival_times, bench_flags, bench_metrics, bench_report
+from trencadis.server.bench.datasets import BenchSample, make_samples
+from trencadis.server.bench.http_client import BenchClient, Exchange
+from trencadis.server.bench.load_generator import RequestLoad, run_load
+from trencadis.server.bench.stream_timing import compute_request_timing
+from trencadis.server.bench.token_counters import make_counter
+
+KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
+READY_PAUSE = 1.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs a benchmark: exit code 0, or 1 if every request failed.
+
+    Raises:
+        StartupError: it cannot begin.
+    """
+    args = bench_flags.parse_serve_args(words)
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    key = next((os.environ[name] for name in KEYS if os.environ.get(name)), "")
+    headers = ({"authorization": f"Bearer {key}"} if key else {}) | {k.lower(): v for k, v in args.headers.items()}
+    client = BenchClient(args.url, headers, not args.insecure)
+    try:
+        name, root = await _find_model(args, client)
+        counter, counted_by = await make_counter(client, name, root, args.tokenizer or "")
+        print(f"model {name} at {args.url}{args.endpoint}; prompts counted by: {counted_by}", flush=True)
+        asked = await make_samples(args, counter)
+        found = await _measure(args, client, name, asked)
+    finally:
+        client.close()
+    for line in bench_report.format_failures(found["errors"]):
+        print(line)
+    print("\n".join(bench_report.format_lines(args, found)))
+    if warning := bench_report.format_client_delay(found):
+        print(warning, file=sys.stderr)
+    made = bench_report.make_result_object(args, found, name, counted_by)
+    if args.save_result or args.append_result:
+        path = bench_report.make_result_path(args, name, made["date"])
+        bench_report.save(path, made, args.append_result)
+        print(f"saved as {path}")
+    return 0 if found["completed"] else 1
+
+
+async def _find_model(args: argparse.Namespace, client: BenchClient) -> tuple[str, str]:
+    """The model's name in the API, and where the server has it from.
+
+    Raises:
+        StartupError: nothing answers.
+    """
+    end, given = time.monotonic() + args.ready_check_timeout_sec, args.served_model_name or args.model
+    while True:
+        try:
+            listed = (await client.fetch("/v1/models"))["data"]
+            first = next((one for one in listed if one.get("id") == given), listed[0])
+            return given or str(first["id"]), str(first.get("root") or "")
+        except (ConnectionError, KeyError, IndexError, TypeError) as error:
+            if given and "answers" in str(error):
+                return given, ""
+            if time.monotonic() >= end:
+                raise StartupError(f"no server answers at {args.url} ({str(error)[:80]}).") from None
+            await asyncio.sleep(READY_PAUSE)
+
+
+def make_body(args: argparse.Namespace, model: str, sample: BenchSample) -> dict[str, Any]:
+    """The JSON of a request."""
+    made: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if args.backend == "openai-chat":
+        content: Any = [{"type": "text", "text": sample.prompt}]
+        content += [{"type": "image_url", "image_url": {"url": url}} for url in sample.images]
+        made["messages"] = sample.messages or [{"role": "user", "content": content}]
+        limit = "max_completion_tokens"
+    else:
+        made["prompt"], limit = sample.prompt, "max_tokens"
+    if sample.output_tokens:
+        made[limit] = sample.output_tokens
+    if args.logprobs is not None:
+        made |= {"logprobs": True, "top_logprobs": args.logprobs} if "messages" in made else {"logprobs": args.logprobs}
+    if args.ignore_eos:
+        made["ignore_eos"] = True
+    made |= {name: value for name in bench_flags.SAMPLING if (value := getattr(args, name)) is not None}
+    return {**made, **args.extra_body}
+
+
+def make_requests(
+    args: argparse.Namespace, client: BenchClient, model: str, asked: Sequence[BenchSample]
+) -> list[bytes]:
+    """The bytes of all requests, made before the clock starts."""
+    prefix = args.request_id_prefix or f"bench-{uuid.uuid4().hex[:8]}-"
+    return [
+        client.make_request(
+            args.endpoint, json.dumps(make_body(args, model, one)).encode(), f"x-request-id: {prefix}{i}\r\n"
+        )
+        for i, one in enumerate(asked)
+    ]
+
+
+async def _measure(
+    args: argparse.Namespace, client: BenchClient, model: str, asked: Sequence[BenchSample]
+) -> dict[str, Any]:
+    if args.backend != "openai-chat" and any(one.images or one.messages for one in asked):
+        raise StartupError("images and messages need --backend openai-chat.")
+    made = make_requests(args, client, model, asked)
+    if args.num_warmups:
+        warm = await run_load(
+            client, RequestLoad([made[0]] * args.num_warmups, [0.0] * args.num_warmups, args.max_concurrency or 0)
+        )
+        if all(compute_request_timing(one, 0).error for one in warm[0]):
+            raise StartupError(f"every warm-up request failed: {compute_request_timing(warm[0][0], 0).error}.")
+    given = arrival_times.make_rates(
+        len(made),
+        args.request_rate,
+        args.ramp_up_strategy or "",
+        args.ramp_up_start_rps or 0,
+        args.ramp_up_end_rps or 0,
+    )
+    when = arrival_times.make_send_times(given, args.burstiness, args.seed, not args.ramp_up_strategy)
+    with _show_progress_bar(len(made), not args.disable_tqdm) as step:
+        exchanges, seconds, own = await run_load(client, RequestLoad(made, when, args.max_concurrency or 0), step)
+    read = [compute_request_timing(one, sample.prompt_tokens) for one, sample in zip(exchanges, asked, strict=True)]
+    return bench_metrics.compute_result(read, seconds, args.metrics, args.percentiles, args.goals) | own.summarise()
+
+
+@contextlib.contextmanager
+def _show_progress_bar(total: int, wanted: bool) -> Iterator[Callable[[Exchange], None]]:
+    """Called with each exchange that ended; shows a bar on a terminal."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda exchange: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, dynamic_ncols=True, unit="req") as bar:
+
+        def step(exchange: Exchange) -> None:
+            bar.update(1)
+
+        yield step

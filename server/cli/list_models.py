@@ -1,0 +1,82 @@
+"""``trencadis models``: the families of models that can be served, what each takes, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trencadis.core.checkpoint.pooling_config import ALL
+from trencadis.core.errors import StartupError
+from trencadis.core.models import registry
+from trencadis.core.models.family import CLASSIFY, GENERATE, Family
+
+USAGE = """\
+usage: trencadis models
+
+Lists the families of models that can be served: their architectures (config.json), what each is for, and where it comes
+from. A package offers its own by the entry-point group trencadis.models.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the ``models`` command; returns the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE, end="")
+        return 0
+    if words:
+        raise StartupError(f"models does not know {words[0]}; it takes nothing.")
+    print("\n".join(list_families()))
+    return 0
+
+
+def list_families() -> list[str]:
+    """A line for each family and one for each of its architectures; a package that fails has a line that says why."""
+    lines: list[str] = []
+    for origin, names in group_architectures().items():
+        try:
+            family = registry.family_of(names[0])
+        except StartupError as error:
+            lines += [f"{names[0]}: {error}"]
+            continue
+        lines += [f"{family.name} ({origin})", *(f"  {name:38} {describe_use(family, name)}" for name in names)]
+    return lines
+
+
+def group_architectures() -> dict[str, list[str]]:
+    """Origin of a family, unique to it -> its architectures that can be asked for."""
+    found: dict[str, list[str]] = {}
+    for name, target in registry.TABLE.items():
+        found.setdefault(f"built in, {target.removesuffix(':FAMILY')}", []).append(name)
+    for name, point in registry.installed_families().items():
+        found.setdefault(f"{registry.source(point)}, {point.value}", []).append(name)
+    return found
+
+
+def _list_media(family: Family) -> list[str]:
+    if family.vision is None:
+        return []
+    return ["pictures", "videos"] if "video_token_id" in family.vision.tokens else ["pictures"]
+
+
+def describe_use(family: Family, architecture: str) -> str:
+    """What an architecture is for."""
+    kind = family.architectures[architecture]
+    pools = ["embeddings", "scores"] if family.pooling is not None else []
+    if kind == GENERATE:
+        return ", ".join([*_list_media(family), "text", *pools])
+    if architecture in family.heads and family.heads[architecture].kind == ALL:
+        return "rewards of every token"
+    return "classes, scores" if kind == CLASSIFY else "embeddings"
+
+
+BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
+
+
+def make_docs_page(text: str) -> str:
+    """docs/models.md with its table as the registry has it; the ``text`` around it is kept."""
+    lines = ["| Family | Architecture | Serves |", "|---|---|---|"]
+    for name in registry.TABLE:
+        family = registry.family_of(name)
+        lines.append(f"| {family.name} | `{name}` | {describe_use(family, name)} |")
+    table = "\n".join(lines)
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

@@ -1,0 +1,59 @@
+"""Logging of the API process: our loggers and uvicorn's, in one format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trencadis.core.process import log_setup
+from trencadis.server.config.config import ServerConfig
+
+STARTED = "Application startup complete."
+
+
+class _Quiet(logging.Filter):
+    """Drops the access lines of certain paths."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__()
+        self.paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        return not (isinstance(args, tuple) and len(args) > 2 and str(args[2]).partition("?")[0] in self.paths)
+
+
+class _DropStartupLine(logging.Filter):
+    """Drops uvicorn's own start-up line: ``run`` logs it once the engine accepts requests, as scripts expect."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != STARTED or bool(getattr(record, "accepting", False))
+
+
+class _NoQueries(logging.Filter):
+    """Takes queries out of uvicorn's lines about scopes (at level trace), as some clients put keys there."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                {**one, "query_string": "<...>"} if isinstance(one, dict) and "query_string" in one else one
+                for one in record.args
+            )
+        return True
+
+
+def set_up_logging(level: str, server: ServerConfig, form: str = "text") -> None:
+    """Sets the form (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
+    log_setup.setup(level, form)
+    named = server.uvicorn_log_level
+    logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())
+    logging.getLogger("uvicorn.error").addFilter(_DropStartupLine())
+    logging.getLogger("uvicorn.asgi").addFilter(_NoQueries())
+    logging.getLogger("uvicorn.access").addFilter(_Quiet(server.disable_access_log_for_endpoints))
+
+
+def log_started(address: str) -> None:
+    """Logs uvicorn's start-up lines; called once the server accepts requests."""
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.info(STARTED, extra={"accepting": True})
+    uvicorn.info("Uvicorn running on %s (Press CTRL+C to quit)", address)

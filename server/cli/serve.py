@@ -1,0 +1,184 @@
+"""``trencadis serve``: bind, spawn the engine, build the app meanwhile, serve, drain."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from trencadis.core.errors import StartupError
+from trencadis.core.links.topology import topology
+from trencadis.core.process import function_trace, heap_trimmer
+from trencadis.server.cli import logging_setup, signals
+from trencadis.server.cli.api.multi_api_server import run_multi_api_server
+from trencadis.server.cli.api.server_lifecycle import SingleProcessServer
+from trencadis.server.config import hide_keys, startup_dump
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.resolve_settings import Settings
+from trencadis.server.engine.spawn import EngineHandle
+from trencadis.server.fleet.start_engines import StartedEngines, start_engines
+from trencadis.server.http import listener, tls_reload
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from trencadis.core.config import EngineConfig
+    from trencadis.server.engine.supervisor import Supervisor
+    from trencadis.server.fleet.fleet import Fleet
+    from trencadis.server.front.remote_engine import RemoteEngines
+
+log = logging.getLogger("trencadis.server")
+
+DEMO_NAME = "trencadis-demo"
+NO_KEYS_WARNING = (
+    "everybody who reaches this port may use the server: set --api-key, --api-key-file or --host 127.0.0.1"
+)
+
+
+def serve(settings: Settings) -> int:
+    """Runs until a signal or a start-up error; returns the exit code.
+
+    Raises:
+        StartupError: one line for the terminal, exit code 2.
+    """
+    begun = time.monotonic()
+    logging_setup.set_up_logging(settings.engine.log_level, settings.server, settings.engine.log_format)
+    function_trace.start_if_asked()
+    for note in (*hide_keys.hide_keys(settings), *settings.notes):
+        log.warning("%s", note)
+    for line in startup_dump.format_lines(settings):
+        log.info("%s", line)
+    lie = topology(settings.engine, os.environ)
+    if not lie.leads:
+        from trencadis.core.executor.headless import run_headless
+
+        return run_headless(find_model(settings).engine, lie, os.environ, again=not lie.alone)
+    if lie.over_hosts and settings.server.data_parallel_size > 1:
+        raise StartupError(
+            "--data-parallel-size: an engine whose ranks are on several machines is alone in its server."
+        )
+    listener.raise_file_limit()
+    if settings.server.ssl_certfile:
+        tls_reload.Certificates(settings.server)  # a wrong one ends the start-up here, before anything slow
+    with listener.open_listener(settings.server) as sock:
+        if listener.is_reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
+            log.warning("%s", NO_KEYS_WARNING)
+        try:
+            return _start(find_model(settings), sock, begun)
+        except (signals.EarlyStop, KeyboardInterrupt):
+            return 0
+        finally:
+            if settings.server.uds:
+                with contextlib.suppress(OSError):
+                    os.unlink(settings.server.uds)
+
+
+def find_model(settings: Settings) -> Settings:
+    """Settings with the folder of the model, and its names in the API as the user knows them."""
+    engine, server = settings.engine, settings.server
+    named = engine.model
+    changes: dict[str, Any] = {}
+    if server.app != ServerConfig().app:
+        named = named or "test"
+    elif not named:
+        from trencadis.assets import demo_path
+
+        named, changes["model"] = DEMO_NAME, str(demo_path())
+        log.info("no model named: serving the bundled demo as %s", DEMO_NAME)
+        if not demo_path().is_dir():
+            raise StartupError("This installation has no bundled demo; name a model: trencadis serve MODEL.")
+    else:
+        from trencadis.server.config.hub import find_model_folder
+
+        changes["model"] = str(find_model_folder(engine))
+    from trencadis.server.config.hub import find_tokenizer_folder, get_tokenizer_name
+
+    if get_tokenizer_name(engine) and "model" in changes:
+        changes["tokenizer"] = str(find_tokenizer_folder(engine))
+    names = server.served_model_name or [named]
+    return dataclasses.replace(
+        settings,
+        engine=dataclasses.replace(engine, **changes),
+        server=dataclasses.replace(server, served_model_name=names),
+    )
+
+
+def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
+    """Starts the engine, which loads while this process imports the web framework."""
+    size = settings.server.data_parallel_size
+    what = "the engine" if size == 1 else f"{size} engines"
+    log.info("listening on %s; starting %s", listener.format_address(sock, bool(settings.server.ssl_certfile)), what)
+    handles: list[EngineHandle] = []
+    try:
+        engines = start_engines(settings.engine, size, settings.server.data_parallel_backend, handles.append)
+        if settings.server.api_server_count > 1:
+            return run_multi_api_server(settings, sock, lambda: _make_supervisor(settings, engines), begun)
+        with heap_trimmer.pause_gc():
+            supervisor = _make_supervisor(settings, engines)
+            app = find_app(settings.server.app)(settings, supervisor)
+        for path, methods in list_routes(app):
+            log.info("Route: %s, Methods: %s", path, methods)
+        # Objects of start-up live for ever; without freeze, each full collection during a stream would walk them.
+        gc.collect()
+        gc.freeze()
+        log.info("app built (%.1f s)", time.monotonic() - begun)
+        return SingleProcessServer(settings, supervisor, app, sock).run_to_end()
+    finally:
+        end_engines(handles)
+
+
+def _make_supervisor(settings: Settings, engines: StartedEngines) -> Supervisor | Fleet:
+    return supervise(settings.server, engines.configs, engines.handles, settings.server.sleep_after)
+
+
+def supervise(
+    server: ServerConfig, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle], sleep_after: float = 0.0
+) -> Supervisor | Fleet:
+    """What keeps the engines running; ``sleep_after`` as ``Supervisor`` takes it."""
+    from trencadis.server.engine.supervisor import Supervisor
+
+    options: dict[str, Any] = {
+        "compile_timeout": server.compile_timeout,
+        "max_restarts": server.max_engine_restarts,
+        "sleep_after": sleep_after,
+    }
+    if len(configs) == 1:
+        return Supervisor(configs[0], handles[0], **options)
+    from trencadis.server.fleet.fleet import Fleet
+
+    return Fleet(configs, handles, **options)
+
+
+def end_engines(handles: Sequence[EngineHandle]) -> None:
+    """Ends the engines, also after an interrupted start-up; the supervisor has ended restarted ones."""
+    signals.ignore_signals()
+    for handle in handles:
+        if handle.process.poll() is None:
+            handle.kill()
+
+
+def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
+    """The factory of apps that ``package.module:name`` names."""
+    module, _, name = entry.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
+
+
+def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """(path, methods) of every route that is served. Newer FastAPI keeps routers as a tree, which it offers to walk."""
+    from fastapi import routing
+
+    from trencadis.server.routes.pooling.wrong_task import WRONG_TASK
+
+    walk: Callable[[Any], Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
+    for route in walk(app.routes):
+        methods = getattr(route, "methods", None)
+        if methods and getattr(route, "name", "") != WRONG_TASK:
+            yield getattr(route, "path", ""), ", ".join(sorted(methods))

@@ -1,0 +1,126 @@
+"""The reference pages of flags and variables, made from the table of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trencadis.core import envs
+from trencadis.core.flag_options import MOST, YEAR
+from trencadis.server.config.flags import Flag, get_flag_table, get_flag_variables
+from trencadis.server.config.help import GROUPS, USAGE
+from trencadis.server.config.vllm_flags import env_variables as variables_of_vllm
+from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, FlagRow
+from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
+
+HEAD = f"""\
+# Flags of `trencadis serve`
+
+Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig`; do not edit.
+
+```
+{USAGE}```
+
+`trencadis.LLM` takes the flags of the engine as keywords: `--max-model-len 4k` is `max_model_len=4000` or
+`max_model_len="4k"`. A file of `--config` holds the same names. Numbers outside their bounds are refused.
+"""
+
+
+def make_flags_page() -> str:
+    """``docs/flags.md``."""
+    lines = [HEAD]
+    for owner, title in GROUPS.items():
+        lines += [
+            f"## {title}",
+            "",
+            "| flag | value | default | bounds | variable | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_format_row(flag) for flag in get_flag_table().values() if flag.owner == owner and not flag.hidden]
+        lines.append("")
+    return "\n".join(lines)
+
+
+VLLM_FLAGS_HEAD = """\
+# Flags of vLLM
+
+Made by `tools/gen_flags.py` from the rows of `server/config/vllm_flags`; do not edit.
+
+Command lines of vLLM 0.32, and of versions back to 0.6, carry over: what [Flags](flags.md) has works as it does there,
+and every other flag stands here. None is ignored in silence: a flag without effect prints one line that says why, and
+one that would change something stops the start, unless its value describes what happens anyway (vLLM's default, as a
+rule). `--help=FLAG` prints its row.
+"""
+VERDICTS = {
+    MEANS: ("Done by flags of ours", "our flag"),
+    FREE: ("Without effect", "why it changes no answer and no limit"),
+    REFUSED: ("Refused", "what is so instead"),
+}
+
+
+def vllm_flags_page() -> str:
+    """``docs/vllm-flags.md``."""
+    lines = [VLLM_FLAGS_HEAD]
+    for verdict, (title, column) in VERDICTS.items():
+        rows = [part for row in ROWS.values() for part in _list_keys(row) if part.verdict == verdict]
+        lines += [f"## {title}", "", f"| flag | value | {column} | taken in silence |", "|---|---|---|---|"]
+        lines += [_format_vllm_flag(row) for row in sorted(rows, key=lambda row: row.name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _list_keys(row: FlagRow) -> Iterator[FlagRow]:
+    """A row, and those of its keys."""
+    yield row
+    for key in row.keys:
+        yield replace(key, name=f"{row.name}.{key.name}")
+
+
+def _format_vllm_flag(row: FlagRow) -> str:
+    written = [row.written, *("-" + short for short, name in SHORT.items() if name == row.name)]
+    silent = ", ".join(f"`{str(value).lower()}`" for value in row.neutral)
+    return f"| {', '.join(f'`{name}`' for name in written)} | {row.kind} | {_escape_cell(row.why)} | {silent} |"
+
+
+def make_environment_page() -> str:
+    """``docs/environment.md``."""
+    return envs.markdown(_list_flag_variables(), variables_of_vllm.TABLE)
+
+
+def _format_row(flag: Flag) -> str:
+    dashes = "--[no-]" if flag.kind == "bool" else "--"
+    names = [("-" if len(name) <= 2 else dashes) + name.replace("_", "-") for name in (flag.name, *flag.aliases)]
+    shown = ", ".join(f"`{name}`" for name in names)
+    value = ", ".join(f"`{choice}`" for choice in flag.choices) or flag.kind
+    default = "" if flag.default in (None, "", [], {}) else f"`{_format_default(flag)}`"
+    variables_ = ", ".join(f"`{name}`" for name in flag.env)
+    return f"| {shown} | {value} | {default} | {_format_bounds(flag)} | {variables_} | {_escape_cell(flag.help)} |"
+
+
+def _format_bounds(flag: Flag) -> str:
+    """Where the upper end is only there to catch nonsense, the lower one says enough."""
+    bound = flag.bound
+    if bound is None or -bound.least > MOST:
+        return ""
+    if bound.most >= MOST or bound.most == YEAR:
+        return f"{'more than' if bound.above else 'at least'} {bound.least}"
+    return f"`{bound.span}`"
+
+
+def _format_default(flag: Flag) -> str:
+    if isinstance(flag.default, bool):
+        return str(flag.default).lower()
+    return " ".join(flag.default) if isinstance(flag.default, list) else str(flag.default)
+
+
+def _escape_cell(text: str) -> str:
+    """Text of a table's cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "\\{")
+
+
+def _list_flag_variables() -> Iterator[envs.Env]:
+    for name, flag in get_flag_variables().items():
+        meaning = flag.help if name == flag.env[0] else f"older name of `{flag.env[0]}`"
+        kind = "secret" if flag.secret else flag.kind.replace("upper", "str")
+        default = "" if flag.default in (None, "", [], {}) else _format_default(flag)
+        yield envs.Env(name, kind, default, f"{_escape_cell(meaning)}; `{flag.written}` wins")

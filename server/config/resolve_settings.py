@@ -1,0 +1,173 @@
+"""Joins flags, file, environment and defaults into the two configurations, and notes where each value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trencadis.core import envs
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely
+from trencadis.core.errors import StartupError
+from trencadis.core.shapes import bucket_options as bucket_env
+from trencadis.server.config import argv as command_line
+from trencadis.server.config import number_bounds
+from trencadis.server.config.config import ServerConfig
+from trencadis.server.config.flags import find_flag, get_flag_table, get_flag_variables
+from trencadis.server.config.vllm_flags.env_variables import find_variable
+from trencadis.server.config.vllm_flags.flag_row import convert_flags
+from trencadis.server.config.vllm_flags.flag_table import ROWS
+
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+UNITS = {"VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "MiB"}
+"""Units of variables that give a number where our flag takes bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to serve, and how.
+
+    Args:
+        sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
+        notes: lines for the terminal.
+        shapes: the bucket variables that are set; no flag stands for them.
+    """
+
+    engine: EngineConfig
+    server: ServerConfig
+    sources: dict[str, str]
+    notes: list[str]
+    shapes: dict[str, str] = field(default_factory=dict)
+
+
+def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
+    """Flag > file > environment > default.
+
+    Raises:
+        StartupError: one line about the first invalid value.
+    """
+    notes = [*given.notes, *envs.review(environ, get_flag_variables(), find_variable)]
+    chosen: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, (value, variable) in _read_environment(environ).items():
+        chosen[name], sources[name] = value, f"{number_bounds.VARIABLE}{variable}"
+    if given.config is not None:
+        for name, value in _read_file(given.config, notes).items():
+            chosen[name], sources[name] = value, f"file {given.config}"
+    for name, value in given.values.items():
+        chosen[name], sources[name] = value, "flag"
+    if "warmup" not in chosen and envs.get_bool("VLLM_SKIP_WARMUP", environ):
+        chosen["warmup"], sources["warmup"] = "skip", f"{number_bounds.VARIABLE}VLLM_SKIP_WARMUP"
+    if "kv_cache_memory_bytes" not in chosen and (space := _get_cpu_kv_space(chosen, environ)):
+        chosen["kv_cache_memory_bytes"], sources["kv_cache_memory_bytes"] = (
+            space,
+            f"{number_bounds.VARIABLE}{CPU_SPACE}",
+        )
+    flags = get_flag_table()
+    engine = EngineConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "engine"})
+    server = ServerConfig(**{k: v for k, v in chosen.items() if flags[k].owner == "server"})
+    number_bounds.check(engine, sources)
+    number_bounds.check(server, sources)
+    _check_no_blanks(server)
+    if server.ssl_keyfile and not server.ssl_certfile:
+        raise StartupError("--ssl-keyfile needs --ssl-certfile.")
+    if server.ssl_cert_reqs and not server.ssl_certfile:
+        raise StartupError("--ssl-cert-reqs needs --ssl-certfile.")
+    notes += bucket_env.read_bucket_options(environ).notes
+    notes += _warn_about_graph_settings(engine, sources, environ)
+    return Settings(engine, server, sources, notes, _read_bucket_variables(environ))
+
+
+def _check_no_blanks(server: ServerConfig) -> None:
+    """Refuses a key or a name that is empty, as a script's unset variable is: such a key would admit every client."""
+    for given, flag, what in (
+        (server.api_key, "--api-key", "a key is empty, which guards nothing; leave the flag out to serve everybody"),
+        (server.served_model_name, "--served-model-name", "a name is empty"),
+    ):
+        if any(not one.strip() for one in given):
+            raise StartupError(f"{flag}: {what}.")
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Field name -> (value, variable)."""
+    found: dict[str, tuple[Any, str]] = {}
+    for flag in get_flag_table().values():
+        for name in reversed(flag.env):
+            text = environ.get(name)
+            if text:
+                found[flag.name] = flag.parse(text + UNITS.get(name, ""), name), name
+    return found
+
+
+def _get_cpu_kv_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+    """Bytes that vLLM's variable gives the KV cache of a CPU; 0: it leaves them to the server."""
+    text = envs.get(CPU_SPACE, environ)
+    if text is None or likely(chosen.get("device", "auto")) != "cpu":
+        return 0
+    return int(get_flag_table()["kv_cache_memory_bytes"].parse(f"{text}GiB", CPU_SPACE) or 0)
+
+
+def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
+    """The values of a YAML file, whose keys are long option names."""
+    if not path.endswith((".yaml", ".yml")):
+        raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise StartupError(f"--config {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = str(error).replace("\n", " ")
+        raise StartupError(f"--config {path}: not valid YAML ({line[:120]}).") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise StartupError(f"--config {path}: must be a mapping from names to values.")
+    found: dict[str, Any] = {}
+    vllm_flags: dict[str, Any] = {}
+    try:
+        for key, value in content.items():
+            _add_file_entry(str(key), value, found, vllm_flags)
+        settled = convert_flags(vllm_flags, ROWS, found)
+    except StartupError as error:
+        raise StartupError(f"--config {path}: {error}") from None
+    notes += settled.notes
+    return found | settled.values
+
+
+def _add_file_entry(key: str, value: Any, found: dict[str, Any], vllm_flags: dict[str, Any]) -> None:
+    """Adds one line of the file to the values of our flags, or to those of other servers."""
+    hit = find_flag(key)
+    if hit.flag is not None:
+        converted = hit.flag.convert(value, key)
+        found[hit.flag.name] = not converted if hit.negated else converted
+    elif hit.name in ROWS:
+        converted = ROWS[hit.name].convert(value)
+        vllm_flags[hit.name] = not converted if hit.negated else converted
+    else:
+        raise StartupError(f"{key} is not allowed in a file.")
+
+
+def _read_bucket_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The bucket variables that are set."""
+    return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
+
+
+def _warn_about_graph_settings(
+    engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]
+) -> list[str]:
+    """A warning for each graph or bucket setting, if the device is a CPU."""
+    if likely(engine.device) != "cpu":
+        return []
+    written = [
+        source.removeprefix(number_bounds.VARIABLE)
+        if source.startswith(number_bounds.VARIABLE)
+        else get_flag_table()[name].written
+        for name, source in sources.items()
+        if name.startswith("graph_")
+    ]
+    written += _read_bucket_variables(environ)
+    return [f"{name} has no effect on a CPU, which plans no shapes and captures no graphs." for name in written]

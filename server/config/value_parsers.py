@@ -1,0 +1,134 @@
+"""Parses the texts of flags and variables: numbers with units, bytes, booleans, JSON, limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from trencadis.core.envs import parse_bool
+from trencadis.core.errors import StartupError
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HUMAN = re.compile(r"([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKmMgGtT])?")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)[bB]?|[bB])?")
+
+
+def parse_count(text: str, name: str) -> int:
+    """``1k`` is 1000, ``1K`` is 1024, ``25.6k`` is 25600.
+
+    Raises:
+        StartupError: not a whole number.
+    """
+    match = _HUMAN.fullmatch(text.strip().replace("_", ""))
+    if match:
+        number, unit = match.groups()
+        value = float(number) * {**_DECIMAL, **_BINARY}.get(unit or "", 1)
+        if value == round(value) or unit:
+            return round(value)
+    raise StartupError(f"{name}: {text!r} is not a whole number (such as 4096, 4k or 4K).")
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes: ``256MiB``, ``1GiB``, ``1GB`` (10^9), ``4K`` (4096), ``4k`` (4000)."""
+    match = _BYTES.fullmatch(text.strip())
+    if not match:
+        raise StartupError(f"{name}: {text!r} is not a size (such as 256MiB, 1GB or 268435456).")
+    number, unit, binary = match.groups()
+    if not unit:
+        return round(float(number))
+    bare = not text.strip().lower().endswith("b")
+    factor = _BINARY[unit.upper()] if binary or (bare and unit.isupper()) else _DECIMAL[unit.lower()]
+    return round(float(number) * factor)
+
+
+def parse_number(text: str, name: str) -> float:
+    """A finite decimal number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if value != value or value in (float("inf"), float("-inf")):
+        raise StartupError(f"{name}: {text!r} is not a number.")
+    return value
+
+
+def parse_integer(text: str, name: str) -> int:
+    """A whole number without units."""
+    try:
+        return int(text)
+    except ValueError:
+        raise StartupError(f"{name}: {text!r} is not a whole number.") from None
+
+
+def parse_mapping(text: str, name: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise StartupError(f"{name}: {text!r} is not a JSON object ({error.msg}).") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{name}: {text!r} is not a JSON object.")
+    return value
+
+
+def parse_limits(text: str, name: str) -> dict[str, Any]:
+    """``image=4,video=1`` or the same as JSON."""
+    if text.lstrip().startswith("{"):
+        return check_limits(parse_mapping(text, name), name)
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not sign or not key for key, sign, _ in pairs):
+        raise StartupError(f'{name}: {text!r} is neither image=4 nor {{"image": 4}}.')
+    return check_limits({key.strip(): parse_integer(value, name) for key, _, value in pairs}, name)
+
+
+def check_limits(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """Counts by modality, none of them negative; also reads vLLM's ``{"image": {"count": 4}}``."""
+    flat = {key: (one.get("count") if isinstance(one, dict) else one) for key, one in value.items()}
+    for key, one in flat.items():
+        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+            raise StartupError(f"{name}: {key}={one!r} is not a count.")
+    return flat
+
+
+def parse_words(text: str, name: str) -> list[str]:
+    """A JSON list, or one word."""
+    if text.lstrip().startswith("["):
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, list):
+            raise StartupError(f"{name}: {text!r} is not a JSON list.")
+        return [str(one) for one in value]
+    return [text]
+
+
+def parse_commas(text: str, name: str) -> list[str]:
+    """A JSON list, or words with commas between them."""
+    return [one for word in parse_words(text, name) for one in word.split(",") if one]
+
+
+def parse_json_or_text(text: str) -> Any:
+    """The value of ``--opt.key value``: parsed if it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "bool": parse_bool,
+    "int": parse_integer,
+    "float": parse_number,
+    "str": lambda text, name: text,
+    "upper": lambda text, name: text.upper(),
+    "count": parse_count,
+    "bytes": parse_size,
+    "json": parse_mapping,
+    "limits": parse_limits,
+    "list": parse_words,
+    "commas": parse_commas,
+}

@@ -1,0 +1,153 @@
+"""What a flag of another server does here: nothing, the same as one of ours, or it stops the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trencadis.core.errors import StartupError
+from trencadis.server.config import value_parsers
+
+FREE, MEANS, REFUSED = "no effect", "means", "refused"
+"""Verdicts. FREE: it tunes speed, asks for what is always done, or belongs to something that is not served: no answer
+and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change something."""
+
+NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", {}, [])
+"""Values that ask for nothing, whatever the flag is."""
+
+Meaning = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+"""From the value, and the values of our flags beside it, to values of our flags."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlagRow:
+    """One flag of another server.
+
+    Args:
+        verdict: FREE, MEANS or REFUSED.
+        kind: bool, int, float, str, list (any number of words) or json, as that server reads it.
+        why: FREE: why it does nothing here. MEANS: our flag. REFUSED: what is so instead, and which flag serves.
+        neutral: values beside ``NOTHING`` that describe what happens anyway; they are taken in silence.
+        to: MEANS: the values of our flags.
+        keys: rows for keys of a JSON value; keys without one have the verdict of the whole.
+    """
+
+    name: str
+    verdict: str
+    kind: str
+    why: str
+    neutral: tuple[Any, ...] = ()
+    to: Meaning | None = None
+    keys: tuple[FlagRow, ...] = field(default=())
+
+    @property
+    def written(self) -> str:
+        """The flag as users write it."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def takes(self) -> str:
+        """How many values follow: "" (none), "one" or "many"."""
+        return {"bool": "", "list": "many"}.get(self.kind, "one")
+
+    def parse(self, text: str) -> Any:
+        """The value of ``text``; "none" and the like are None.
+
+        Raises:
+            StartupError: the text is no such value.
+        """
+        if text.strip().lower() in ("none", "null", ""):
+            return None
+        if self.kind == "json" and not text.lstrip().startswith("{"):
+            return text
+        return value_parsers.PARSERS[self.kind](text, self.written)
+
+    def convert(self, value: Any) -> Any:
+        """The value of a YAML or Python value; texts go through ``parse``."""
+        return self.parse(value) if isinstance(value, str) else value
+
+    def has_no_effect(self, value: Any) -> bool:
+        """Whether ``value`` asks for nothing, or for what happens anyway."""
+        if isinstance(value, list) and value:
+            return all(self.has_no_effect(one) for one in value)
+        if self.verdict == MEANS:
+            usual = self.neutral
+        elif self.kind == "bool":
+            usual = self.neutral or (False,)
+        else:
+            usual = (*NOTHING, *self.neutral)
+        low = value.strip().lower() if isinstance(value, str) else value
+        return value is None or any(_is_same(low, one) for one in usual)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal, where True is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def make_free_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
+    """A row of verdict FREE."""
+    return FlagRow(name, FREE, kind, why, neutral, keys=keys)
+
+
+def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: Any) -> FlagRow:
+    """A row of verdict MEANS."""
+    return FlagRow(name, MEANS, kind, why, neutral, to)
+
+
+def make_refused_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
+    """A row of verdict REFUSED."""
+    return FlagRow(name, REFUSED, kind, why, neutral, keys=keys)
+
+
+@dataclass(slots=True)
+class ConvertedFlags:
+    """What flags of other servers come to: values of our flags, and lines about those that do nothing."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_flags(given: Mapping[str, Any], rows: Mapping[str, FlagRow], own: Mapping[str, Any]) -> ConvertedFlags:
+    """Converts vLLM flags to values of this server's flags, with a note for each that has no effect.
+
+    Raises:
+        StartupError: one of them is refused; the line says why, and what serves instead.
+    """
+    found = ConvertedFlags()
+    for name, value in given.items():
+        for row, one in _split_keys(rows[name], value):
+            _convert_flag(row, one, own, found)
+    return found
+
+
+def _split_keys(row: FlagRow, value: Any) -> Iterator[tuple[FlagRow, Any]]:
+    """The flag itself, or the keys of its value."""
+    if not row.keys or not isinstance(value, dict):
+        yield row, value
+        return
+    inner = {one.name: one for one in row.keys}
+    for key, one in value.items():
+        of_key = inner.get(key) or FlagRow(key, row.verdict, "json", row.why)
+        yield FlagRow(f"{row.name}.{key}", of_key.verdict, of_key.kind, of_key.why, of_key.neutral, of_key.to), one
+
+
+def _convert_flag(row: FlagRow, value: Any, own: Mapping[str, Any], found: ConvertedFlags) -> None:
+    if row.has_no_effect(value):
+        return
+    if row.verdict == FREE:
+        found.notes.append(f"{row.written} has no effect: {row.why}.")
+    elif row.verdict == REFUSED:
+        raise StartupError(f"{row.written}{_format_value(row, value)} is refused: {row.why}.")
+    elif row.to is not None:
+        found.values.update(row.to(value, {**own, **found.values}))
+
+
+def _format_value(row: FlagRow, value: Any) -> str:
+    if row.kind == "bool" and value is True:
+        return ""
+    if isinstance(value, bool):
+        return f" {value}".lower()
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f" {text[:60]}"

@@ -1,0 +1,29 @@
+"""All rows by name, and vLLM's short options."""
+
+from __future__ import annotations
+
+from trencadis.server.config.vllm_flags import engine_flags, parallel_flags, serving_flags
+from trencadis.server.config.vllm_flags.flag_row import FlagRow
+
+EVERY: tuple[FlagRow, ...] = (*engine_flags.ROWS, *parallel_flags.ROWS, *serving_flags.ROWS)
+ROWS: dict[str, FlagRow] = {row.name: row for row in EVERY}
+
+SHORT: dict[str, str] = {
+    "dpa": "data_parallel_address",
+    "dph": "data_parallel_hybrid_lb",
+    "dpe": "data_parallel_external_lb",
+    "dpm": "data_parallel_multi_port_external_lb",
+    "dpl": "data_parallel_size_local",
+    "dpn": "data_parallel_rank",
+    "dpp": "data_parallel_rpc_port",
+    "dpr": "data_parallel_start_rank",
+    "dcp": "decode_context_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "ep": "enable_expert_parallel",
+    "ac": "attention_config",
+    "dc": "diffusion_config",
+    "cc": "compilation_config",
+    "sc": "speculative_config",
+    "O": "optimization_level",
+}
+"""Short options; one dash or two."""

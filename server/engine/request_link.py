@@ -1,0 +1,206 @@
+"""Requests that are open at another process: their deltas, their pixels on demand, the vocabulary before a grammar.
+
+``server/engine/engine_link.py`` speaks to an engine's process so; an API process of several speaks to the process that
+has the engine (``server/front/remote_engine.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from trencadis.core.errors import Unavailable
+from trencadis.core.process import engine_messages
+from trencadis.core.request import Delta, Request
+from trencadis.server.engine.engine_client import DeltaCallback, Pixels
+from trencadis.server.engine.open_request import OpenRequest
+
+log = logging.getLogger("trencadis.server")
+
+STOPPED = "The engine stopped; please retry."
+DELIVERY_SLICE = 0.001
+"""Seconds for which a step's deltas are handed on before the event loop serves others: each may be written to its
+client at once, which takes some twenty microseconds."""
+CLOCK_INTERVAL = 16
+"""Deltas between two looks at the clock."""
+
+
+class RemotePixels(Sequence[Pixels]):
+    """Placeholder for the pixels of a request whose data another process holds.
+
+    Args:
+        media: how many it has.
+        need: called with the index of a medium whose pixels ``link`` wants.
+    """
+
+    def __init__(self, media: int, need: Callable[[RequestLink, int], None]) -> None:
+        self.num_media, self.on_need = media, need
+
+    def __len__(self) -> int:
+        return self.num_media
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError("the pixels are in another process")
+
+
+class RequestLink:
+    """The requests that this process has open at another one.
+
+    Args:
+        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request whose
+            rule has a grammar is sent.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.vocabulary_sent: asyncio.Task[None] | None = None
+        self.requests: dict[str, OpenRequest] = {}
+        self.entering = 0
+        """Requests that wait for something before they are in the engine."""
+        self.submitted = 0
+        """Requests that came so far."""
+        self.wanted_media: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.writer: asyncio.StreamWriter | None = None
+        self.alive = True
+
+    def fail_all(self) -> None:
+        """Ends every unfinished choice with an error, because the engine has ended."""
+        for id, entry in self.requests.items():
+            for choice in sorted(entry.unfinished):
+                entry.deliver(Delta(id, choice, finish="error", status=503, message=STOPPED))
+        self.requests.clear()
+
+    def deliver(self, delta: Delta) -> None:
+        """Delivers a delta to its request; ignored if the request or the choice has ended."""
+        entry = self.requests.get(delta.id)
+        if entry is None or delta.choice not in entry.unfinished:
+            return
+        entry.deliver(delta)
+        if delta.finish is not None:
+            entry.unfinished.discard(delta.choice)
+            if not entry.unfinished:
+                del self.requests[delta.id]
+
+    async def deliver_all(self, deltas: Sequence[Delta]) -> None:
+        """Delivers the deltas of a step, yielding to the event loop every millisecond."""
+        end = time.monotonic() + DELIVERY_SLICE
+        for i in range(0, len(deltas), CLOCK_INTERVAL):
+            if i and time.monotonic() > end:
+                await asyncio.sleep(0)
+                end = time.monotonic() + DELIVERY_SLICE
+            for delta in deltas[i : i + CLOCK_INTERVAL]:
+                self.deliver(delta)
+
+    # --- requests ---
+
+    def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
+        """See ``EngineClient``."""
+        entry = self.requests.get(id)
+        if entry is not None:
+            entry.callback = callback
+
+    async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
+        """Deltas until every choice has finished; closing the iterator aborts the rest."""
+        if not self.alive or self.writer is None:
+            raise Unavailable(STOPPED, retry_after=5)
+        self.submitted += 1
+        if request.rule is not None and request.rule.grammar:
+            await self.enter_with_vocabulary()
+        entry = OpenRequest(pixels, request.params.n)
+        self.requests[request.id] = entry
+        try:
+            await self.send(engine_messages.Add(request))
+            left = len(entry.unfinished)
+            while left:
+                delta = await entry.next_delta()
+                left -= delta.finish is not None
+                yield delta
+        finally:
+            if self.requests.pop(request.id, None) is not None:
+                self.write(engine_messages.Abort([request.id]))
+
+    def abort(self, id: str, choice: int = -1) -> None:
+        """Aborts one choice (or all of them): its stream ends with ``finish="abort"``."""
+        entry = self.requests.get(id)
+        if entry is None:
+            return
+        chosen = sorted(entry.unfinished) if choice < 0 else [choice] if choice in entry.unfinished else []
+        if chosen:
+            self.write(engine_messages.Abort([id], choice))
+        for one in chosen:
+            self.deliver(Delta(id, one, finish="abort"))
+
+    async def enter_with_vocabulary(self) -> None:
+        """Sends the grammar vocabulary if needed; the waiting request counts as open."""
+        self.entering += 1
+        try:
+            await self.send_vocabulary()
+        finally:
+            self.entering -= 1
+        if not self.alive:
+            raise Unavailable(STOPPED, retry_after=5)
+
+    async def send_vocabulary(self) -> None:
+        """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
+        task = self.vocabulary_sent
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self.vocabulary_sent = asyncio.create_task(self._send_vocabulary())
+        await asyncio.shield(task)
+
+    async def _send_vocabulary(self) -> None:
+        if self.vocabulary is None:
+            raise Unavailable("This server has no vocabulary for grammars.")
+        data = memoryview(await self.vocabulary())
+        for offset in range(0, len(data), engine_messages.CHUNK):
+            await self.send(
+                engine_messages.VocabularyPart(offset, len(data)), data[offset : offset + engine_messages.CHUNK]
+            )
+
+    def request_media(self, id: str, index: int) -> None:
+        """The other process wants the pixels of medium ``index``."""
+        entry = self.requests.get(id)
+        if entry is not None and isinstance(entry.pixels, RemotePixels):
+            entry.pixels.on_need(self, index)
+        else:
+            self.wanted_media.put_nowait((id, index))
+
+    async def send_media(self) -> None:
+        """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""
+        while True:
+            id, index = await self.wanted_media.get()
+            entry = self.requests.get(id)
+            if entry is None:
+                continue
+            if index >= len(entry.pixels):
+                await self.send(engine_messages.MediaFailed(id, index, 500, "The image is no longer available."))
+                continue
+            data = np.ascontiguousarray(entry.pixels[index]).reshape(-1).data
+            for offset in range(0, len(data), engine_messages.CHUNK):
+                if id not in self.requests:
+                    break
+                chunk = data[offset : offset + engine_messages.CHUNK]
+                await self.send(engine_messages.Media(id, index, offset, len(data)), chunk)
+
+    # --- frames to the engine ---
+
+    def write(self, message: engine_messages.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """Writes one frame; does nothing if the socket is closed."""
+        if self.writer is None or self.writer.is_closing():
+            return
+        self.writer.write(engine_messages.frame(message, payload))
+        if payload:
+            self.writer.write(payload)
+
+    async def send(self, message: engine_messages.Down, payload: bytes | memoryview[Any] = b"") -> None:
+        """Writes one frame and waits while the socket is full. ``run`` handles a broken socket."""
+        self.write(message, payload)
+        if self.writer is not None:
+            try:
+                await self.writer.drain()
+            except OSError:
+                log.debug("the engine's socket broke while a frame was sent")

@@ -1,0 +1,113 @@
+"""State that an API process shares with the others: limits, and requests that only the front process can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from trencadis.core.errors import NotFound
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.server.admission import Admission, Bounds
+from trencadis.server.front import media_codec
+from trencadis.server.front.shared_limits import SharedAccount, SharedAdmission, SharedMediaUuids
+from trencadis.server.front.shared_table import HELD, SharedTable
+from trencadis.server.tenants.api_key_file import Tenant
+from trencadis.server.tenants.rate_limits import TenantAccount
+
+if TYPE_CHECKING:
+    from trencadis.server.prompts.text_service import TextService
+
+CONNECTIONS, FAIR_QUEUED = HELD.index("connections"), HELD.index("turns")
+Answer = Callable[[dict[str, Any]], Awaitable[bytes]]
+
+
+class FrontAsker(Protocol):
+    """Asks the front."""
+
+    async def ask(self, method: str, **given: Any) -> bytes:
+        """See ``Channel``."""
+        ...
+
+
+class SharedProcessState:
+    """Shared state of API process ``table.index`` of ``table.count``.
+
+    Args:
+        front: asks all the others.
+        answers: to what the front asks this one, by question.
+    """
+
+    def __init__(self, front: FrontAsker, answers: dict[str, Answer], table: SharedTable) -> None:
+        self._front, self._answers, self.table = front, answers, table
+
+    @property
+    def index(self) -> int:
+        """Which one it is."""
+        return self.table.index
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.table.count
+
+    def make_admission(self, bounds: Bounds) -> Admission:
+        """The bounded queue of all."""
+        return SharedAdmission(bounds, self.table)
+
+    def make_account(self, tenant: Tenant, clock: Callable[[], float]) -> TenantAccount:
+        """A tenant's account with all."""
+        return SharedAccount(tenant, clock, self.table)
+
+    def share_media(self, service: TextService) -> None:
+        """Shares media uuids among all API processes, and fetches prepared media from the process that has them."""
+        images, videos = cast(Any, service.images), cast(Any, service.videos)
+        cache = getattr(images, "cache", None)
+        if not isinstance(cache, ProcessorCache):
+            return
+        uuids = SharedMediaUuids(self.table)
+        for side in (images, videos):
+            if hasattr(side, "uuids"):
+                side.uuids = uuids
+        cache.find_in_other_process = cast(Any, self._fetch_media)
+        self._answers["media"] = partial(self._answer_media, cache)
+        self._answers["forget media"] = partial(self._answer_forget_media, cache)
+
+    async def _fetch_media(self, key: str) -> Any:
+        """What another process has prepared; None: none has."""
+        found = await self._front.ask("media", key=key)
+        return media_codec.unpack_media(found) if found else None
+
+    async def _answer_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
+        found = cache.peek(given["key"])
+        if found is None:
+            raise NotFound("It is not cached here.")
+        return media_codec.pack_media(found)
+
+    async def _answer_forget_media(self, cache: ProcessorCache, given: dict[str, Any]) -> bytes:
+        cache.clear()
+        return b""
+
+    # --- what all know together ---
+
+    async def fetch_metrics(self) -> bytes:
+        """Prometheus' text of the whole server."""
+        return await self._front.ask("metrics")
+
+    async def fetch_buckets(self) -> bytes:
+        """The JSON of ``/buckets``."""
+        return await self._front.ask("buckets")
+
+    async def forget_media(self) -> None:
+        """Drops what any process has prepared."""
+        await self._front.ask("forget media")
+
+    def update_connections(self, own: int) -> int:
+        """Notes how many connections this process has; returns how many the others have."""
+        self.table.put(CONNECTIONS, own)
+        return self.table.total(CONNECTIONS) - own
+
+    def update_fair_queued(self, own: int) -> int:
+        """Notes how many requests wait in this process's fair queue; returns how many do in all processes."""
+        self.table.put(FAIR_QUEUED, own)
+        return self.table.total(FAIR_QUEUED)

@@ -1,0 +1,141 @@
+"""Writes one grammar of several: Lark rules of an answer's outline, with schemas and users' grammars beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trencadis.server.grammars.regex_translation import escaped
+
+ANY = "(?s:.*)"
+"""Any text, as a regex; control tokens are none."""
+BLANKS = r"[ \t]{1,16}|\r?\n[ \t]{0,32}"
+"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise. Weak models write blanks
+without end, line breaks most of all: one is enough, with room behind it for the indentation of a nested text."""
+BETWEEN = r"/[ \t\n\r]{0,16}/"
+"""Blanks between a thought, or a call, and what follows it."""
+ESCAPES = 'nrbtf\\"'
+"""Escapes in JSON strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhitespaceRule:
+    """Blanks in JSON texts.
+
+    Args:
+        pattern: a regex of those at one place, beside none at all; empty: there are none.
+    """
+
+    pattern: str = BLANKS
+
+    def make_options(self, schema: Any) -> dict[str, Any]:
+        """The library's options for a normalised schema.
+
+        Where an object has both names that the schema lists and others, ``\\u`` is no escape: the library would take a
+        listed name in such a spelling for another one, and not ask for its schema.
+        """
+        escapes = ESCAPES if _names_some_properties(schema) else ESCAPES + "u"
+        if not self.pattern:
+            return {"whitespace_flexible": False, "json_allowed_escapes": escapes}
+        return {"whitespace_pattern": self.pattern, "json_allowed_escapes": escapes}
+
+
+def _names_some_properties(schema: Any) -> bool:
+    """Whether a part of a schema lists names of properties and allows others."""
+    todo = [schema]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            lists = "properties" in node or "required" in node or "patternProperties" in node
+            if lists and node.get("additionalProperties") is not False:
+                return True
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return False
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark string."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class GrammarWriter:
+    """Collects rules.
+
+    Args:
+        control: ids of control tokens by their texts. Such a text in an outline is written by its token.
+    """
+
+    def __init__(self, control: Mapping[str, int]) -> None:
+        self._control = control
+        names = sorted(control, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+        self._rules: list[str] = []
+        self._sides: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, str] = {}
+
+    def is_token(self, text: str) -> bool:
+        """Whether a text is one control token."""
+        return text in self._control
+
+    def write_text(self, text: str) -> str:
+        """A text; control tokens in it are written as tokens."""
+        parts = [text] if self._split is None else self._split.split(text)
+        return " ".join(f"<[{self._control[p]}]>" if p in self._control else quoted(p) for p in parts if p) or '""'
+
+    def add_rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{f'[{options}]' if options else ''}: {body}")
+        return name
+
+    def add_terminal(self, body: str) -> str:
+        """The name of a new terminal, which the lexer finds as a whole."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def add_json(self, schema: Any, spaces: WhitespaceRule = WhitespaceRule()) -> str:
+        """A JSON text that fits a normalised schema."""
+        whole = {} if schema is True else {"not": {}} if schema is False else dict(schema)
+        return self._add_nested("json_schema", {**whole, "x-guidance": spaces.make_options(schema)})
+
+    def add_grammar(self, lark: str) -> str:
+        """A text of a Lark grammar of its own."""
+        return self._add_nested("lark_grammar", lark)
+
+    def _add_nested(self, kind: str, value: Any) -> str:
+        key = kind + json.dumps(value)
+        if key not in self._known:
+            name = f"g{len(self._sides)}"
+            self._sides[name] = {"name": name, kind: value}
+            self._known[key] = f"@{name}"
+        return self._known[key]
+
+    def write_until(self, end: str, some: str = "") -> str:
+        """Any text up to ``end`` and with it, which the text before does not hold.
+
+        Args:
+            some: a regex of the text, instead of any.
+        """
+        if self.is_token(end):
+            return self.add_rule(f"/{some or ANY}/ {self.write_text(end)}")
+        if some:
+            return self.add_rule(f"/{some}/ {self.write_text(end)}")
+        return self.add_rule(f"/{ANY}{escaped(end)}/", "lazy")
+
+    def write_free_text(self, *without: str) -> str:
+        """Any text that holds none of some texts."""
+        plain = [one for one in without if one and not self.is_token(one)]
+        return self.add_terminal(f"/{ANY}/" + "".join(f" & ~/{ANY}{escaped(one)}{ANY}/" for one in plain))
+
+    def write_grammar(self, start: str) -> str:
+        """The grammar, as ``LLMatcher`` takes it."""
+        if not self._rules and re.fullmatch(r"@g\d+", start):
+            return json.dumps({"grammars": [self._sides[start[1:]]]})
+        lark = "\n".join((f"start: {start}", *self._rules)) + "\n"
+        return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *self._sides.values()]})

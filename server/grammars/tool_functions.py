@@ -1,0 +1,123 @@
+"""Functions that an answer may call, for the grammars of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.grammars.grammar_writer import GrammarWriter, quoted
+from trencadis.server.grammars.json_schema import normalise_schema
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParameter:
+    """One parameter of a function; ``schema`` is whole, with all that it refers to."""
+
+    name: str
+    schema: Any
+    required: bool
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFunction:
+    """A function and the schema of its arguments, normalised.
+
+    Args:
+        where: JSON path of the schema in the request.
+        fault: why ``schema`` takes any object and not what the tool says.
+    """
+
+    name: str
+    schema: Any
+    where: str
+    fault: BadRequest | None = None
+
+    @classmethod
+    def from_tool(cls, tool: Mapping[str, Any], index: int, exact: bool) -> ToolFunction:
+        """The function of a checked tool.
+
+        Args:
+            exact: whether the arguments must fit the schema; else they may be any object where it has no grammar.
+
+        Raises:
+            BadRequest: ``exact``, and the schema has no grammar.
+        """
+        function = tool["function"]
+        where = f"tools[{index}].function.parameters"
+        given = function.get("parameters")
+        try:
+            return cls(
+                function["name"],
+                normalise_schema({"type": "object", **given} if given else NO_PARAMETERS, where),
+                where,
+            )
+        except BadRequest as error:
+            if exact:
+                raise
+            return cls(function["name"], {"type": "object"}, where, error)
+
+    def list_parameters(self) -> list[ToolParameter]:
+        """Its parameters one by one, for forms that do not write them as one JSON text.
+
+        Raises:
+            BadRequest: the schema says more of them than their names, schemas and which are required.
+        """
+        if self.fault is not None:
+            # Any object is no list of parameters: none of them could be written.
+            raise self.fault
+        root = self.schema if isinstance(self.schema, dict) else {}
+        defs = root.get("$defs", {})
+        node = root
+        while isinstance(node.get("$ref"), str) and set(node) <= {"$ref", "$defs"}:
+            node = defs.get(node["$ref"].removeprefix("#/$defs/"), {})
+        if not set(node) <= _PLAIN or _refers_to_root(root):
+            raise BadRequest(
+                f"{self.where}: in this form of calls a grammar takes properties and required ones, and nothing that "
+                "concerns several at once.",
+                param=self.where,
+            )
+        required = node.get("required", ())
+        made = []
+        for name, schema in node.get("properties", {}).items():
+            whole = {**schema, "$defs": defs} if isinstance(schema, dict) and defs else schema
+            made.append(ToolParameter(name, whole, name in required, f"{self.where}.properties.{name}"[:120]))
+        return made
+
+
+def _refers_to_root(root: Any) -> bool:
+    """Whether a schema refers to itself as a whole."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if node.get("$ref") == "#":
+                return True
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return False
+
+
+def make_separated_rule(writer: GrammarWriter, items: Sequence[tuple[str, bool]], separator: str) -> str:
+    """The rule of items in order with a separator between them; those that are not required may be left out."""
+    behind, alone = '""', '""'
+    for item, required in reversed(items):
+        if required:
+            behind, alone = writer.add_rule(f"{separator} {item} {behind}"), writer.add_rule(f"{item} {behind}")
+        else:
+            alone = writer.add_rule(f"{item} {behind} | {alone}")
+            behind = writer.add_rule(f"({separator} {item})? {behind}")
+    return alone
+
+
+def make_list_rule(writer: GrammarWriter, items: Sequence[str], many: bool) -> str:
+    """The rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
+    each = writer.add_rule(" | ".join(items))
+    more = f"({quoted(', ')} {each})*" if many else ""
+    return writer.add_rule(f"{quoted('[')} {each} {more} {quoted(']')}")

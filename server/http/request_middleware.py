@@ -1,0 +1,252 @@
+"""The outermost ASGI middleware: request ids, API keys, content type, body size and rate, error envelopes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trencadis.core.errors import BadRequest, HeadersTooLarge, QueueFull, TooLarge, TrencadisError, Unavailable
+from trencadis.server.admission import BodyBudget, BodyCharge
+from trencadis.server.dialects import anthropic_output
+from trencadis.server.http.request_timeout import HEADER, get_timeout, run_within, stop_timer
+from trencadis.server.http.unsupported_routes import get_reason
+from trencadis.server.protocol.base_request import ErrorResponse
+from trencadis.server.records.request_log_lines import log_access
+from trencadis.server.records.request_record import CLIENT_CLOSED, RECORD, RequestRecord
+from trencadis.server.routes.auth import UNSAFE, Keys
+from trencadis.server.routes.sse import ClientGone
+from trencadis.server.tenants.rate_limits import CURRENT
+
+log = logging.getLogger("trencadis.server")
+ID_SIZE = 128
+DIGITS = 18
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+"""Methods that metrics name. Clients may send any word, and each would add a series that never goes away."""
+TRACE_HEADERS = ("traceparent", "tracestate")
+TOO_LARGE = "The request body exceeds {} bytes."
+LATE = "The request body did not arrive within {:g} s, or arrives too slowly."
+MIN_BYTES_PER_SECOND = 1024
+"""Bytes a second that a body must deliver on average, over each period of ``receive_timeout``."""
+
+
+class RequestMiddleware:
+    """Wraps the application.
+
+    Args:
+        observe: called with (route, method, status, seconds, bytes received, bytes sent) of each answered request.
+        bodies: bounds the bytes of all bodies together.
+        receive_timeout: seconds of a period in which a body must deliver ``MIN_BYTES_PER_SECOND`` bytes a second; 0: no
+        limit.
+        request_timeout: seconds that a request may take; 0: no limit.
+        most_headers: header fields of a request.
+        ended: called with the record of each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        max_body: int,
+        observe: Callable[[str, str, int, float, int, int], None],
+        bodies: BodyBudget | None = None,
+        receive_timeout: float = 0.0,
+        request_timeout: float = 0.0,
+        most_headers: int = 256,
+        ended: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
+        self._app = app
+        self._request_timeout = request_timeout
+        self._most_headers = most_headers
+        self._ended = ended
+        self._keys = keys
+        self._max_body = max_body
+        self._observe = observe
+        self._bodies = bodies or BodyBudget()
+        self._receive_timeout = receive_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; other scopes pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = UNSAFE.sub("", headers.get("x-request-id", ""))[:ID_SIZE]
+        shown = scope["trencadis.request_id.shown"] = given or uuid.uuid4().hex
+        record = scope["trencadis.record"] = make_record(scope, headers, shown)
+        RECORD.set(record)
+        body = scope["trencadis.body"] = self._bodies.open()
+
+        async def out(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status, record.answered = message["status"], time.monotonic()
+                stop_timer(record)
+                log_access(record, scope.get("http_version", ""))
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = shown
+                if anthropic_output.is_anthropic_path(get_path(scope)):
+                    sent["request-id"] = shown
+                account = CURRENT.get()
+                if account is not None:
+                    sent.update(dict(account.make_headers()))
+            else:
+                record.sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            announced = self._check_headers(scope, headers)
+            account = CURRENT.get()
+            record.tenant = "" if account is None else account.tenant.name
+            # An announced size holds no memory yet: refuse what cannot fit, charge nothing.
+            body.check_free(announced)
+            timed = scope["method"] == "POST" and (self._request_timeout or HEADER in headers)
+            seconds = get_timeout(headers, self._request_timeout) if timed else 0.0
+            work = self._app(scope, BodyReceiver(receive, body, self._max_body, self._receive_timeout), out)
+            await (run_within(record, seconds, work) if seconds else work)
+        except (Exception, asyncio.CancelledError) as error:
+            answer = _make_client_error(error, record)
+            if answer is not None and not record.status:
+                await make_error_response(answer, scope)(scope, receive, out)
+        finally:
+            body.leave()
+            self._close_record(record, scope, body.received)
+
+    def _close_record(self, record: RequestRecord, scope: Scope, received: int) -> None:
+        """Completes the record, and hands it on."""
+        record.end = time.monotonic()
+        if not record.status:
+            record.status, record.answered = CLIENT_CLOSED, record.end
+            log_access(record, scope.get("http_version", ""))
+        method = record.method if record.method in METHODS else "other"
+        path, seconds = getattr(scope.get("route"), "path", "other"), record.end - record.begun
+        self._observe(path, method, record.status, seconds, received, record.sent)
+        self._ended(record)
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> int:
+        """Checks the key, size and content type that the headers give; returns the announced size of the body."""
+        if len(headers) > self._most_headers:
+            raise HeadersTooLarge(f"The request has more than {self._most_headers} header fields.")
+        authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
+        path = get_path(scope)
+        scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
+        length = headers.get("content-length", "")
+        # int() refuses thousands of digits with an error of its own.
+        if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
+            raise TooLarge(TOO_LARGE.format(self._max_body))
+        if scope["method"] == "POST" and headers.get("content-type") != "application/json":
+            _check_type(headers, length, path)
+        return int(length) if length.isdecimal() else 0
+
+
+def _check_type(headers: Headers, length: str, path: str) -> None:
+    """Raises BadRequest for a body that is no JSON; some paths take forms elsewhere, and are a 404 here."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    empty = length == "0" or not (length or "transfer-encoding" in headers)
+    if kind != "application/json" and not empty and not get_reason(path):
+        raise BadRequest("Content-Type must be application/json.", param="Content-Type")
+
+
+def _make_client_error(error: BaseException, record: RequestRecord) -> TrencadisError | None:
+    """The error to send for an exception that ended a request; None if the client has disconnected."""
+    match error:
+        case ClientGone() | ClientDisconnect():
+            return None  # the second while its body was read
+        case TrencadisError():
+            return error
+        case asyncio.CancelledError():
+            # uvicorn cancels requests that outlive the last deadline of a shutdown.
+            return Unavailable("The server is stopping; please retry.")
+    log.error("request %s failed", record.id, exc_info=error)
+    record.error = TrencadisError.type
+    return TrencadisError("Internal server error.")
+
+
+class BodyReceiver:
+    """Wraps ``receive``: charges the bytes of the body and limits its size and time.
+
+    Only time in which the server waits for the client counts.
+
+    Args:
+        most: bytes of the body.
+        seconds: length of a period, in which ``MIN_BYTES_PER_SECOND`` bytes must arrive for each second; 0: no limit.
+    """
+
+    def __init__(self, receive: Receive, body: BodyCharge, most: int, seconds: float) -> None:
+        self._receive, self._body, self._most, self._seconds = receive, body, most, seconds
+        self._left, self._came, self._more = seconds, 0, True
+
+    async def __call__(self) -> Message:
+        """The next message.
+
+        Raises:
+            HTTPException: the body is too large (413), late (408), or there is no room for it (429). Starlette reports
+                any other exception as a body that cannot be parsed.
+        """
+        message = await (self._receive_in_time() if self._more and self._seconds else self._receive())
+        self._more = bool(message.get("more_body", False))
+        size = len(message.get("body", b""))
+        self._body.received += size
+        if self._body.received > self._most:
+            raise HTTPException(413, TOO_LARGE.format(self._most))
+        try:
+            self._body.charge(size)
+        except QueueFull as error:
+            raise HTTPException(429, error.message, {"retry-after": str(error.retry_after)}) from None
+        return message
+
+    async def _receive_in_time(self) -> Message:
+        """The next message of a body that is not too slow."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, LATE.format(self._seconds), {"connection": "close"}) from None
+        self._left -= time.monotonic() - begun
+        self._came += len(message.get("body", b""))
+        if self._came >= self._seconds * MIN_BYTES_PER_SECOND:
+            self._left, self._came = self._seconds, 0
+        return message
+
+
+def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
+    """The record of a request that has come now."""
+    client = scope.get("client")
+    address = f"{client[0]}:{client[1]}" if client else ""
+    parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+    rank = headers.get("x-data-parallel-rank", "")
+    return RequestRecord(id, scope["method"], get_path(scope), address, parent, rank=rank)
+
+
+def get_path(scope: Scope) -> str:
+    """The path of a request below ``--root-path``."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path or "/"
+
+
+def make_error_response(error: TrencadisError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """The error in the form of the API that ``scope`` asks for, and Retry-After if the error has one."""
+    out = dict(headers or {})
+    if error.retry_after is not None:
+        out["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        out["www-authenticate"] = "Bearer"
+    if error.status == 504:
+        # Official clients would ask again, and wait as long again.
+        out["x-should-retry"] = "false"
+    record = scope.get("trencadis.record")
+    if record is not None:
+        record.error = error.type
+    status, body = error.status, ErrorResponse.from_error(error).model_dump_json()
+    if anthropic_output.is_anthropic_path(get_path(scope)):
+        status = anthropic_output.get_status(error)
+        body = anthropic_output.make_error(error, scope.get("trencadis.request_id.shown")).model_dump_json()
+    return Response(body, status, out, media_type="application/json")

@@ -1,0 +1,289 @@
+"""uvicorn's HTTP connection, with limits on the memory and time of a request that is not complete yet."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import select
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trencadis.server.http.chunk_writer import ChunkWriter
+from trencadis.server.http.paced_calls import PacedCalls
+from trencadis.server.http.pending_heads import PendingHeads
+from trencadis.server.records.request_record import RequestRecord
+
+log = logging.getLogger("trencadis.server")
+
+HEADS = 32 << 20
+"""Most bytes of unfinished request heads and of pipelined requests, on all connections together."""
+STARTS_PER_PASS = 2
+"""Requests that begin in one pass of the event loop. Thousands of clients may write at once, and for each head all
+answers wait that are being written; further bytes wait for the next pass."""
+ENDS_PER_PASS = 8
+"""Requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a millisecond,
+and those of a balancer that ends go all at once."""
+GRACE = 1.0
+"""Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep theirs for five seconds, as the
+server does: one that is chosen in the last moment would be reset, so the client's limit has to come first."""
+DISCONNECT_CHECKS = (0.02, 0.1, 0.25, 0.5)
+"""Seconds between checks of a client that has closed its side; the last value repeats."""
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OVERLOADED_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+@dataclass
+class SharedLimits:
+    """The limits that all connections of a server share.
+
+    Args:
+        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
+            Also the time for which a body is read and dropped after the answer.
+        bound: most bytes of requests that have not begun.
+        begun: requests that have begun in this pass of the event loop.
+        late: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
+        alternately the one
+            that waits longest and the one that came last, which may be another client's than a flood's.
+        lost: the ends of connections whose clients have gone.
+    """
+
+    seconds: float = 20.0
+    bound: int = HEADS
+    held: int = 0
+    said: float = -60.0
+    begun: int = 0
+    deferred: PendingHeads[tuple[LimitedH11Protocol, bytes]] = field(default_factory=PendingHeads)
+    lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
+
+    def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether another request may begin in this pass."""
+        if not self.begun:
+            loop.call_soon(self._run_pass, loop)
+        self.begun += 1
+        return self.begun <= STARTS_PER_PASS and not self.deferred
+
+    def _run_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins the next requests, each by itself: a mistake in one stops no other."""
+        self.begun = 0
+        if self.deferred:
+            self._begin(loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        some = [self.deferred.take() for _ in range(min(len(self.deferred), STARTS_PER_PASS))]
+        self.begun = len(some)
+        for connection, data in some:
+            loop.call_soon(connection.resume, data)
+        loop.call_soon(self._run_pass, loop)
+
+    def log_connection_limit(self) -> None:
+        """Logs, at most once a minute, that the limit on bytes of pending heads is reached."""
+        if time.monotonic() - self.said >= 60.0:
+            self.said = time.monotonic()
+            log.warning("unfinished request heads hold %d bytes: the server refuses more", self.bound)
+
+
+class LimitedH11Protocol(H11Protocol):
+    """A connection under the limits of ``shared``."""
+
+    _held = 0
+    _ended = False
+    """Whether the client has closed its side."""
+    _timer: asyncio.TimerHandle | None = None
+    _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
+    """What the timer waits for: a head, or the rest of a body that nobody reads."""
+    _look: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], None] | None = None
+    """Called when the connection ends while its request waits for admission."""
+
+    def __init__(self, shared: SharedLimits, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # The gate writes access lines, with what only it knows.
+        self.access_log = False
+        self._shared = shared
+        if self.timeout_keep_alive:
+            self.timeout_keep_alive += GRACE  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Waits for the head of the first request."""
+        super().connection_made(transport)
+        self._wait(h11.IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Releases what the connection held."""
+        self._hold(0)
+        self._wait(None)
+        if self._look is not None:
+            self._look.cancel()
+        if self.cycle is not None:
+            self.cycle.disconnected = self.cycle.disconnected or not self.cycle.response_complete
+        self._shared.lost_connections.put(self.loop, functools.partial(self._end, exc))
+
+    def _end(self, exc: Exception | None) -> None:
+        """Ends the request of a connection that is lost."""
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes of a head, a body or pipelined requests."""
+        shared = self._shared
+        if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
+            self._defer(data)
+            return
+        super().data_received(data)
+        self._charge_pending_bytes()
+
+    def _defer(self, data: bytes) -> None:
+        """Keeps bytes for the next pass of the event loop."""
+        self._unset_keepalive_if_required()
+        self.flow.pause_reading()
+        self._shared.deferred.put((self, data), data)
+        self._hold(self._held + len(data))
+
+    def resume(self, data: bytes) -> None:
+        """Takes bytes that came in an earlier pass of the event loop."""
+        if self.transport.is_closing():
+            return
+        try:
+            self.flow.resume_reading()
+            super().data_received(data)
+            self._charge_pending_bytes()
+        except Exception:
+            # As asyncio does where it calls data_received.
+            self.transport.abort()
+            raise
+
+    def handle_events(self) -> None:
+        """Begins the requests whose heads have come; their scopes name this connection."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            # Without a cycle of references, which the collector would have to find.
+            cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
+
+    def get_chunk_writer(self, record: RequestRecord) -> ChunkWriter | None:
+        """What writes chunks of the response that has begun; None if it is not written in chunks.
+
+        HTTP/1.1 sends a body of unknown length so, other than to a client that asked for the head alone.
+        """
+        cycle = self.cycle
+        if self.conn.our_state is not h11.SEND_BODY or self.scope["http_version"] != "1.1":
+            return None
+        if self.scope["method"] == "HEAD" or cycle.disconnected:
+            return None
+        return ChunkWriter(self.transport, self.flow, cycle, record)
+
+    def on_response_complete(self) -> None:
+        """Closes the connection of a client that has closed its side: no other request follows."""
+        super().on_response_complete()
+        self._charge_pending_bytes()
+        if self._ended and self._is_idle():
+            self.transport.close()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _charge_pending_bytes(self) -> None:
+        """Counts the buffered bytes of a request that has not begun, and starts the matching timeout."""
+        if self.transport.is_closing():
+            return
+        state = self.conn.their_state
+        held = len(self.conn.trailing_data[0]) if state in (h11.IDLE, h11.DONE) else 0
+        self._hold(held)
+        if held and self._shared.held > self._shared.bound:
+            self._shared.log_connection_limit()
+            self._refuse(OVERLOADED_RESPONSE)
+        elif state is h11.IDLE and held:
+            self._wait(h11.IDLE)
+        elif state is h11.SEND_BODY and self._is_idle():
+            self._wait(h11.SEND_BODY)
+        else:
+            self._wait(None)
+
+    def _hold(self, count: int) -> None:
+        self._shared.held += count - self._held
+        self._held = count
+
+    def _wait(self, what: type[h11.IDLE] | type[h11.SEND_BODY] | None) -> None:
+        """Starts the timer, unless it already runs for ``what``; None stops it."""
+        if what is self._waits:
+            return
+        self._waits = what
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if what is not None and self._shared.seconds:
+            self._timer = self.loop.call_later(self._shared.seconds, self._on_timeout)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection, unless a request has come in this moment: that would be reset."""
+        if self._has_more():
+            self.timeout_keep_alive_task = self.loop.call_later(GRACE, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _has_more(self) -> bool:
+        """Whether bytes wait in the system that the event loop has not read yet."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or self.transport.is_closing() or not self.transport.is_reading():
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _on_timeout(self) -> None:
+        if self._waits is h11.IDLE and not self._held and self._has_more():
+            self._timer = self.loop.call_later(GRACE, self._on_timeout)
+            return
+        if self._waits is h11.IDLE and self._held:
+            self._refuse(TIMEOUT_RESPONSE)
+        else:
+            self.transport.close()
+
+    def _refuse(self, answer: bytes) -> None:
+        if self._is_idle():
+            self.transport.write(answer)
+        self.transport.close()
+
+    # --- clients that close their side ---
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Answers a client that closes its side after a complete request.
+
+        A client that has gone looks the same until the server sends something; then its system resets the connection.
+        So the server sends an interim response, which HTTP/1.1 clients ignore, and checks the socket. TLS has no
+        half-closed connections.
+        """
+        if self._is_idle() or self.cycle.more_body or self.scheme == "https" or self.scope["http_version"] != "1.1":
+            return None
+        if not self._ended:
+            self._ended = True
+            if not self.cycle.response_started:
+                interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+                self.transport.write(self.conn.send(interim))
+            self._check_disconnect_later(0)
+        return True
+
+    def _check_disconnect_later(self, times: int) -> None:
+        self._look = self.loop.call_later(
+            DISCONNECT_CHECKS[min(times, len(DISCONNECT_CHECKS) - 1)], self._abort_if_disconnected, times
+        )
+
+    def _abort_if_disconnected(self, times: int) -> None:
+        if self.transport.is_closing() or self._is_idle():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._check_disconnect_later(times + 1)

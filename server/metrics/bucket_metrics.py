@@ -1,0 +1,141 @@
+"""Counts launches by bucket from the engine's messages, and exports them as Prometheus families."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from trencadis.core.process.engine_messages import BucketUse, EngineStats
+
+ANY = "any"
+"""Bucket label of a device without buckets: a label per size would grow without bound."""
+
+OTHER = "other"
+"""Label of unplanned sizes after the first ``MOST``: prompts choose them, so labels would grow without bound."""
+MOST = 64
+
+LABELS = ("model_name", "engine", "stage", "bucket")
+
+
+@dataclass(slots=True)
+class BucketTally:
+    """Launches of one bucket; tokens are tokens, slots or rows.
+
+    A hit found its bucket ready: its graph is captured, or the device captures none. ``misses`` counts the others by
+    reason (``core.graphs.misses``); hits and misses sum to the launches.
+    """
+
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    replays: int = 0
+    real: int = 0
+    padded: int = 0
+    seconds: float = 0.0
+
+    def add(self, use: BucketUse) -> None:
+        """Adds one launch."""
+        if use.miss:
+            self.misses[use.miss] += 1
+        else:
+            self.hits += 1
+        self.replays += use.state == "captured"
+        self.real += use.real
+        self.padded += use.padded
+        self.seconds += use.seconds
+
+
+class BucketMetrics:
+    """Tallies by (stage, bucket)."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, str], BucketTally] = {}
+        self._unplanned: set[tuple[str, str]] = set()
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Adds the launches of one message."""
+        for use in stats.buckets:
+            self.tallies.setdefault(self._get_key(use), BucketTally()).add(use)
+
+    def _get_key(self, use: BucketUse) -> tuple[str, str]:
+        key = use.stage, use.bucket or ANY
+        return key if use.planned or not use.bucket or key in self._unplanned else self._limit_key(key)
+
+    def _limit_key(self, key: tuple[str, str]) -> tuple[str, str]:
+        """The key of a bucket that is not planned and was not used before."""
+        if len(self._unplanned) == MOST:
+            return key[0], OTHER
+        self._unplanned.add(key)
+        return key
+
+    def get_tally(self, stage: str, bucket: str) -> BucketTally:
+        """The tally of one bucket; zeros if it was never used."""
+        return self.tallies.get((stage, bucket), BucketTally())
+
+    def make_families(self, values: Sequence[str]) -> Iterator[Metric]:
+        """``graph_bucket_*`` by bucket; misses by stage and reason."""
+        texts: dict[str, tuple[str, Callable[[BucketTally], int]]] = {
+            "graph_bucket_hits": ("launches whose bucket was ready: its graph was replayed", lambda t: t.hits),
+            "graph_bucket_real_tokens": ("tokens, slots or rows that were asked for", lambda t: t.real),
+            "graph_bucket_padded_tokens": ("tokens, slots or rows that were computed", lambda t: t.padded),
+        }
+        for name, (text, read) in texts.items():
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for (stage, bucket), tally in list(self.tallies.items()):
+                family.add_metric((*values, stage, bucket), read(tally))
+            yield family
+        misses = CounterMetricFamily(
+            "vllm:graph_bucket_misses", "launches without a graph, by reason", labels=(*LABELS[:3], "reason")
+        )
+        for (stage, reason), count in self.count_misses().items():
+            misses.add_metric((*values, stage, reason), count)
+        yield misses
+        padding = GaugeMetricFamily("vllm:padding_ratio", "padded share of the work since the start", labels=LABELS[:3])
+        for stage, (real, padded) in self.get_real_and_padded().items():
+            padding.add_metric((*values, stage), 1 - real / padded if padded else 0.0)
+        yield padding
+
+    def get_real_and_padded(self) -> dict[str, tuple[int, int]]:
+        """Real and padded tokens, slots or rows by stage."""
+        found: dict[str, tuple[int, int]] = {}
+        for (stage, _), tally in list(self.tallies.items()):
+            real, padded = found.get(stage, (0, 0))
+            found[stage] = real + tally.real, padded + tally.padded
+        return found
+
+    def count_misses(self) -> Counter[tuple[str, str]]:
+        """Launches without a graph by (stage, reason)."""
+        found: Counter[tuple[str, str]] = Counter()
+        for (stage, _), tally in list(self.tallies.items()):
+            for reason, count in list(tally.misses.items()):
+                found[stage, reason] += count
+        return found
+
+
+def make_graph_families(values: Sequence[str], stats: EngineStats, device: str) -> Iterator[Metric]:
+    """Compilations, bytes of graphs by pool, and warm-up."""
+    labels, g = ("model_name", "engine"), stats.graphs
+    for name, text, count in (
+        ("lazy_compiles", "planned shapes that were compiled by the launch that needed them", g.lazy_compiles),
+        ("recompiles", "compilations that must not happen", g.recompiles),
+    ):
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+        counter.add_metric(values, count)
+        yield counter
+    held = GaugeMetricFamily("vllm:graph_bytes", "bytes of captured graphs", labels=(*labels, "pool"))
+    for pool, count in g.bytes.items():
+        held.add_metric((*values, pool), count)
+    yield held
+    captured = GaugeMetricFamily("vllm:graph_capture_seconds", "seconds of captures", labels=(*labels, "stage"))
+    for stage, seconds in g.capture_seconds.items():
+        captured.add_metric((*values, stage), seconds)
+    yield captured
+    if g.warming is not None:
+        warm = GaugeMetricFamily("vllm:warmup_progress", "share of a warm-up phase", labels=(*labels, "phase"))
+        warm.add_metric((*values, g.warming.phase), g.warming.fraction)
+        yield warm
+    shown = GaugeMetricFamily("vllm:device_info", "what computes", labels=(*labels, "device"))
+    shown.add_metric((*values, device), 1)
+    yield shown

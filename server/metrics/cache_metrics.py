@@ -1,0 +1,76 @@
+"""The three caches as Prometheus families: prepared images, encoded images, KV blocks of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trencadis.core.process.engine_messages import EngineInfo, EngineStats
+from trencadis.server.prompts.multimodal_inputs import CacheCounters
+
+LABELS = ("model_name", "engine", "cache")
+TEXTS = {
+    "cache_hits": "hits: images (processor, encoder) or tokens (prefix)",
+    "cache_misses": "misses, in the same units",
+    "cache_evictions": "dropped to make room: images (processor, encoder) or blocks (prefix)",
+    "cache_bytes": "bytes held",
+    "cache_capacity_bytes": "most bytes that the cache may hold",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Size and counters of one cache."""
+
+    name: str
+    hits: int
+    misses: int
+    evictions: int
+    bytes: int
+    capacity: int
+
+
+def collect_cache_stats(
+    stats: EngineStats, info: EngineInfo | None, processor: CacheCounters | None
+) -> list[CacheStats]:
+    """The caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``."""
+    found = []
+    if processor is not None:
+        p = processor
+        found.append(CacheStats("processor", p.hits, p.queries - p.hits, p.evictions, p.bytes, p.max_bytes))
+    if info is None:
+        return found
+    row = info.arena_bytes // info.arena_rows if info.arena_rows else 0
+    if row:
+        s, missed = stats, stats.mm_queries - stats.mm_hits
+        held = s.arena_used * row
+        found.append(CacheStats("encoder", s.mm_hits, missed, s.image_evictions, held, info.arena_bytes))
+    block = info.kv_bytes // (info.num_blocks + 2)  # two are outside the pool
+    hits, missed = stats.prefix_hits, stats.prefix_queries - stats.prefix_hits
+    held, most = stats.kv_cached * block, info.num_blocks * block
+    return [*found, CacheStats("prefix", hits, missed, stats.kv_evictions, held, most)]
+
+
+def make_cache_families(values: Sequence[str], caches: Sequence[CacheStats]) -> Iterator[Metric]:
+    """One family per figure, labelled by cache."""
+    for name, text in TEXTS.items():
+        field = name.removeprefix("cache_").removesuffix("_bytes")  # "bytes" itself has nothing to remove
+        kind = GaugeMetricFamily if name.endswith("bytes") else CounterMetricFamily
+        family = kind(f"vllm:{name}", text, labels=LABELS)
+        for cache in caches:
+            family.add_metric((*values, cache.name), getattr(cache, field))
+        yield family
+
+
+class ProcessorCacheCollector(Collector):
+    """The prepared images of one API process of several."""
+
+    def __init__(self, values: Sequence[str], cache: Callable[[], CacheCounters | None]) -> None:
+        self._values, self._cache = values, cache
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``make_cache_families``."""
+        yield from make_cache_families(self._values, collect_cache_stats(EngineStats(), None, self._cache()))

@@ -1,0 +1,196 @@
+"""``trencadis plan``: plans the memory and shapes of a start-up without weights or device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trencadis.core import devices
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.config import EngineConfig
+from trencadis.core.devices import likely, policy_of
+from trencadis.core.errors import StartupError
+from trencadis.core.executor.rank_info import check_size
+from trencadis.core.memory import measurement_cache
+from trencadis.core.models import registry
+from trencadis.core.shapes import bucket_options as bucket_env
+from trencadis.core.shapes.pipeline_partition import check_ranks, split_model
+from trencadis.core.startup.dry_run import DryRun, PlannedDevice, StartupPlan
+from trencadis.core.startup.pipeline_dry_run import planned_stages
+from trencadis.multimodal.processor import PROCESSOR_FILES
+from trencadis.server.config import argv, hide_keys, hub, value_parsers
+from trencadis.server.config.resolve_settings import resolve_settings
+from trencadis.server.plan import plan_report as plan_report
+from trencadis.server.plan.pipeline_report import make_pipeline_report
+from trencadis.server.plan.traffic_replay import StepNeeds
+
+USAGE = """\
+usage: trencadis plan [MODEL] --memory 96GiB [--device hpu|cuda|cpu] [--flag value ...]
+
+Prints how a start-up would divide the memory of a device, which shapes it would plan and how long warm-up would take.
+MODEL is a folder or hub id, of which only JSON files are read (default: the bundled demo). Takes the flags of serve.
+
+  --memory SIZE      memory of one device, e.g. 96GiB (required)
+  --others SIZE      memory that other programs hold (default 0)
+  --nodes N          machines that the ranks are on, as many on each (default --nnodes), for what crosses between them
+  --batch N          requests that decode at a time, for the time that pipeline stages wait (default --max-num-seqs)
+  --json             everything as JSON
+  --plot FILE.png    an image of the plan: every need, coloured by its padding (--trace adds traffic)
+  --trace FILE       real and padded work of a traffic file (JSON lines; see docs), compared with other plans
+  --rows-by-blocks   --plot: decode launches instead of prompts
+  --time             what a decoding step takes at 1, 32 and 256 rows, and what limits it (cuda; needs torch and triton)
+  --card NAME        --time: the card, e.g. A100, H100, H200, B200 (default H100)
+"""
+
+SIZED_OPTIONS = ("memory", "others")
+COUNTED_OPTIONS = ("nodes", "batch")
+FILE_OPTIONS = ("plot", "trace", "card")
+
+
+@dataclass(slots=True)
+class PlanOptions:
+    """The options that ``plan`` has beside those of ``serve``."""
+
+    memory: int = 0
+    others: int = 0
+    nodes: int = 1
+    batch: int = 0
+    plot: str = ""
+    trace: str = ""
+    card: str = ""
+    time: bool = False
+    as_json: bool = False
+    by_blocks: bool = False
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the ``plan`` command; returns the exit code."""
+    if any(word in ("-h", "--help") for word in words):
+        print(USAGE, end="")
+        return 0
+    own, rest = _parse_options(words)
+    begun = time.perf_counter()
+    settings = resolve_settings(argv.parse(rest), os.environ)
+    settings.notes.extend(hide_keys.hide_keys(settings))
+    config = settings.engine
+    path = _find_model_folder(config)
+    model = load_model(replace(config, model=str(path)))
+    if model.vision is not None and any((path / name).is_file() for name in PROCESSOR_FILES):
+        # Raises for options that the API process would refuse.
+        registry.image_processor(model, config.mm_processor_kwargs, config.image_alignment)
+    plans = make_stage_plans(config, model, own.memory, own.others)
+    planned = plans[0]
+    sizes = registry.image_sizes(model, config.mm_processor_kwargs, config.image_alignment)
+    report = plan_report.make_report(planned, config, model, sizes)
+    report["notes"] += format_refused_start(config, planned)
+    nodes = max(own.nodes, config.nnodes)
+    if len(plans) > 1 or nodes > 1:
+        report["pipeline"] = make_pipeline_report(plans, nodes, own.batch)
+        report["notes"] += [note for p in plans[1:] for note in p.notes]
+    report["notes"] = [*dict.fromkeys([*settings.notes, *report["notes"]])]
+    report["seconds_to_plan"] = round(time.perf_counter() - begun, 3)
+    needs: list[StepNeeds] = []
+    if own.trace:
+        from trencadis.server.plan import traffic_trace as plan_trace
+
+        traffic = plan_trace.read_trace(own.trace, sizes)
+        needs = plan_trace.replay_needs(traffic, planned)
+        report["trace"] = {"requests": len(traffic), **plan_trace.compare_plans(needs, planned, model)}
+    if own.plot:
+        from trencadis.server.plan import padding_plot as plan_plot
+
+        plan_plot.draw(planned.plan, planned.limits, own.plot, own.by_blocks, needs)
+        report["plot"] = own.plot
+    lines: list[str] = []
+    if own.time:
+        timer = devices.timer(likely(config.device))
+        report["time"] = timer.times(model, config.tensor_parallel_size, own.card)
+        lines = ["", *timer.lines(report["time"])]
+    print(json.dumps(report, indent=1) if own.as_json else "\n".join([plan_report.format_report(report), *lines]))
+    return 0
+
+
+def _parse_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Parses the options of ``plan``; returns them and the words that are left, which are flags of ``serve``."""
+    own, rest, queue = PlanOptions(), [], list(words)
+    while queue:
+        word = queue.pop(0)
+        written, sign, value = word.partition("=")
+        name = written[2:].replace("_", "-") if written.startswith("--") else ""
+        if name == "json":
+            own.as_json = True
+        elif name == "rows-by-blocks":
+            own.by_blocks = True
+        elif name == "time":
+            own.time = True
+        elif name in (*SIZED_OPTIONS, *FILE_OPTIONS, *COUNTED_OPTIONS):
+            if not sign and not queue:
+                raise StartupError(f"--{name} needs a value.")
+            text = value if sign else queue.pop(0)
+            setattr(own, name, _parse_value(name, text))
+        else:
+            rest.append(word)
+    if own.memory <= 0:
+        raise StartupError(
+            "plan needs the memory of one device, e.g. --memory 96GiB, because there is no device to ask."
+        )
+    return own, rest
+
+
+def _parse_value(name: str, text: str) -> int | str:
+    if name in SIZED_OPTIONS:
+        return value_parsers.parse_size(text, f"--{name}")
+    if name in FILE_OPTIONS:
+        return text
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise StartupError(f"--{name} {text[:40]}: a whole number from 1 on is needed.")
+    return int(text)
+
+
+def _find_model_folder(config: EngineConfig) -> Path:
+    """The folder of the model; never downloads weights."""
+    if config.model:
+        return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
+    from trencadis.assets import demo_path
+
+    return Path(demo_path())
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> StartupPlan:
+    """Plans the start-up of ``config`` on devices of ``memory`` bytes each; of several stages, the first."""
+    return make_stage_plans(config, model, memory, others)[0]
+
+
+def format_refused_start(config: EngineConfig, planned: StartupPlan) -> list[str]:
+    """The line about what a device's plan has and its backend has not."""
+    try:
+        check_ranks(planned.estimator.model, likely(config.device), planned.plan.policy)
+    except StartupError as error:
+        return [f"a start would be refused: {error}."]
+    return []
+
+
+def make_stage_plans(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> tuple[StartupPlan, ...]:
+    """Plans each pipeline stage of the start-up of ``config`` on devices of ``memory`` bytes each."""
+    name = likely(config.device)
+    policy = policy_of(name, config.policy)
+    ranks = config.tensor_parallel_size
+    check_size(model, ranks)
+    parts = split_model(model, config.pipeline_parallel_size, config.pipeline_layer_partition)
+    itemsize = 4 if config.dtype == "float32" or (config.dtype == "auto" and name == "cpu") else 2
+    images = registry.image_needs(model, config.mm_processor_kwargs, config.image_alignment)
+    device = PlannedDevice(name, memory, others, ranks, itemsize)
+    asked, starts = bucket_env.read_bucket_options(os.environ), []
+    for part in parts:
+        block = config.block_size or policy.block_sizes[0]
+        key = measurement_cache.MeasurementKey(
+            measurement_cache.fingerprint(part), name, f"{8 * itemsize} bit", ranks, block
+        )
+        known = measurement_cache.load_nearest(key, measurement_cache.folder())
+        starts.append(DryRun(config, part, policy, asked, images, device, known))
+    return planned_stages(starts)

@@ -1,0 +1,165 @@
+"""Prompts of text pairs: a query and a document for a class head, or a question to a chat model that judges them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trencadis.core.checkpoint.pooling_config import ALL, EMBED, Pooling
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal.media_options import NO_SCOPE, MediaScope
+from trencadis.server.prompts.chat_messages import PAIR_ROLES
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.sampling_params import check_prompt_length
+from trencadis.server.prompts.text_service import TextService
+
+Content = str | Sequence[Any]
+"""A text, or parts as a chat message has them."""
+
+TASK = "Decide whether the document answers the query."
+
+
+class Pair(NamedTuple):
+    """One query and one document."""
+
+    query: Content
+    document: Content
+
+
+def read_content(value: Any, param: str) -> Content:
+    """One side of a pair as a request gives it: a text, or ``{"content": [parts]}``.
+
+    Raises:
+        BadRequest: it is something else, or empty.
+    """
+    held = value
+    if isinstance(value, Mapping):
+        held = value.get("content", value.get("text"))
+    if (isinstance(held, str) or (isinstance(held, list) and all(isinstance(p, Mapping) for p in held))) and held:
+        return held
+    raise BadRequest(f"{param} must be a text, or an object with a list of parts as content.", param=param)
+
+
+def check_scores(pooling: Pooling) -> None:
+    """Raises BadRequest where an engine gives a pair no score."""
+    if pooling.kind == ALL:
+        raise BadRequest(f"A score is of a whole pair, and this server does {pooling.tasks[0]!r}; /pooling serves it.")
+    if pooling.task != EMBED and not pooling.scores:
+        raise BadRequest(
+            f"A score needs a class head with one class, and this model has {pooling.classes}; "
+            "embeddings or yes/no logits (--convert) give scores too."
+        )
+
+
+async def make_pair_prompt(
+    service: TextService,
+    pooling: Pooling,
+    pair: Pair,
+    *,
+    instruction: str = "",
+    truncate: int | None = None,
+    document_tokens: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    scope: MediaScope = NO_SCOPE,
+    known: dict[str, list[int]] | None = None,
+) -> Prompt:
+    """The prompt that scores ``pair``.
+
+    Args:
+        instruction: what the document must do; "": answer the query.
+        truncate: most tokens of the whole prompt, whose end is cut.
+        document_tokens: most tokens of the document's text; 0: no limit.
+        chat_template: in place of the model's.
+        known: ids of queries, so that one of many documents is tokenized once.
+
+    Raises:
+        BadRequest: parts for a model that takes texts alone, or a prompt that is too long.
+    """
+    if document_tokens:
+        pair = Pair(pair.query, await _truncate_content(service, pair.document, document_tokens))
+    template = service.template
+    source = chat_template or ("" if template is None else template.text)
+    own = template is not None and all(re.search(rf"""['"]{role}['"]""", source) for role in PAIR_ROLES)
+    if own or pooling.label_tokens:
+        return await _make_judge_prompt(
+            service, pair, own, pooling.labels, instruction, truncate, kwargs, chat_template, scope
+        )
+    if not (isinstance(pair.query, str) and isinstance(pair.document, str)):
+        raise BadRequest("This model scores texts alone.", param="documents")
+    if instruction:
+        raise BadRequest("instruction is for chat models that judge, and this is a class head.", param="instruction")
+    if not service.config.text.causal:
+        return await service.make_pair_prompt(pair.query, pair.document, truncate)
+    known = {} if known is None else known
+    if pair.query not in known:
+        known[pair.query] = (
+            await service.make_raw_prompt(pair.query, truncation_side="right", truncate=truncate)
+        ).tokens
+    document = await service.make_raw_prompt(pair.document, truncation_side="right", truncate=truncate)
+    tokens = known[pair.query] + document.tokens
+    if truncate is not None:
+        tokens = tokens[: service.max_model_len if truncate == -1 else truncate]
+    check_prompt_length(len(tokens), service.max_model_len, 0)
+    return Prompt(tokens)
+
+
+async def _make_judge_prompt(
+    service: TextService,
+    pair: Pair,
+    own: bool,
+    labels: tuple[str, ...],
+    instruction: str,
+    truncate: int | None,
+    kwargs: Mapping[str, Any] | None,
+    chat_template: str | None,
+    scope: MediaScope,
+) -> Prompt:
+    """A chat whose answer begins with a label token; ``own``: the template is made for pairs."""
+    if own:
+        messages: list[Any] = [{"role": "system", "content": instruction}] if instruction else []
+        messages += [{"role": "query", "content": pair.query}, {"role": "document", "content": pair.document}]
+    else:
+        words = " or ".join(f'"{word}"' for word in reversed(labels))
+        system = f"{instruction or TASK} Answer with {words} only."
+        parts = [
+            _make_text_part("Query: "),
+            *_make_parts(pair.query),
+            _make_text_part("\nDocument: "),
+            *_make_parts(pair.document),
+        ]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": _join_if_text(parts)}]
+    thinks = service.template is not None and service.template.mentions("enable_thinking")
+    variables = {**({"enable_thinking": False} if thinks else {}), **(kwargs or {})}
+    return await service.make_chat_prompt(
+        messages,
+        add_generation_prompt=True,
+        kwargs=variables,
+        chat_template=chat_template,
+        truncate=truncate,
+        truncation_side="right",
+        scope=scope,
+    )
+
+
+async def _truncate_content(service: TextService, content: Content, most: int) -> Content:
+    """``content`` with its text cut to ``most`` tokens; parts other than texts stay."""
+    if not isinstance(content, str):
+        return content
+    made = await service.make_raw_prompt(content, add_special_tokens=False, truncate=most, truncation_side="right")
+    return content if made.text is not None else service.tokenizer.decode(made.tokens, skip_special_tokens=False)
+
+
+def _make_text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _make_parts(content: Content) -> list[Any]:
+    return [_make_text_part(content)] if isinstance(content, str) else list(content)
+
+
+def _join_if_text(parts: list[Any]) -> str | list[Any]:
+    """One text where there is nothing else, since some templates take texts alone."""
+    texts = [p.get("text") if p.get("type") == "text" else None for p in parts]
+    return "".join(t for t in texts if t) if all(isinstance(t, str) for t in texts) else parts

@@ -1,0 +1,153 @@
+"""The grammar of a request's answers: reasoning, then content in the form that was asked for, or calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.masks.constraints import Rule
+from trencadis.server.grammars.content_grammar import write_content_rule
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.grammars.grammar_writer import BETWEEN, GrammarWriter
+from trencadis.server.grammars.response_format import LARGEST, RequestedFormat
+from trencadis.server.grammars.tool_functions import ToolFunction
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.protocol.tool_definitions import get_named_function
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedCalls:
+    """The calls that an answer may or must hold.
+
+    Args:
+        tools: checked ones, as the request has them.
+        choice: ``tool_choice``.
+        many: whether there may be several.
+        level: ``--tool-strict-level``.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    choice: str | Mapping[str, Any] | None = None
+    many: bool = True
+    level: str = "auto"
+
+    @property
+    def name(self) -> str | None:
+        """The one function that must be called."""
+        return get_named_function(self.choice)
+
+    @property
+    def must(self) -> bool:
+        """Whether there has to be a call."""
+        return self.choice == "required" or self.name is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether calls are held to their form, because some tool or the server wants that."""
+        return self.level != "auto" or any(tool["function"].get("strict") for tool in self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOutline:
+    """What an answer consists of, in order.
+
+    Args:
+        forms: how the model writes calls and reasoning.
+        thought: tags of the reasoning, and how far it is when the answer begins (``ReasoningFormat.find_state``).
+    """
+
+    forms: AnswerParsers
+    form: RequestedFormat | None
+    calls: RequestedCalls | None
+    thought: tuple[str, str, bool, bool] | None
+
+    @property
+    def free(self) -> bool:
+        """Whether the answer needs no grammar."""
+        return self.form is None and (self.calls is None or not (self.calls.must or self.calls.strict))
+
+    def make_key(self) -> bytes:
+        """All that the grammar is made of."""
+        asked = self.form
+        form = None if self.forms.tools is None else f"{self.forms.tools.__module__}.{self.forms.tools.__qualname__}"
+        calls = self.calls
+        parts = [
+            None if asked is None else [asked.kind, asked.value, asked.closed, asked.spaces.pattern],
+            None if calls is None else [form, list(calls.tools), calls.choice, calls.many, calls.level],
+            self.thought,
+        ]
+        return json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+    @property
+    def param(self) -> str:
+        """The field that an error about the whole names."""
+        if self.form is not None:
+            return self.form.where
+        return "tools" if self.calls is not None and not self.calls.must else "tool_choice"
+
+    def write(self, writer: GrammarWriter) -> str:
+        """The grammar.
+
+        Raises:
+            BadRequest: a part has none.
+        """
+        inner = self._write_content(writer)
+        if self.thought is not None:
+            start, end, inside, over = self.thought
+            if not over:
+                spoken = f"{writer.write_until(end)} {BETWEEN}"
+                inner = f"{spoken} {inner}" if inside else f"({writer.write_text(start)} {spoken})? {inner}"
+        return writer.write_grammar(inner)
+
+    def _write_content(self, writer: GrammarWriter) -> str:
+        content = None if self.form is None else write_content_rule(self.form, writer)
+        calls, form = self.calls, self.forms.tools
+        if calls is None or form is None:
+            assert content is not None
+            return content
+        exact = calls.must or calls.level == "parameter"
+        functions = [
+            ToolFunction.from_tool(tool, i, exact or bool(tool["function"].get("strict")))
+            for i, tool in enumerate(calls.tools)
+            if calls.name in (None, tool["function"]["name"])
+        ]
+        many = calls.many and calls.name is None
+        if calls.must:
+            return form.calls_rule(writer, functions, many)
+        if content is not None:
+            return writer.add_rule(f"{form.calls_rule(writer, functions, many)} | {content}")
+        return form.free_text_rule(writer, functions, many)
+
+
+async def add_answer_grammar(
+    cache: GrammarCache,
+    forms: AnswerParsers,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    asked: RequestedFormat | None,
+    calls: RequestedCalls | None = None,
+    *,
+    continued: bool = False,
+) -> None:
+    """Gives ``prompt`` the rule of its answers, if they have a form.
+
+    Raises:
+        BadRequest: the form has no grammar; ``param`` says where.
+    """
+    outline = AnswerOutline(forms, asked, calls, None)
+    if outline.free:
+        return
+    if calls is not None and len(json.dumps(list(calls.tools), ensure_ascii=False)) > LARGEST:
+        raise BadRequest(f"tools exceed {LARGEST >> 10} KB, the most that a grammar is made of.", param="tools")
+    if forms.reasoning is not None:
+        tags = forms.reasoning
+        outline = replace(
+            outline, thought=(tags.start, tags.end, *tags.find_state(tokenizer, prompt.tokens, continued))
+        )
+    grammar = await cache.get_grammar(outline.make_key(), lambda: outline.write(cache.make_writer()), outline.param)
+    prompt.rule = replace(prompt.rule or Rule(), grammar=grammar)

@@ -1,0 +1,172 @@
+"""Reads an answer: what the model thinks, what it says, and which functions it calls."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from dataclasses import dataclass, field
+
+from trencadis.server.reasoning.reasoning_parser import AnswerContent, ReasoningContent, ReasoningParser
+from trencadis.server.tools.tool_parser import AnswerText, CallArguments, CallEnded, CallStarted, ToolEvent, ToolParser
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What a piece of an answer adds to a call. ``id`` and ``name`` come with its first part."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """What a piece of text adds to an answer, in the order in which it was written."""
+
+    segments: list[ReasoningContent | AnswerContent | CallPart] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts in it."""
+        return "".join(s.text for s in self.segments if isinstance(s, ReasoningContent))
+
+    @property
+    def content(self) -> str:
+        """What it says beside calls."""
+        return "".join(s.text for s in self.segments if isinstance(s, AnswerContent))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """The parts of calls in it."""
+        return [s for s in self.segments if isinstance(s, CallPart)]
+
+    def add_text(self, text: str) -> None:
+        """Adds content."""
+        last = self.segments[-1] if self.segments else None
+        if isinstance(last, AnswerContent):
+            self.segments[-1] = AnswerContent(last.text + text)
+        elif text:
+            self.segments.append(AnswerContent(text))
+
+    def add_call(self, index: int, id: str = "", name: str = "", arguments: str = "") -> None:
+        """Adds to the call ``index``, the last one or a new one."""
+        last = self.segments[-1] if self.segments else None
+        if isinstance(last, CallPart) and last.index == index:
+            last.arguments += arguments
+        else:
+            self.segments.append(CallPart(index, id, name, arguments))
+
+    def extend(self, later: AnswerPart) -> None:
+        """Adds what was written after it."""
+        for segment in later.segments:
+            if isinstance(segment, CallPart):
+                self.add_call(segment.index, segment.id, segment.name, segment.arguments)
+            elif isinstance(segment, AnswerContent):
+                self.add_text(segment.text)
+            else:
+                self.segments.append(segment)
+
+
+class AnswerReader:
+    """The parsers of one choice, one behind the other.
+
+    Args:
+        reasoning: None if the model does not think, or its thoughts are content.
+        tools: None if the request has no tools; calls are content then.
+        shows_reasoning: whether thoughts are part of the answer.
+        one_call: whether the answer ends after the first call.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        shows_reasoning: bool = True,
+        one_call: bool = False,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._shows = shows_reasoning
+        self._one = one_call
+        self._part = AnswerPart()
+        self._ids: set[str] = set()
+        self.calls = 0
+        self.complete = False
+
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self._reasoning is not None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._reasoning is not None and self._reasoning.inside
+
+    def feed(self, text: str) -> None:
+        """Reads more of the answer; nothing after ``complete``."""
+        if self._reasoning is None:
+            self._add_content(text)
+        else:
+            self._add_tool_events(self._reasoning.feed(text))
+
+    def finish(self) -> None:
+        """Reads what the parsers held back, once the answer has ended."""
+        if self._reasoning is not None:
+            self._add_tool_events(self._reasoning.finish())
+        if self._tools is not None:
+            self._add_call_events(self._tools.finish())
+
+    def take_part(self) -> AnswerPart:
+        """What the text since the last call of this method has added."""
+        part, self._part = self._part, AnswerPart()
+        return part
+
+    def _add_tool_events(self, events: list[ReasoningContent | AnswerContent]) -> None:
+        for event in events:
+            if isinstance(event, AnswerContent):
+                self._add_content(event.text)
+            elif self._shows:
+                self._part.segments.append(event)
+
+    def _add_content(self, text: str) -> None:
+        if self._tools is None:
+            self._part.add_text(text)
+        elif not self.complete:
+            self._add_call_events(self._tools.feed(text))
+
+    def _add_call_events(self, events: list[ToolEvent]) -> None:
+        for event in events:
+            if self.complete:
+                return
+            if isinstance(event, AnswerText):
+                self._part.add_text(event.text)
+            elif isinstance(event, CallStarted):
+                self.calls += 1
+                self._part.add_call(event.index, self._make_call_id(event.id), event.name)
+            elif isinstance(event, CallArguments):
+                self._part.add_call(event.index, arguments=event.text)
+            elif isinstance(event, CallEnded):
+                self.complete = self._one
+
+    def _make_call_id(self, written: str) -> str:
+        """The model's own id where it can serve, else a new one."""
+        length = self._tools.id_length if self._tools is not None else 0
+        fits = (
+            _ID.fullmatch(written) is not None
+            and written not in self._ids
+            and len(written) in (length or len(written),)
+        )
+        if fits:
+            made = written
+        elif length:
+            made = "".join(secrets.choice(_LETTERS) for _ in range(length))
+        else:
+            made = f"call_{secrets.token_hex(12)}"
+        self._ids.add(made)
+        return made

@@ -1,0 +1,170 @@
+"""Turns the messages of a chat request into what a template renders, and collects their media with JSON paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal.error_params import attach_param
+from trencadis.multimodal.media_options import MediaPart
+from trencadis.server.prompts.content_parts import read_part
+from trencadis.server.protocol.body_scan import BodyLimits, BodyScan, scan_text
+from trencadis.server.protocol.json_values import check_json
+from trencadis.server.text.chat_template import ROLES
+
+ARGUMENTS = BodyLimits(values=1 << 16, containers=1 << 14, outline=4 << 20, text=4 << 20)
+"""Limits of the arguments of all tool calls of a conversation, which are JSON inside JSON."""
+
+
+PAIR_ROLES = ("query", "document")
+"""Roles of the two sides of a pair, on a pooling server."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRules:
+    """What messages may be, and what the template takes.
+
+    Args:
+        scrub: removes this process's nonce from a value of the user.
+        roles: what the template calls each role that a message may have.
+        placeholders: marked text of each kind (``image``, ``video``), for templates that take content as a string.
+        as_string: roles whose content the template takes as a string.
+        most: most media of each kind in one prompt.
+        text_arguments: whether the template takes arguments of calls as JSON text, not as objects.
+    """
+
+    scrub: Callable[[Any], Any]
+    roles: Mapping[str, str]
+    placeholders: Mapping[str, str] = field(default_factory=dict)
+    as_string: Collection[str] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
+    text_arguments: bool = False
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What a template renders.
+
+    Args:
+        messages: texts are scrubbed; media are ``{"type": "image"}`` or ``video`` parts, or placeholders in the text.
+        media: in prompt order.
+        arguments: counts those of all calls.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    media: list[MediaPart] = field(default_factory=list)
+    arguments: BodyScan = field(default_factory=lambda: BodyScan(ARGUMENTS))
+
+
+def parse_messages(messages: Sequence[Any], rules: MessageRules) -> Conversation:
+    """Checks messages and collects their media.
+
+    Raises:
+        BadRequest: ``param`` is the JSON path of the fault.
+    """
+    out = Conversation()
+    for i, message in enumerate(messages):
+        out.messages.append(_convert_message(message, f"messages[{i}]", rules, out))
+    if out.media:
+        _check_media_counts(out.media, rules.most)
+    return out
+
+
+def _convert_message(message: Any, path: str, rules: MessageRules, conversation: Conversation) -> dict[str, Any]:
+    """A message as the template takes it; its media and arguments are counted in ``conversation``."""
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{path} must be an object with role and content.", param=path)
+    check_json(message, path)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in rules.roles:
+        raise BadRequest(
+            f"{path}.role is {str(role)[:40]!r}; one of {', '.join(ROLES)} is needed.", param=f"{path}.role"
+        )
+    made = {k: rules.scrub(v) for k, v in message.items() if k not in ("content", "role") and v is not None}
+    made["role"] = rules.roles[role]
+    made["content"] = _convert_content(message.get("content"), path, conversation.media, rules, role in rules.as_string)
+    if len(made) > 2:
+        _add_calls(made, path, rules, conversation)
+    return made
+
+
+def _add_calls(made: dict[str, Any], path: str, rules: MessageRules, conversation: Conversation) -> None:
+    """Puts calls and thoughts of a message as templates read them."""
+    calls = made.pop("tool_calls", None)
+    if calls:
+        made["tool_calls"] = rules.scrub(_convert_tool_calls(calls, path, conversation.arguments, rules.text_arguments))
+    thoughts = made.get("reasoning_content", made.get("reasoning"))
+    if isinstance(thoughts, str):
+        # Answers of this server have both names, and templates read either.
+        made["reasoning_content"] = made["reasoning"] = thoughts
+
+
+def _check_media_counts(media: Sequence[MediaPart], most: Mapping[str, int]) -> None:
+    for kind in ("image", "video"):
+        allowed = most.get(kind, 0)
+        if sum(part.kind == kind for part in media) > allowed:
+            raise BadRequest(f"At most {allowed} {kind}(s) may be provided in one prompt.", param=kind)
+
+
+def _convert_content(
+    content: Any, path: str, media: list[MediaPart], rules: MessageRules, as_string: bool
+) -> str | list[dict[str, Any]]:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str(rules.scrub(content))
+    if not isinstance(content, list | tuple):
+        raise BadRequest(f"{path}.content must be a string or a list of parts.", param=f"{path}.content")
+    parts = [_convert_part(part, f"{path}.content[{j}]", media, rules) for j, part in enumerate(content)]
+    return _join_as_text(parts, rules) if as_string else parts
+
+
+def _join_as_text(parts: Sequence[Mapping[str, Any]], rules: MessageRules) -> str:
+    """Content for a template that takes it as a string: placeholders, then texts."""
+    shown = [rules.placeholders.get(p["type"], "") for p in parts if p["type"] != "text"]
+    return "\n".join(shown + [p["text"] for p in parts if p["type"] == "text"])
+
+
+def _convert_part(part: Any, where: str, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+    found = read_part(part, where)
+    if isinstance(found, str):
+        return {"type": "text", "text": rules.scrub(found)}
+    return _convert_media_part(found, media, rules)
+
+
+def _convert_media_part(part: MediaPart, media: list[MediaPart], rules: MessageRules) -> dict[str, Any]:
+    """A part that is an image or a video, which joins ``media``, as the template takes it."""
+    media.append(part)
+    if len(media) > sum(rules.most.values()):
+        # Raises now: reading tens of thousands more would only cost time.
+        _check_media_counts(media, rules.most)
+    return {"type": part.kind}
+
+
+def _convert_tool_calls(calls: Any, path: str, scan: BodyScan, as_text: bool) -> list[Any]:
+    """Calls as transformers' users write them: clients send arguments as JSON text, templates expect an object.
+
+    A call without arguments has an empty object, which templates can print.
+    """
+    where = f"{path}.tool_calls"
+    if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
+        raise BadRequest(f"{where} must be a list of objects.", param=where)
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, dict) and function.get("arguments") is None:
+            function["arguments"] = {}
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            name = f"{where}[{i}].function.arguments"
+            with attach_param(name):
+                scan_text(scan, function["arguments"])
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                raise BadRequest(f"{name} is not valid JSON.", param=where) from None
+            check_json(function["arguments"], name)
+        if as_text and isinstance(function, dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return calls

@@ -1,0 +1,127 @@
+"""The engine's log-probabilities in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trencadis.core.request import TokenLogprob
+from trencadis.server.protocol.chat_completions import ChoiceLogprobs, TokenLogprobs
+from trencadis.server.protocol.completions import CompletionLogprobs
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+def make_finite(value: float) -> float:
+    """``value``; minus infinity and NaN become ``FLOOR``."""
+    return max(value, FLOOR) if math.isfinite(value) else FLOOR
+
+
+def select_top_logprobs(item: TokenLogprob, top: int) -> list[tuple[int, float]]:
+    """The ``top`` best ids and their log-probabilities; those of ``logprob_token_ids``, all of them, in their place."""
+    pairs = list(zip(item.top_ids, item.top_logprobs, strict=True))
+    return pairs if item.top_ranks else pairs[:top]
+
+
+def get_token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a single token."""
+    return tokenizer.get_token_bytes(token).decode("utf-8", "replace")
+
+
+def make_chat_logprobs(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
+) -> ChoiceLogprobs:
+    """The chat form: one entry per token with ``top`` candidates; ``as_ids`` shows tokens as ``token_id:ID``."""
+    return ChoiceLogprobs(
+        content=[TokenLogprobs(**entry) for entry in make_chat_entries(tokenizer, items, top, as_ids)]
+    )
+
+
+def make_chat_entries(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob], top: int, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """The fields of ``TokenLogprobs`` of each token, as ``make_chat_logprobs`` takes them."""
+    made = []
+    for item in items:
+        entry = _make_fields(tokenizer, item.token, item.logprob, as_ids)
+        best = select_top_logprobs(item, top) if item.top_ids else []
+        entry["top_logprobs"] = [_make_fields(tokenizer, t, p, as_ids) for t, p in best]
+        made.append(entry)
+    return made
+
+
+def _make_fields(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+    raw = tokenizer.get_token_bytes(token)
+    shown = format_token_id(token) if as_ids else raw.decode("utf-8", "replace")
+    return {"token": shown, "logprob": make_finite(logprob), "bytes": list(raw)}
+
+
+def format_token_id(token: int) -> str:
+    """A token as its id (``return_tokens_as_token_ids``), because different tokens may have equal texts."""
+    return f"token_id:{token}"
+
+
+class CompletionLogprobsBuilder:
+    """The completions form; keeps the text offset between the events of a stream.
+
+    Args:
+        top: number of candidates; the token itself is always listed too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, top: int, as_ids: bool = False) -> None:
+        self._as_ids = as_ids
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offset = 0
+
+    def build(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> CompletionLogprobs:
+        """Lists over ``items``; None stands for ``first``, the first token of an echoed prompt."""
+        return CompletionLogprobs(**self.build_lists(items, first))
+
+    def build_lists(self, items: Sequence[TokenLogprob | None], first: int | None = None) -> dict[str, list[Any]]:
+        """The fields of ``build``."""
+        offsets, scores, tokens, best = list[Any](), list[Any](), list[Any](), list[Any]()
+        for item in items:
+            token = (first or 0) if item is None else item.token
+            text = get_token_text(self._tokenizer, token)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            tokens.append(format_token_id(token) if self._as_ids else text)
+            scores.append(None if item is None else make_finite(item.logprob))
+            best.append(None if item is None else self._make_top(item))
+        return {"text_offset": offsets, "token_logprobs": scores, "tokens": tokens, "top_logprobs": best}
+
+    def _make_top(self, item: TokenLogprob) -> dict[str, float]:
+        best = {self._format_token(t): make_finite(p) for t, p in select_top_logprobs(item, self._top)}
+        return best | {self._format_token(item.token): make_finite(item.logprob)}
+
+    def _format_token(self, token: int) -> str:
+        return format_token_id(token) if self._as_ids else get_token_text(self._tokenizer, token)
+
+
+def make_prompt_table(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprob | None], top: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs``: per prompt token an object from id to logprob, rank and text; null for the first.
+
+    The token itself is always listed, besides the ``top`` best.
+    """
+    out: list[dict[str, Any] | None] = []
+    for item in items:
+        if item is None:
+            out.append(None)
+            continue
+        entry = {
+            str(token): {"logprob": make_finite(p), "rank": rank, "decoded_token": get_token_text(tokenizer, token)}
+            for rank, (token, p) in enumerate(zip(item.top_ids[:top], item.top_logprobs[:top], strict=True), 1)
+        }
+        chosen = {
+            "logprob": make_finite(item.logprob),
+            "rank": item.rank,
+            "decoded_token": get_token_text(tokenizer, item.token),
+        }
+        out.append({str(item.token): chosen} | entry)
+    return out

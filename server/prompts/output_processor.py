@@ -1,0 +1,169 @@
+"""The output of one choice: detokenized text, stop strings, and why it finished."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from trencadis.core.errors import TrencadisError, Unavailable, from_status
+from trencadis.core.request import Delta, RequestStats, SamplingParams, TokenLogprob
+from trencadis.server.prompts.answer_reader import AnswerPart, AnswerReader
+from trencadis.server.text.detokenizer import Detokenizer
+from trencadis.server.text.stop_strings import StopMatcher
+
+RESTART_SECONDS = 5
+"""Retry-After for a request that ended with its engine: a restart takes about that long."""
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """What one delta adds to a choice."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    answer: AnswerPart | None = None
+
+    def extend(self, later: TextPiece) -> None:
+        """Adds the next piece of the same choice."""
+        self.text += later.text
+        self.tokens = [*self.tokens, *later.tokens]
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        if self.answer is None:
+            self.answer = later.answer
+        elif later.answer is not None:
+            self.answer.extend(later.answer)
+
+
+class ChoiceStream:
+    """Turns the deltas of one choice into pieces of text.
+
+    Args:
+        eos: ids that end a text, besides ``params.stop_token_ids``.
+        reader: divides the text into reasoning, content and calls; None if all of it is content.
+    """
+
+    count: int = 0
+    """Tokens so far."""
+    cached_tokens: int = 0
+    """Of the prompt, those that came from the prefix cache."""
+    finish_reason: str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    stats: RequestStats | None = None
+    pooled: bytes = b""
+
+    def __init__(
+        self, detokenizer: Detokenizer, params: SamplingParams, eos: Collection[int], reader: AnswerReader | None = None
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._reader = reader
+        watched = bool(params.stop) or reader is not None
+        self._stop = StopMatcher(params.stop, params.include_stop_str_in_output) if watched else None
+        """None where the text goes out as it comes: nobody reads it, and nothing in it ends the choice."""
+        self._params = params
+        self._ends = frozenset(eos) | frozenset(params.stop_token_ids)
+        self._begun = False
+        self.reasoning_tokens: int | None = 0 if reader is not None and reader.reasons else None
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a stop string, or the one call that was asked for, ended the choice; the engine does not know."""
+        return self._stop is not None and (self._stop.matched is not None or self._complete)
+
+    @property
+    def calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._reader is None else self._reader.calls
+
+    @property
+    def _complete(self) -> bool:
+        return self._reader is not None and self._reader.complete
+
+    def feed(self, delta: Delta) -> TextPiece:
+        """The piece of a delta. Feed nothing after a piece with a ``finish_reason``.
+
+        Raises:
+            TrencadisError: the delta reports an error.
+        """
+        tokens = delta.tokens
+        self.count += len(tokens)
+        if delta.finish is not None or not self._begun or not self._params.detokenize:
+            return self._feed_any(delta)
+        if self._stop is None:
+            return TextPiece(self._detokenizer.feed(tokens), tokens, delta.logprobs or [])
+        piece = TextPiece(self._decode_until_stop(tokens, delta, self._stop), tokens, delta.logprobs or [])
+        self._end(piece, self._stop)
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def _feed_any(self, delta: Delta) -> TextPiece:
+        """``feed`` of any delta; between the first and the last they bring tokens and log-probabilities alone."""
+        if delta.finish == "error":
+            raise _make_error(delta)
+        self._begun = True
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.stats = delta.stats or self.stats
+        self.pooled = delta.pooled or self.pooled
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        text = self._decode(delta) if self._params.detokenize else ""
+        reason = "repetition_detected" if delta.finish == "repetition" else delta.stop_token
+        piece = TextPiece(text, delta.tokens, delta.logprobs or [], delta.finish, reason)
+        if self._stop is not None:
+            self._end(piece, self._stop)
+        self.finish_reason = piece.finish_reason
+        return piece
+
+    def _end(self, piece: TextPiece, stop: StopMatcher) -> None:
+        """Ends the choice where its text does, and adds what the reader has made of it."""
+        if self.stopped_early:
+            piece.finish_reason, piece.stop_reason = "stop", stop.matched
+        elif piece.finish_reason is not None:
+            piece.text += self._read_answer(stop.finish())
+        if self._reader is not None:
+            if piece.finish_reason is not None:
+                self._reader.finish()
+            piece.answer = self._reader.take_part()
+
+    def _decode(self, delta: Delta) -> str:
+        """Text that may be sent."""
+        tokens = delta.tokens
+        ended = delta.finish == "stop" and tokens and tokens[-1] in self._ends
+        if ended and not self._params.include_stop_str_in_output:
+            # The token that ends an answer is not part of its text, even with skip_special_tokens=False.
+            tokens = tokens[:-1]
+        if self._stop is not None:
+            return self._decode_until_stop(tokens, delta, self._stop)
+        out = self._detokenizer.feed(tokens)
+        return out if delta.finish is None else out + self._detokenizer.finish()
+
+    def _decode_until_stop(self, tokens: Sequence[int], delta: Delta, stop: StopMatcher) -> str:
+        """``_decode``, token by token: a stop string must end at the right one."""
+        start = self.count - len(delta.tokens)
+        out = ""
+        for i, token in enumerate(tokens):
+            # min_tokens holds for stop strings too: text of the first tokens cannot match.
+            armed = start + i + 1 > self._params.min_tokens
+            out += self._read_answer(stop.feed(self._detokenizer.feed((token,)), armed))
+            if self._reader is not None and self._reader.thinks:
+                self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
+            if self.stopped_early:
+                return out
+        if delta.finish is not None:
+            out += self._read_answer(stop.feed(self._detokenizer.finish()))
+        return out
+
+    def _read_answer(self, text: str) -> str:
+        if self._reader is not None and text:
+            self._reader.feed(text)
+        return text
+
+
+def _make_error(delta: Delta) -> TrencadisError:
+    """The error that a delta reports."""
+    error = from_status(delta.status or 500, delta.message or "The engine failed on this request.")
+    if error.status == Unavailable.status:
+        error.retry_after = RESTART_SECONDS
+    return error

@@ -1,0 +1,125 @@
+"""The text service with what loads and prepares media: one builder for the server and for offline use."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from trencadis.core.checkpoint.model_config import ModelConfig
+from trencadis.core.checkpoint.pooler_config import load_model
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import StartupError
+from trencadis.core.models.registry import image_processor
+from trencadis.multimodal.images.image_frontend import ImageFrontend, ImageLimits
+from trencadis.multimodal.images.mm_processor_kwargs import server_options
+from trencadis.multimodal.images.processor_cache import ProcessorCache
+from trencadis.multimodal.sources.http_fetch import MAX_REDIRECTS
+from trencadis.multimodal.sources.media_loader import FETCH_TIMEOUT, MAX_MEDIA_BYTES, MediaLoader
+from trencadis.multimodal.videos.video_frontend import FETCH_TIMEOUT as VIDEO_TIMEOUT
+from trencadis.multimodal.videos.video_frontend import VideoFrontend, VideoLimits
+from trencadis.server.prompts.text_service import TextService
+
+if TYPE_CHECKING:
+    from trencadis.multimodal.processor import VideoProcessor
+
+log = logging.getLogger("trencadis.server")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRules:
+    """Where media may come from and how large they may be; None is the frontends' default.
+
+    Args:
+        domains: hosts that may be asked; empty: every public one.
+        folder: that ``file://`` may read from; empty: none.
+        any_path: whether a bare path names any file, because the caller is the operator.
+        max_bytes: of one file.
+        max_pixels: of one image before it is resized.
+        image_timeout: seconds of one download, as is ``video_timeout``.
+        max_frames: taken of one video.
+        max_seconds: that a video may last.
+        redirects: whether they are followed.
+        share: processes among which the cache, the workers and what is prepared at a time are divided.
+    """
+
+    domains: tuple[str, ...] = ()
+    folder: str = ""
+    any_path: bool = False
+    max_bytes: int = MAX_MEDIA_BYTES
+    max_pixels: int | None = None
+    image_timeout: float | None = None
+    video_timeout: float | None = None
+    max_frames: int | None = None
+    max_seconds: float | None = None
+    redirects: bool = True
+    share: int = 1
+
+    def make_loader(self, timeout: float) -> MediaLoader:
+        """Loads media under these rules.
+
+        Raises:
+            StartupError: ``folder`` is none.
+        """
+        root = Path(self.folder) if self.folder else None
+        if root is not None and not root.is_dir():
+            raise StartupError(f"--allowed-local-media-path {root} is not a folder.")
+        hops = MAX_REDIRECTS if self.redirects else 0
+        return MediaLoader(self.domains, root, self.max_bytes, timeout, hops, any_path=self.any_path)
+
+
+def make_text_service(
+    config: EngineConfig, media: MediaRules, *, chat_template: str = "", content_format: str = "auto"
+) -> TextService:
+    """The text side of the checkpoint in ``config.model``, with its image and video sides where it has them.
+
+    Raises:
+        StartupError: the checkpoint lacks something that this side needs, or the rules name what is not there.
+    """
+    model = load_model(config)
+    if model.unread:
+        log.warning(
+            "config.json has keys that nothing here knows: %s; they are ignored.", ", ".join(model.unread)[:400]
+        )
+    if model.pooling is not None:
+        log.info("pooling: %s", model.pooling.line)
+    images = _make_image_frontend(config, media, model) if model.vision is not None else None
+    videos = _make_video_frontend(config, media, images) if images is not None and model.video_token >= 0 else None
+    return TextService.load(
+        model, config, images=images, videos=videos, chat_template=chat_template, content_format=content_format
+    )
+
+
+def _make_image_frontend(config: EngineConfig, media: MediaRules, model: ModelConfig) -> ImageFrontend:
+    limits = ImageLimits(images=config.limit_mm_per_prompt.get("image", ImageLimits.images))
+    if media.max_pixels is not None:
+        limits = replace(limits, max_pixels=media.max_pixels)
+    if media.share > 1:
+        limits = limits.divide(media.share)
+    return ImageFrontend(
+        image_processor(model, config.mm_processor_kwargs, config.image_alignment),
+        media.make_loader(FETCH_TIMEOUT if media.image_timeout is None else media.image_timeout),
+        ProcessorCache(int(config.mm_processor_cache_gb * 2**30) // media.share),
+        limits,
+    )
+
+
+def _make_video_frontend(config: EngineConfig, media: MediaRules, images: ImageFrontend) -> VideoFrontend:
+    """Shares the cache and the decode workers of images."""
+    loader = media.make_loader(VIDEO_TIMEOUT if media.video_timeout is None else media.video_timeout)
+    limits = VideoLimits(config.limit_mm_per_prompt.get("video", VideoLimits.videos))
+    if media.max_frames is not None:
+        limits = replace(limits, frames=media.max_frames)
+    if media.max_seconds is not None:
+        limits = replace(limits, seconds=media.max_seconds)
+    options = server_options(config.mm_processor_kwargs).videos
+    processor = cast("VideoProcessor", images.processor)  # of a model that has a video token
+    return VideoFrontend(processor, loader, images.cache, images.decoder, limits, images.uuids, options)
+
+
+def close_frontends(service: TextService) -> None:
+    """Ends the decode workers and threads of both sides."""
+    for side in (service.images, service.videos):
+        if isinstance(side, ImageFrontend | VideoFrontend):
+            side.close()

@@ -1,0 +1,305 @@
+"""What chat and completion requests share: sampling fields, refused and ignored fields, usage, error envelope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.beam_search_fields import check_beams, list_unused_beam_fields
+from trencadis.server.protocol.field_types import Object, Text
+from trencadis.server.protocol.unknown_fields import EMPTY, NamesOnly
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
+"""Reports only the first wrong item, not each of a hundred thousand."""
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+
+LATER = {
+    "prompt_embeds": "prompt_embeds is not supported: it would be a pickle, which can run code",
+    "typical_p": "typical_p is not supported; top_p and min_p cut improbable tokens",
+    "audio": "audio is not supported; this server answers with text",
+    "media_io_kwargs": "media_io_kwargs in a request is not allowed",
+    "functions": "functions is gone; use tools",
+}
+"""Fields that would change the answer and that this server does not support."""
+GUIDED_FIELDS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag"
+)  # fmt: skip
+"""Names of structured outputs before vLLM gathered them in one field, and that of a tag."""
+HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+"""Unknown fields that do not concern the answer: reported as ignored, never refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldContext:
+    """What decides whether certain fields have an effect on this server.
+
+    Args:
+        mentions: whether the text of the chat template contains the name of a variable.
+        priorities: whether the scheduler heeds them.
+        reasoning: whether answers have reasoning that is told from content.
+        embeds: whether it pools to embeddings.
+    """
+
+    mentions: Callable[[str], bool] = lambda name: True
+    priorities: bool = False
+    reasoning: bool = False
+    embeds: bool = False
+
+
+class Strict(BaseModel):
+    """Base of the parts of a response."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class Body(NamesOnly):
+    """A request; keeps the names of unknown fields, to report them as ignored."""
+
+    model: Text | None = None
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """Names of declared fields that are set but have no effect, on this server or beside the other fields."""
+        return iter(())
+
+    def list_ignored_fields(self, context: FieldContext) -> list[str]:
+        """Names of all fields that are set but have no effect, including unknown ones."""
+        unknown = (k for k, v in (self.model_extra or {}).items() if v is not None and k not in LATER)
+        return sorted({*unknown, *self.list_unused_fields(context)})
+
+
+def split_raw_prompts(value: str | Sequence[Any] | None) -> list[str | list[int]]:
+    """One entry per prompt of a field that takes a text, ids, or a list of either."""
+    if isinstance(value, str):
+        return [value]
+    items = list(value or [])
+    return [items] if items and isinstance(items[0], int) else items
+
+
+class MediaRequest(Body):
+    """Fields of every endpoint that takes media."""
+
+    cache_salt: Text | None = None
+    mm_processor_kwargs: Object | None = None
+    return_image_sizes: bool = False
+
+    def check_salt(self) -> None:
+        """Raises BadRequest for a salt that could make cache keys ambiguous."""
+        salt = self.cache_salt
+        if salt is not None and (not 0 < len(salt) <= 128 or any(c in salt for c in "@/\\\0")):
+            raise BadRequest(
+                "cache_salt must have 1 to 128 characters, none of them @ / \\ or NUL.", param="cache_salt"
+            )
+
+
+class GenerateRequest(MediaRequest):
+    """Fields of every generating endpoint."""
+
+    plain: ClassVar[frozenset[str]] = frozenset({
+        "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "ignore_eos",
+        "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stream",
+    })  # fmt: skip
+    """Fields that contradict no other, are heeded everywhere, and bring nothing but a parameter of drawing."""
+    bulky: ClassVar[tuple[str, ...]] = (
+        "mm_processor_kwargs", "stop", "stop_token_ids", "logit_bias", "logprob_token_ids", "response_format",
+        "structured_outputs", "allowed_token_ids", "bad_words", *GUIDED_FIELDS
+    )  # fmt: skip
+    """Large fields that are not read after the request goes to the engine."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    n: Int | None = None
+    stop: Text | Texts | None = None
+    stop_token_ids: Ints | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Int | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Text, float] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Texts | None = None
+    thinking_token_budget: Int | None = None
+    repetition_detection: Object | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    best_of: Int | None = None
+    logprob_token_ids: Ints | None = None
+    skip_reading_prefix_cache: bool | None = None
+    prompt_logprobs: Int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stream_interval: Int | None = None
+    priority: Int = 0
+    request_id: Text | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Object | None = None
+    structured_outputs: Object | None = None
+    guided_json: Text | Object | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: Text | None = None
+    structural_tag: Text | Object | None = None
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body."""
+        if self.priority and not context.priorities:
+            yield "priority"
+        if self.stream_interval is not None and not self.stream:
+            yield "stream_interval"
+        if self.guided_decoding_backend:
+            yield "guided_decoding_backend"
+        if self.guided_whitespace_pattern and not (self.guided_json or self.response_format or self.structured_outputs):
+            yield "guided_whitespace_pattern"
+        if self.truncation_side and self.truncate_prompt_tokens is None:
+            yield "truncation_side"
+        if self.return_tokens_as_token_ids and not self.shows_tokens:
+            yield "return_tokens_as_token_ids"
+        if not self.spaces_between_special_tokens:
+            yield "spaces_between_special_tokens"  # special tokens are shown as they stand, without blanks beside them
+        yield from list_unused_beam_fields(self)
+        extra = None if self.stream_options is None else self.stream_options.model_extra
+        yield from (f"stream_options.{name}" for name, value in (extra or {}).items() if value is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all fields that are sent are ``plain``: then ``check`` refuses nothing and none is
+        ``list_ignored_fields``.
+        """
+        return self.model_fields_set <= self.plain
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the answer lists the texts of its tokens."""
+        return False
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The older fields of structured outputs that are set."""
+        return {name: value for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None}
+
+    def drop_bulky_fields(self) -> None:
+        """Drops large fields that are no longer needed; the answer may take minutes."""
+        for name in self.model_fields_set.intersection(self.bulky):
+            setattr(self, name, None)
+
+    def check(self) -> None:
+        """Refuses unsupported fields and contradictions.
+
+        Raises:
+            BadRequest: names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in LATER and value not in EMPTY:
+                raise BadRequest(f"{LATER[name]}.", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise BadRequest(
+                f"stream_interval must be at least 1, got {self.stream_interval}.", param="stream_interval"
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequest(f"best_of must equal n ({self.n or 1}): all answers are returned.", param="best_of")
+        if self.logprob_token_ids is not None and not self.shows_tokens:
+            raise BadRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        check_beams(self)
+        self.check_salt()
+        if self.request_id is not None and len(self.request_id) > 128:
+            raise BadRequest("request_id must have at most 128 characters.", param="request_id")
+
+
+class ImageDetails(Strict):
+    """One image of a prompt as the model sees it (boxes in an answer refer to this size)."""
+
+    width: int
+    height: int
+    grid: list[int]
+    tokens: int
+    original_width: int
+    original_height: int
+
+
+class VideoDetails(Strict):
+    """One video of a prompt as the model sees it: the indices of the sampled frames, and their rate."""
+
+    width: int
+    height: int
+    grid: list[int]
+    tokens: int
+    fps: float
+    frames: list[int]
+    total_frames: int
+
+
+class PromptTokensDetails(Strict):
+    """Kinds of the prompt's tokens."""
+
+    cached_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = Field(default=0, exclude_if=lambda v: not v)
+    multimodal_tokens: dict[str, int] | None = Field(default=None, exclude_if=lambda v: v is None)
+    images: list[ImageDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
+    videos: list[VideoDetails] | None = Field(default=None, exclude_if=lambda v: v is None)
+
+
+class CompletionTokensDetails(Strict):
+    """Kinds of the answers' tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(Strict):
+    """Tokens of a request, all choices together."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=lambda v: v is None)
+
+
+class ErrorInfo(Strict):
+    """The inside of the error envelope."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(Strict):
+    """The error envelope that OpenAI's clients parse."""
+
+    error: ErrorInfo
+
+    @classmethod
+    def from_error(cls, error: TrencadisError) -> ErrorResponse:
+        """The envelope of a typed error."""
+        return cls(error=ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status))

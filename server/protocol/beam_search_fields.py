@@ -1,0 +1,94 @@
+"""Beam search in a request: vLLM's fields, and which other fields cannot stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.request import MAX_BEAMS, MAX_LOGPROBS, BeamRule
+
+FIELD = "use_beam_search"
+MOST_PENALTY = 10.0
+"""Largest length_penalty, up or down: length ** penalty stays a number."""
+UNUSED = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Fields of drawing, which a search does not do."""
+REFUSED = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "prompt_logprobs",
+    "logprob_token_ids", "allowed_token_ids", "bad_words", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "thinking_token_budget", "repetition_detection",
+)  # fmt: skip
+"""Fields that would change what is searched; beams are ranked by the model's own probabilities."""
+NEUTRAL: tuple[Any, ...] = (None, 0, [], {}, False)
+
+
+class BeamFields(Protocol):
+    """The part of a request that concerns beams."""
+
+    use_beam_search: bool
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    stream: bool | None
+
+    @property
+    def shows_tokens(self) -> bool: ...
+
+
+def check_beams(request: BeamFields) -> None:
+    """Refuses what beam search cannot do.
+
+    Raises:
+        BadRequest: names the field.
+    """
+    penalty = request.length_penalty
+    if penalty is not None and not -MOST_PENALTY <= penalty <= MOST_PENALTY:
+        raise BadRequest(f"length_penalty must be in [-{MOST_PENALTY:g}, {MOST_PENALTY:g}].", param="length_penalty")
+    if not request.use_beam_search:
+        return
+    if request.stream:
+        raise BadRequest("Beam search cannot be streamed: no token is final before the end.", param="stream")
+    for name in REFUSED:
+        value = getattr(request, name, None)
+        neutral = 1.0 if name == "repetition_penalty" else None
+        if value not in NEUTRAL and value != neutral:
+            raise BadRequest(f"{name} cannot be combined with {FIELD}.", param=name)
+    kind = (getattr(request, "response_format", None) or {}).get("type", "text")
+    if kind != "text":
+        raise BadRequest(f"response_format cannot be combined with {FIELD}.", param="response_format")
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(f"tool_choice cannot be combined with {FIELD}: it constrains the answer.", param="tool_choice")
+    if getattr(request, "echo", False) and isinstance(getattr(request, "logprobs", None), int):
+        raise BadRequest(f"echo with logprobs cannot be combined with {FIELD}.", param="echo")
+
+
+def check_width(width: int, ends: int, most: int) -> None:
+    """Refuses more beams than there are best ids for.
+
+    Args:
+        ends: ids that end an answer.
+        most: log-probabilities that a request may ask for (``--max-logprobs``).
+
+    Raises:
+        BadRequest: ``param`` is ``n``, the number of beams.
+    """
+    widest = min(MAX_BEAMS, most // 2, MAX_LOGPROBS - ends)
+    if not 1 <= width <= widest:
+        raise BadRequest(f"Beam search keeps 1 to {widest} beams (n), half of max_logprobs; got {width}.", param="n")
+
+
+def make_beam_rule(request: BeamFields) -> BeamRule:
+    """How to search, for a request that asks for beams."""
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    return BeamRule(penalty, read_early(request.early_stopping))
+
+
+def read_early(given: bool | str | None) -> bool | None:
+    """transformers' early_stopping: a truth value, or ``never``, which is None here."""
+    return None if given == "never" else bool(given)
+
+
+def list_unused_beam_fields(request: BeamFields) -> Iterator[str]:
+    """Names of fields without effect beside a search, or without one."""
+    names = UNUSED if request.use_beam_search else ("length_penalty", "early_stopping")
+    yield from (name for name in names if getattr(request, name) not in NEUTRAL)

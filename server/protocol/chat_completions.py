@@ -1,0 +1,272 @@
+"""/v1/chat/completions: request, response and stream chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.protocol.base_request import FieldContext, GenerateRequest, Int, Strict, Texts, Usage
+from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.tool_definitions import check_tools, is_subset, select_allowed_tools
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that requests set by fields of their own."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_MESSAGES = 8192
+"""Most messages of a conversation."""
+MOST_NAMED = 64
+"""Most variables that are searched for in the template; a request may have a million."""
+
+
+def list_unread_variables(context: FieldContext, kwargs: dict[str, Any] | None, **fields: Any) -> Iterator[str]:
+    """Names of the variables in a request that the chat template does not read."""
+    yield from (name for name, value in fields.items() if value and not context.mentions(name))
+    for name in islice(kwargs or {}, MOST_NAMED):
+        if name in RESERVED or not context.mentions(name):
+            yield f"chat_template_kwargs.{name}"
+
+
+class ChatRequest(GenerateRequest):
+    """A conversation to continue. ``prompts.chat`` checks the messages and names the place of an error."""
+
+    plain: ClassVar[frozenset[str]] = GenerateRequest.plain | {"messages"}
+    bulky: ClassVar[tuple[str, ...]] = (
+        *GenerateRequest.bulky, "messages", "tools", "documents", "chat_template", "chat_template_kwargs"
+    )  # fmt: skip
+    messages: list[Any]
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = False
+    top_logprobs: Int | None = None
+    tools: Objects | None = None
+    tool_choice: Text | Object | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Text | None = None
+    include_reasoning: bool = True
+    service_tier: Text | None = None
+    modalities: Texts | None = None
+    echo: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Objects | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+
+    def check(self) -> None:
+        """See GenerateRequest; adds what only chat has."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+        check_tools(self.tools, self.tool_choice)
+        if is_subset(self.tool_choice):  # what is assigned counts as sent
+            self.tools, self.tool_choice = select_allowed_tools(self.tools, self.tool_choice)
+        if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
+            raise BadRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}.", param="reasoning_effort")
+        if any(m != "text" for m in self.modalities or []):
+            raise BadRequest("only the modality 'text' is supported.", param="modalities")
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body."""
+        yield from super().list_unused_fields(context)
+        if self.parallel_tool_calls is not None and not self.may_call:
+            yield "parallel_tool_calls"
+        if self.service_tier is not None:
+            yield "service_tier"
+        if self.reasoning_effort is not None and not any(
+            context.mentions(v) for v in self.get_effort_variables(context.mentions)
+        ):
+            yield "reasoning_effort"
+        if not self.include_reasoning and not context.reasoning:
+            yield "include_reasoning"
+        if self.add_special_tokens:
+            yield "add_special_tokens"
+        if self.echo and not self.get_echo_text():
+            yield "echo"
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            yield "max_tokens"
+        yield from list_unread_variables(context, self.chat_template_kwargs, tools=self.tools, documents=self.documents)
+
+    def get_echo_text(self, role: str = "assistant") -> str:
+        """The text before the answer with ``echo``: that of the last message, where it has the answer's ``role``."""
+        last = self.messages[-1] if self.messages else None
+        if not self.echo or not isinstance(last, dict):
+            return ""
+        if last.get("role") != role and not self.continue_final_message:
+            return ""
+        content = last.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts = (p.get("text") if isinstance(p, dict) else p for p in parts)
+        return "".join(text for text in texts if isinstance(text, str))
+
+    @property
+    def continued_role(self) -> str:
+        """Whose message the answer continues; empty: it is one of its own."""
+        last = self.messages[-1] if self.continue_final_message else None
+        return str(last.get("role", "")) if isinstance(last, dict) else ""
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def get_effort_variables(self, mentions: Callable[[str], bool]) -> dict[str, Any]:
+        """Variables of the template for ``reasoning_effort``; some templates know only whether to think at all.
+
+        Args:
+            mentions: as in FieldContext.
+        """
+        if self.reasoning_effort is None:
+            return {}
+        made: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none" and mentions("enable_thinking"):
+            made["enable_thinking"] = False
+        return made
+
+    @property
+    def shows_tokens(self) -> bool:
+        """See GenerateRequest."""
+        return bool(self.logprobs)
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the template opens the assistant's message: as asked, else unless the last message continues."""
+        return self.add_generation_prompt and (
+            "add_generation_prompt" in self.model_fields_set or not self.continue_final_message
+        )
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The name and value of the requested output limit."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+class TopLogprob(Strict):
+    """A candidate at one place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprobs(TopLogprob):
+    """The chosen token and the best candidates."""
+
+    top_logprobs: list[TopLogprob] = Field(default_factory=list)
+
+
+class ChoiceLogprobs(Strict):
+    """Log-probabilities of a choice."""
+
+    content: list[TokenLogprobs] | None = None
+    refusal: None = None
+
+
+class CalledFunction(Strict):
+    """A function and its arguments, a JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Strict):
+    """A call of an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """The assistant's answer. ``reasoning_content`` is another name of ``reasoning``."""
+
+    role: str = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[MessageToolCall] = Field(default_factory=list, exclude_if=lambda v: not v)
+    reasoning: str | None = Field(default=None, exclude_if=lambda v: v is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda v: v is None)
+
+
+class Choice(Strict):
+    """One of ``n`` answers."""
+
+    index: int
+    message: Message
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(Strict):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class DeltaFunction(Strict):
+    """The name, in a call's first part, and more of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(Strict):
+    """What a chunk adds to a call; ``id`` and ``type`` come once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: DeltaFunction
+
+
+class DeltaMessage(Strict):
+    """What a chunk adds; only set fields are sent."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class ChunkChoice(Strict):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: DeltaMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Strict):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    system_fingerprint: str | None = None
+    usage: Usage | None = None

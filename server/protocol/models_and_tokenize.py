@@ -1,0 +1,112 @@
+"""/v1/models, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trencadis.server.protocol.base_request import (
+    Body,
+    FieldContext,
+    ImageDetails,
+    Ints,
+    MediaRequest,
+    Strict,
+    VideoDetails,
+)
+from trencadis.server.protocol.chat_completions import list_unread_variables
+from trencadis.server.protocol.field_types import Object, Objects, Text
+
+
+class Permission(Strict):
+    """OpenAI's former permission object; some clients still read it."""
+
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class ModelCard(Strict):
+    """One served name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "trencadis"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    permission: list[Permission] = Field(default_factory=list)
+
+
+class ModelList(Strict):
+    """All served names."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeRequest(MediaRequest):
+    """A raw prompt, or a conversation (with images: placeholders are expanded)."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+    tools: Objects | None = None
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body. Template options have no effect on a raw prompt, nor ``add_special_tokens`` on a conversation."""
+        if self.messages is not None:
+            if self.add_special_tokens:
+                yield "add_special_tokens"
+            yield from list_unread_variables(context, self.chat_template_kwargs, tools=self.tools)
+            return
+        if self.return_image_sizes:
+            yield "return_image_sizes"
+        for name in ("cache_salt", "mm_processor_kwargs", "continue_final_message", "chat_template",
+                     "chat_template_kwargs", "tools"):  # fmt: skip
+            if getattr(self, name):
+                yield name
+        if not self.add_generation_prompt:
+            yield "add_generation_prompt"
+
+
+class TokenizeResponse(Strict):
+    """The ids of a prompt; with ``return_image_sizes`` what the model sees of its media."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    images: list[ImageDetails] | None = None
+    videos: list[VideoDetails] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Ids to read."""
+
+    model: Text | None = None
+    tokens: Ints
+
+
+class DetokenizeResponse(Strict):
+    """Their text."""
+
+    prompt: str

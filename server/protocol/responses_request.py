@@ -1,0 +1,85 @@
+"""/v1/responses: the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.protocol.base_request import FieldContext, Int, Texts
+from trencadis.server.protocol.field_types import Object, Objects, Text
+from trencadis.server.protocol.translated_request import TranslatedRequest
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDE = frozenset({
+    LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+})  # fmt: skip
+"""What ``include`` may name. All but the first belong to tools or memory that this server does not have."""
+STATELESS = "this server keeps no responses: send the whole conversation as input"
+REFUSED = {
+    "previous_response_id": STATELESS,
+    "conversation": STATELESS,
+    "background": "background responses are not supported: send the request without it",
+    "prompt": "prompt templates are not supported: send instructions and input",
+}
+
+
+class ResponsesRequest(TranslatedRequest):
+    """A conversation as text or items. ``server.dialects`` checks the items and names the place of an error."""
+
+    bulky: ClassVar[tuple[str, ...]] = (*TranslatedRequest.bulky, "input")
+
+    input: Text | list[Any] | None = None
+    instructions: Text | None = None
+    max_output_tokens: Int | None = None
+    max_tool_calls: Int | None = None
+    tools: Objects | None = None
+    tool_choice: Text | Object | None = None
+    parallel_tool_calls: bool | None = None
+    text: Object | None = None
+    reasoning: Object | None = None
+    include: Texts | None = None
+    top_logprobs: Int | None = None
+    metadata: dict[Text, Text] | None = None
+    truncation: Text | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Text | None = None
+    conversation: Text | Object | None = None
+    prompt: Object | None = None
+    service_tier: Text | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+    def check(self) -> None:
+        """See GenerateRequest; adds what only responses have."""
+        super().check()
+        for name, why in REFUSED.items():
+            if getattr(self, name):
+                raise BadRequest(f"{name}: {why}.", param=name)
+        if self.truncation not in (None, "auto", "disabled"):
+            raise BadRequest("truncation must be 'auto' or 'disabled'.", param="truncation")
+        for i, name in enumerate(self.include or []):
+            if name not in INCLUDE:
+                raise BadRequest(f"include[{i}] is {name[:60]!r}, which no response has.", param=f"include[{i}]")
+        if len(self.metadata or {}) > 16:
+            raise BadRequest("metadata holds at most 16 entries.", param="metadata")
+
+    def list_unused_fields(self, context: FieldContext) -> Iterator[str]:
+        """See Body."""
+        yield from super().list_unused_fields(context)
+        for name in ("store", "max_tool_calls", "service_tier", "user", "safety_identifier", "prompt_cache_key"):
+            if getattr(self, name):
+                yield name
+        yield from (f"include.{name}" for name in self.include or [] if name != LOGPROBS)
+        for name, known in (("text", ("format",)), ("reasoning", ("effort",))):
+            found = getattr(self, name) or {}
+            yield from (f"{name}.{key}" for key, value in found.items() if key not in known and value is not None)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """See GenerateRequest."""
+        return LOGPROBS in (self.include or []) or bool(self.top_logprobs)

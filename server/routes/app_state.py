@@ -1,0 +1,379 @@
+"""What all routes share, and the steps of every generating route."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from starlette.requests import Request as HttpRequest
+
+from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.core.errors import BadRequest, Forbidden, NotFound, Unavailable
+from trencadis.core.request import Request, SamplingParams
+from trencadis.multimodal.media_options import MediaScope
+from trencadis.server.admission import Admission, Ticket
+from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.grammars.grammar_cache import GrammarCache
+from trencadis.server.grammars.response_format import OPTIONS, RequestedFormat, find_requested_format
+from trencadis.server.metrics.prometheus import PrometheusMetrics
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.generation import Generation, RequestTiming
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.token_rules import add_rule
+from trencadis.server.protocol.base_request import (
+    HARMLESS,
+    Body,
+    CompletionTokensDetails,
+    FieldContext,
+    GenerateRequest,
+    ImageDetails,
+    MediaRequest,
+    PromptTokensDetails,
+    Usage,
+    VideoDetails,
+)
+from trencadis.server.protocol.beam_search_fields import make_beam_rule
+from trencadis.server.records.logged_prompt import render_prompt
+from trencadis.server.records.request_log_lines import log_closing, log_received
+from trencadis.server.records.request_record import RECORD, RequestRecord
+from trencadis.server.records.tracing import TraceQueue
+from trencadis.server.routes.auth import UNSAFE
+from trencadis.server.routes.http_settings import HttpSettings
+from trencadis.server.tenants.fair_queue import TenantFairQueue
+from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
+from trencadis.server.tenants.tenant_registry import TenantRegistry
+
+
+@dataclass(frozen=True)
+class AppState:
+    """The parts of a running API server."""
+
+    settings: HttpSettings
+    engine: EngineClient
+    service: TextService
+    admission: Admission
+    metrics: PrometheusMetrics
+    created: int
+    grammar_cache: GrammarCache
+    parsers: AnswerParsers = field(default_factory=AnswerParsers)
+    tenants: TenantRegistry | None = None
+    traces: TraceQueue | None = None
+    fair_queue: TenantFairQueue | None = None
+
+    @property
+    def fair_queued(self) -> int:
+        """Requests in the fair queues of all API processes, which no engine has yet."""
+        own = 0 if self.fair_queue is None else self.fair_queue.waiting
+        return own if self.settings.shared is None else self.settings.shared.update_fair_queued(own)
+
+    def check_accepting(self) -> None:
+        """Checks whether requests of this task may run now.
+
+        Raises:
+            Unavailable: the engine loads, drains or is down.
+            BadRequest: the request is pinned to an engine that there is not.
+        """
+        if not self.engine.accepting:
+            raise Unavailable(f"The server is not accepting requests: {self.engine.phase}.", retry_after=5)
+        self.get_pinned_replica()
+
+    def get_pinned_replica(self) -> int:
+        """The engine that the header ``X-data-parallel-rank`` of this task's request names; -1: any.
+
+        Raises:
+            BadRequest: there is no such engine.
+        """
+        record = RECORD.get()
+        return -1 if record is None or not record.rank else self._parse_replica(record.rank.strip())
+
+    def _parse_replica(self, text: str) -> int:
+        count = len(get_replicas(self.engine))
+        if text and (not text.isdecimal() or len(text) > 6 or int(text) >= count):
+            known = "the only one is 0" if count == 1 else f"there are 0 to {count - 1}"
+            raise BadRequest(
+                f"X-data-parallel-rank must be the number of an engine, and {known}, got {text[:20]!r}.",
+                param="X-data-parallel-rank",
+            )
+        return int(text) if text else -1
+
+    def check_model(self, model: str | None) -> str:
+        """The model name for the answer.
+
+        Raises:
+            NotFound: there is no such model; the message lists the names.
+        """
+        names = self.settings.served_names
+        if model in names:
+            return model
+        if model and not self.settings.config.skip_model_name_validation:
+            message = f"The model `{model[:60]}` does not exist. Valid aliases: {', '.join(names)}"
+            raise NotFound(message[:199], param="model")
+        return names[0]
+
+    def check_request(self, request: GenerateRequest) -> dict[str, str]:
+        """Checks whether a request may run; returns response headers, which name ignored fields.
+
+        Raises:
+            TrencadisError: the request may not run.
+        """
+        mark_runs_model()
+        self.check_accepting()
+        self.check_model(request.model)
+        if self.tenants is not None:
+            check_priority(request.priority)
+        if request.is_plain:
+            return {}
+        request.check()
+        return self.check_fields(request)
+
+    def check_fields(
+        self, request: Body, inner: Body | None = None, name: Callable[[str], str] = str
+    ) -> dict[str, str]:
+        """Response headers that name the fields without effect.
+
+        Args:
+            inner: the chat request that a request of another API has become.
+            name: what a field of ``inner`` is called in ``request``.
+
+        Raises:
+            BadRequest: there are some, and ``--strict-request-fields`` is set.
+        """
+        template = getattr(request, "chat_template", None)
+        how = self.service.config.pooling
+        context = FieldContext(
+            lambda name: self.mentions(template, name),
+            self.settings.priorities,
+            self.parsers.for_template(template).reasoning is not None,
+            how is not None and how.task == EMBED,
+        )
+        ignored = request.list_ignored_fields(context)
+        if inner is not None:
+            ignored = sorted({*ignored, *map(name, inner.list_ignored_fields(context))})
+        refused = next((one for one in ignored if one not in HARMLESS), "")[:60]
+        if refused and self.settings.config.strict_request_fields:
+            known = refused.partition(".")[0] in type(request).model_fields
+            raise BadRequest(
+                f"{refused!r} has no effect here." if known else f"Unknown field {refused!r}.", param=refused
+            )
+        names = ",".join(UNSAFE.sub("?", one)[:64] for one in ignored[:32])
+        return {"x-ignored-fields": names} if names else {}
+
+    def mentions(self, template: str | None, name: str) -> bool:
+        """Whether the template that renders a request contains the name of a variable."""
+        if template is not None:
+            return name in template
+        return self.service.template is not None and self.service.template.mentions(name)
+
+    def check_template(self, template: str | None) -> None:
+        """Raises Forbidden if a request has a template and the operator does not trust such templates."""
+        if template is not None and not self.settings.config.trust_request_chat_template:
+            raise Forbidden(
+                "chat_template in a request needs a server started with --trust-request-chat-template.",
+                param="chat_template",
+            )
+
+    def shows_ids(self, request: GenerateRequest) -> bool:
+        """Whether log-probabilities show ids for tokens: as the request says, else as the operator does."""
+        asked = request.return_tokens_as_token_ids
+        return self.settings.config.return_tokens_as_token_ids if asked is None else asked
+
+    def get_requested_format(self, request: GenerateRequest) -> RequestedFormat | None:
+        """The form of answer that a request asks for.
+
+        Raises:
+            BadRequest: it asks for two, or for none that exists.
+        """
+        config = self.settings.config
+        usual = {name: True for name in OPTIONS if getattr(config, name, False)}
+        return find_requested_format(request.response_format, request.structured_outputs, request.guided, usual)
+
+    def make_media_scope(self, request: MediaRequest, http: HttpRequest, ticket: Ticket) -> MediaScope:
+        """The tenant, salt and options of a request's media; their pixels are charged to ``ticket``.
+
+        Raises:
+            BadRequest: mm_processor_kwargs are unknown or wrong.
+        """
+        salt, tenant = request.cache_salt or "", str(http.scope.get("trencadis.tenant", ""))
+        scope = MediaScope(
+            salt, tenant, charge=lambda n: ticket.charge(pixels=n), on_fetch=partial(mark_prepared, http)
+        )
+        return scope.with_kwargs(request.mm_processor_kwargs) if request.mm_processor_kwargs else scope
+
+    def make_generation(
+        self, id: str, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest
+    ) -> Generation:
+        """The generation of one prompt. Its id has a random suffix, because clients may repeat ids."""
+        if not request.is_plain:
+            self._add_token_rules(prompt, sampling, request)
+        own, salt = f"{id}-{uuid.uuid4().hex[:8]}", request.cache_salt or ""
+        made = prompt.make_request(own, sampling, arrival=time.time(), salt=salt, priority=request.priority)
+        made.beams = make_beam_rule(request) if request.use_beam_search else None
+        made.replica = self.get_pinned_replica()
+        if request.stream:
+            prompt.interval = request.stream_interval or self.settings.config.stream_interval
+        account = CURRENT.get()
+        finished = self.metrics.record_finished if account is None else self._charge_tenant(account, made)
+        return self.record_generation(Generation(self.engine, self.service, made, prompt, finished))
+
+    def _add_token_rules(self, prompt: Prompt, sampling: SamplingParams, request: GenerateRequest) -> None:
+        """Adds to the rule of ``prompt`` what ``sampling`` asks for."""
+        reasoning = self.parsers.for_template(getattr(request, "chat_template", None)).reasoning
+        continued = bool(getattr(request, "continue_final_message", False))
+        add_rule(prompt, sampling, self.service.tokenizer, self.service.limits.vocab, reasoning, continued)
+
+    def _charge_tenant(self, account: TenantAccount, request: Request) -> Callable[[RequestTiming], None]:
+        """Has ``request`` run for a tenant, who pays for its tokens when it has finished."""
+        request.tenant, request.weight = account.tenant.name, account.tenant.weight
+
+        def on_finished(timing: RequestTiming) -> None:
+            account.spend("tokens_per_minute", timing.generated)
+            self.metrics.record_finished(timing)
+
+        return on_finished
+
+    def record_generation(self, generation: Generation) -> Generation:
+        """``generation``, which is noted in the record of the request that this task serves."""
+        record, config = RECORD.get(), self.settings.config
+        if record is not None:
+            record.model = self.settings.name
+            record.params = record.params or generation.params
+            record.timings.append(generation.timing)
+            generation.timing.fair_queue_seconds = record.fair_queue_seconds
+            if config.enable_log_requests or config.enable_log_outputs:
+                self._log_received(record, generation)
+        return generation
+
+    def _log_received(self, record: RequestRecord, generation: Generation) -> None:
+        config, prompt = self.settings.config, generation.prompt
+        shown = None
+        if config.enable_log_outputs:
+            generation.said = [[] for _ in generation.streams]
+            record.texts += generation.said
+            shown = render_prompt(prompt, self.service.tokenizer, config.max_log_len)
+        log_received(record, len(prompt.tokens), len(prompt.media), generation.params, shown)
+
+    def on_request_ended(self, record: RequestRecord) -> None:
+        """Writes the closing line of a request, and its trace."""
+        if record.runs_model:
+            log_closing(record, self.settings.config.max_log_len)
+            if self.traces is not None:
+                self.traces.add(record)
+
+
+def mark_runs_model() -> None:
+    """Notes in this task's record that its request came to a route which runs the model."""
+    record = RECORD.get()
+    if record is not None:
+        record.runs_model = True
+
+
+def check_priority(priority: int) -> None:
+    """Raises Forbidden if the tenant of this task may not ask for ``priority``."""
+    account = CURRENT.get()
+    if account is not None:
+        low, high = account.tenant.priorities
+        if not low <= priority <= high:
+            raise Forbidden(f"This key may use priorities {low} to {high}, not {priority}.", param="priority")
+
+
+def make_request_id(prefix: str, http: HttpRequest, given: str | None = None, mark: str = "-") -> str:
+    """``prefix``, ``mark``, and the client's id without unsafe characters, or that of the answer's header."""
+    wanted = UNSAFE.sub("", given or str(http.scope.get("trencadis.request_id.shown", "")))[:128]
+    id = f"{prefix}{mark}{wanted or uuid.uuid4().hex}"
+    record = RECORD.get()
+    if record is not None:
+        record.answer = id
+    return id
+
+
+def make_usage(generations: Sequence[Generation], sizes: bool = False, shown: bool = True) -> Usage:
+    """Tokens of a request; ``sizes`` adds the size of each image and video after resizing.
+
+    Args:
+        shown: whether kinds of prompt tokens are told, where nothing else asks for them.
+    """
+    prompt = sum(len(g.prompt.tokens) for g in generations)
+    completion = sum(g.timing.generated for g in generations)
+    thoughts = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=make_prompt_details(generations, sizes) if shown or sizes else None,
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sum(thoughts)) if thoughts else None,
+    )
+
+
+def make_prompt_details(generations: Sequence[Generation], sizes: bool) -> PromptTokensDetails:
+    """Kinds of the tokens of all prompts; ``sizes``: as in ``make_usage``."""
+    details = PromptTokensDetails(cached_tokens=sum(g.timing.cached for g in generations), image_tokens=0)
+    if any(g.prompt.media for g in generations):
+        _count_media(details, generations)
+    if sizes:
+        _add_sizes(details, generations)
+    return details
+
+
+def _add_sizes(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
+    """Adds each image and video as the model sees it."""
+    details.images = [one for g in generations for one in list_image_details(g.prompt)]
+    details.videos = [one for g in generations for one in list_video_details(g.prompt)] or None
+
+
+def _count_media(details: PromptTokensDetails, generations: Sequence[Generation]) -> None:
+    """Adds the placeholder tokens of images and videos."""
+    kinds = {"image": False, "video": True}
+    counts = {kind: sum(g.prompt.count_media_tokens(videos) for g in generations) for kind, videos in kinds.items()}
+    details.image_tokens, details.video_tokens = counts.values()
+    details.multimodal_tokens = {kind: count for kind, count in counts.items() if count}
+
+
+def list_image_details(prompt: Prompt) -> list[ImageDetails]:
+    """The images of a prompt as the model sees them."""
+    return [ImageDetails(**asdict(size)) for size in prompt.image_sizes]
+
+
+def list_video_details(prompt: Prompt) -> list[VideoDetails]:
+    """The videos of a prompt as the model sees them."""
+    return [
+        VideoDetails(
+            width=c.resized[1],
+            height=c.resized[0],
+            grid=list(c.grid),
+            tokens=c.tokens,
+            fps=c.fps,
+            frames=list(c.indices),
+            total_frames=c.frames,
+        )
+        for c in prompt.clips
+    ]
+
+
+def forget_json(http: HttpRequest) -> None:
+    """Frees the parsed body of a request; what was read from it stays."""
+    parsed = getattr(http, "_json", None)
+    if isinstance(parsed, dict):
+        parsed.clear()
+
+
+def forget_body(http: HttpRequest) -> None:
+    """Frees the body of a parsed request: two copies of its data URLs would live until the answer ends."""
+    forget_json(http)
+    if hasattr(http, "_body"):
+        http._body = b""
+    body = http.scope.get("trencadis.body")
+    if body is not None:
+        body.leave()
+    if "trencadis.turn" in http.scope:
+        mark_prepared(http)
+
+
+def mark_prepared(http: HttpRequest) -> None:
+    """Releases the request's slot in the fair queue, so that the next request can be prepared."""
+    entry = http.scope.get("trencadis.turn")
+    if entry is not None:
+        entry.mark_prepared()

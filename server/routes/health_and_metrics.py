@@ -1,0 +1,134 @@
+"""Probes, version and metrics. They only read counters; none runs the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from trencadis import __version__
+from trencadis.core.process.engine_messages import Phase
+from trencadis.core.progress import Warming
+from trencadis.server.engine.engine_client import EngineClient, get_replicas
+from trencadis.server.routes.app_state import AppState
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``."""
+    routes = APIRouter(tags=["operation"])
+    engine = state.engine
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """200 if the server accepts requests; 503 while it loads or drains, or its engine is dead or stalled."""
+        return make_health_report(engine, engine.accepting and engine.healthy)
+
+    async def ping() -> Response:
+        """``/health`` under SageMaker's name."""
+        return make_health_report(engine, engine.accepting and engine.healthy)
+
+    routes.add_api_route("/ping", ping, methods=["GET", "POST"], include_in_schema=False)  # its 405 allows both
+    routes.get("/ping")(ping)
+    routes.post("/ping")(ping)
+
+    @routes.get("/live")
+    async def live() -> Response:
+        """200 unless the engine fails again and again."""
+        failing = engine.failing
+        return JSONResponse({"status": "failing" if failing else "ok"}, 503 if failing else 200)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 if the server accepts requests and warm-up is done, as far as ``--warmup`` asks for it."""
+        return make_health_report(engine, engine.ready and engine.healthy)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """The version, and the device once it is known."""
+        info = engine.info
+        return {"version": __version__} | ({"device": info.device} if info is not None else {})
+
+    @routes.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """What the engine holds and has done, as JSON; /metrics has the same for Prometheus."""
+        engines = get_replicas(engine)
+        each = {"engines": [make_stats(e) for e in engines]} if len(engines) > 1 else {}
+        turned = state.fair_queued
+        whole = {**make_stats(engine), "takes_images": state.service.images is not None, **each}
+        return whole | {"waiting": whole["waiting"] + turned, "waiting_for_turn": turned}
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format; any of several API processes tells the figures of all."""
+        shared = state.settings.shared
+        text = state.metrics.format_text() if shared is None else await shared.fetch_metrics()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def make_health_report(engine: EngineClient, good: bool) -> Response:
+    """The state of the server and of each engine; 503 unless it is ``good``."""
+    body: dict[str, Any] = {
+        "status": "ok" if good else "unavailable",
+        "phase": engine.phase,
+        "accepting": engine.accepting,
+        "ready": engine.ready,
+    }
+    if engine.info is not None:
+        body["device"] = engine.info.device
+    if (going := get_warmup_progress(engine)) is not None:
+        body["progress"] = going
+    if len(engines := get_replicas(engine)) > 1:
+        body["engines"] = [
+            {"phase": e.phase, "accepting": e.accepting, "ready": e.ready, "restarts": e.restarts} for e in engines
+        ]
+    headers = {} if good else {"retry-after": "5"}
+    return JSONResponse(body, 200 if good else 503, headers)
+
+
+def make_stats(engine: EngineClient) -> dict[str, Any]:
+    """What ``/stats`` shows: gauges as of the last step; counters since the engine's start."""
+    now, info = engine.stats, engine.info
+    return {
+        "device": info.device if info is not None else None,
+        "dtype": info.dtype if info is not None else None,
+        "max_model_len": info.max_model_len if info is not None else None,
+        "running": now.running,
+        "waiting": now.waiting,
+        "steps": now.steps,
+        "preemptions": now.preemptions,
+        "prompt_tokens": now.prompt_tokens,
+        "generation_tokens": now.generation_tokens,
+        "kv_blocks": {
+            "used": now.kv_used, "total": now.kv_total, "cached": now.kv_cached, "evictions": now.kv_evictions,
+            "tokens_each": info.block_size if info is not None else None,
+        },
+        "prefix_cache": {"queries": now.prefix_queries, "hits": now.prefix_hits},
+        "image_arena": {
+            "used": now.arena_used, "total": now.arena_total, "queries": now.mm_queries, "hits": now.mm_hits,
+            "encoded": now.images_encoded, "evictions": now.image_evictions,
+        },
+        "restarts": engine.restarts,
+    }  # fmt: skip
+
+
+def get_warmup_progress(engine: EngineClient) -> dict[str, Any] | None:
+    """Progress of loading or background warm-up: phase, work done, percent, seconds left; None if neither runs."""
+    now: Warming | Phase | None
+    if engine.info is None or not engine.accepting or engine.sleep_level:
+        now = engine.progress
+        name, share = (now.name, now.fraction) if now is not None else ("", 0.0)
+    else:
+        now = engine.stats.graphs.warming
+        if now is None and engine.plan is not None and engine.plan.warmup == "background":
+            now = Warming(total=2 * len(engine.plan.buckets))
+        name, share = (now.phase, now.fraction) if now is not None else ("", 0.0)
+    if now is None or name == "warm":
+        return None
+    return {
+        "phase": name, "done": now.done, "total": now.total, "percent": round(100 * share, 1),
+        "eta_seconds": round(now.eta, 1),
+    }  # fmt: skip

@@ -1,0 +1,111 @@
+"""Scores of pairs, for the routes that score and rerank: a class head, label tokens, or cosines of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.core.errors import BadRequest
+from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.multimodal.media_options import MediaScope
+from trencadis.server.admission import Ticket
+from trencadis.server.pooling.pooler_output import compute_pair_score, cosine_similarity
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.pooling.text_pairs import Content, Pair, check_scores, make_pair_prompt
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.protocol.pooling.pooling_requests import PairRequest
+from trencadis.server.routes.app_state import AppState
+from trencadis.server.routes.pooling.pooling_base import PooledValues, get_pooling, merge_pooled, run_prompts
+
+AT_ONCE = 128
+"""Pairs whose prompts are held at a time: each holds the query again."""
+
+
+class PairScores(NamedTuple):
+    """One score a pair, and the answer's id, time, model and usage."""
+
+    scores: list[float]
+    made: PooledValues
+
+
+async def score_pairs(
+    state: AppState,
+    body: PairRequest,
+    http: Request,
+    ticket: Ticket,
+    params: PoolingParams,
+    pairs: Sequence[Pair],
+    prefix: str,
+    document_tokens: int = 0,
+) -> PairScores:
+    """Scores all pairs.
+
+    Raises:
+        TrencadisError: the model gives pairs no score, a text or an image is at fault, or the engine fails.
+    """
+    pooling = get_pooling(state)
+    check_scores(pooling)
+    state.check_template(body.chat_template)
+    scope = state.make_media_scope(body, http, ticket)
+    if pooling.task == EMBED:
+        if body.instruction:
+            raise BadRequest("instruction is for chat models that judge (--convert classify).", param="instruction")
+        return await _score_cosines(state, body, http, ticket, params, pairs, prefix, document_tokens, scope)
+    variables = {**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
+    known: dict[str, list[int]] = {}
+    parts = []
+    for at in range(0, len(pairs), AT_ONCE):
+        prompts = await gather_or_cancel(
+            make_pair_prompt(
+                state.service, pooling, pair, instruction=body.instruction or "", truncate=body.truncate_prompt_tokens,
+                document_tokens=document_tokens, kwargs=variables, chat_template=body.chat_template, scope=scope,
+                known=known,
+            )
+            for pair in pairs[at : at + AT_ONCE]
+        )  # fmt: skip
+        parts.append(await run_prompts(state, body, http, ticket, prompts, prefix, params))
+    made = merge_pooled(parts)
+    return PairScores([compute_pair_score(v, pooling, params) for v in made.values], made)
+
+
+async def _score_cosines(
+    state: AppState, body: PairRequest, http: Request, ticket: Ticket, params: PoolingParams, pairs: Sequence[Pair],
+    prefix: str, document_tokens: int, scope: MediaScope,
+) -> PairScores:  # fmt: skip
+    """Each text or conversation is embedded once, in however many pairs it stands."""
+    index_of: dict[Any, int] = {}
+    sides: list[tuple[Content, int]] = []
+
+    def number(content: Content, most: int) -> int:
+        key = (content, most) if isinstance(content, str) else id(content)
+        if key not in index_of:
+            index_of[key] = len(sides)
+            sides.append((content, most))
+        return index_of[key]
+
+    numbers = [(number(p.query, 0), number(p.document, document_tokens)) for p in pairs]
+    prompts = await gather_or_cancel(_make_side_prompt(state, body, content, most, scope) for content, most in sides)
+    made = await run_prompts(state, body, http, ticket, prompts, prefix, params)
+    return PairScores([cosine_similarity(made.values[a], made.values[b]) for a, b in numbers], made)
+
+
+async def _make_side_prompt(
+    state: AppState, body: PairRequest, content: Content, most: int, scope: MediaScope
+) -> Prompt:
+    if isinstance(content, str):
+        cut = most or body.truncate_prompt_tokens
+        side = "right" if most else body.truncation_side or ""
+        return await state.service.make_raw_prompt(content, truncate=cut, truncation_side=side)
+    if state.service.template is None:
+        raise BadRequest("This model has no chat template; it embeds texts alone.", param="documents")
+    messages = [{"role": "user", "content": content}]
+    return await state.service.make_chat_prompt(
+        messages,
+        add_generation_prompt=False,
+        kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+        chat_template=body.chat_template,
+        scope=scope,
+    )

@@ -1,0 +1,214 @@
+"""Prompts of a pooling request, their values from the engine, and the response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.admission import Ticket
+from trencadis.server.pooling.pooler_output import Float32, Float64, convert_to_floats, encode_base64, finish_pooled
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.pooling.pooling_request import make_pooling_request
+from trencadis.server.pooling.run_pooling import run_pooling
+from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.protocol.base_request import PromptTokensDetails, Usage
+from trencadis.server.protocol.pooling.pooling_requests import PoolingRequest, PromptedRequest
+from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, mark_runs_model
+from trencadis.server.routes.sse import run_until_disconnect
+
+IN_LOOP = 16
+"""Items of an answer that are written before the event loop serves others."""
+
+
+class PooledValues(NamedTuple):
+    """What the engine gave: ``read_raw_values`` of each prompt, and the usage of all."""
+
+    id: str
+    created: int
+    model: str
+    values: list[Float64]
+    usage: Usage
+
+
+def get_pooling(state: AppState) -> Pooling:
+    """How this server pools; its routes exist only where it does."""
+    assert state.service.config.pooling is not None
+    return state.service.config.pooling
+
+
+def check_pooling_request(
+    state: AppState, body: PoolingRequest, task: str = ""
+) -> tuple[PoolingParams, dict[str, str]]:
+    """The parameters of a request that may run, and the response headers.
+
+    Raises:
+        TrencadisError: it may not.
+    """
+    mark_runs_model()
+    state.check_accepting()
+    state.check_model(body.model)
+    body.check()
+    headers = state.check_fields(body)
+    params = body.make_params()
+    params.task = params.task or task or None
+    params.check(get_pooling(state), state.service.config.text.width)
+    return params, headers
+
+
+def enter_prompts(state: AppState, count: int, param: str) -> Ticket:
+    """A ticket for ``count`` prompts.
+
+    Raises:
+        BadRequest: too many in one request.
+        QueueFull: the server is full.
+    """
+    most = state.service.limits.max_prompts
+    if count > most:
+        raise BadRequest(f"At most {most} inputs are allowed, got {count}.", param=param)
+    return state.admission.enter(max(count, 1))
+
+
+async def make_prompts(state: AppState, body: PromptedRequest, http: Request, ticket: Ticket) -> list[Prompt]:
+    """The prompts of ``input`` or ``messages``.
+
+    Raises:
+        TrencadisError: one of them cannot be made; ``param`` names the field.
+    """
+    side = body.truncation_side or ""
+    if body.messages is None:
+        try:
+            return await state.service.make_raw_prompts(
+                body.list_prompts(), add_special_tokens=body.add_special_tokens, truncate=body.truncate_prompt_tokens,
+                truncation_side=side,
+            )  # fmt: skip
+        except BadRequest as error:
+            raise BadRequest(error.message, param="input" if error.param == "prompt" else error.param) from None
+    state.check_template(body.chat_template)
+    try:
+        made = await state.service.make_chat_prompt(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            kwargs={**state.settings.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
+            chat_template=body.chat_template,
+            truncate=body.truncate_prompt_tokens,
+            truncation_side=side or "left",
+            scope=state.make_media_scope(body, http, ticket),
+        )
+    except TrencadisError as error:
+        if "content[" in (error.param or ""):
+            state.metrics.count_media_error(error.type)
+        raise
+    return [made]
+
+
+async def run_prompts(
+    state: AppState, body: PoolingRequest, http: Request, ticket: Ticket, prompts: Sequence[Prompt], prefix: str,
+    params: PoolingParams,
+) -> PooledValues:  # fmt: skip
+    """Pools all prompts on the engine.
+
+    Raises:
+        TrencadisError: from the engine, or the server is full.
+    """
+    ticket.charge(tokens=sum(len(p.tokens) for p in prompts))
+    forget_body(http)
+    id = make_request_id(prefix, http, body.request_id)
+    generations: list[Generation] = []
+    pooling = get_pooling(state)
+    for i, prompt in enumerate(prompts):
+        made = make_pooling_request(
+            f"{id}-{i}-{uuid.uuid4().hex[:8]}", prompt, pooling, params, arrival=time.time(),
+            salt=body.cache_salt or "", priority=body.priority,
+        )  # fmt: skip
+        made.replica = state.get_pinned_replica()
+        made_of = Generation(state.engine, state.service, made, prompt, state.metrics.record_finished)
+        generations.append(state.record_generation(made_of))
+        if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
+            await asyncio.sleep(0)
+    values = await run_pooling(generations, pooling, params)
+    return PooledValues(id, int(time.time()), state.check_model(body.model), values, _make_usage(generations))
+
+
+def _make_usage(generations: Sequence[Generation]) -> Usage:
+    tokens = sum(len(g.prompt.tokens) for g in generations)
+    details = PromptTokensDetails(
+        cached_tokens=sum(g.timing.cached for g in generations),
+        image_tokens=sum(g.prompt.count_media_tokens(videos=False) for g in generations),
+        video_tokens=sum(g.prompt.count_media_tokens(videos=True) for g in generations),
+    )
+    return Usage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=details)
+
+
+def format_vector(raw: Float64, pooling: Pooling, params: PoolingParams, form: str) -> list[Any] | str:
+    """One prompt's values as the answer shows them: numbers, or rows of numbers for every token."""
+    made: Float32 = finish_pooled(raw, pooling, params)
+    return encode_base64(made) if form == "base64" else convert_to_floats(made)
+
+
+def get_label(pooling: Pooling, probs: Float32) -> str | None:
+    """The name of the likeliest class."""
+    assert pooling.task == CLASSIFY
+    best = int(probs.argmax())
+    return pooling.labels[best] if best < len(pooling.labels) else None
+
+
+class ItemList(NamedTuple):
+    """An answer without its items, and the items, which are made and written a few at a time."""
+
+    head: BaseModel
+    items: Iterable[BaseModel]
+
+
+async def respond(http: Request, ticket: Ticket, work: Awaitable[ItemList], headers: dict[str, str]) -> Response:
+    """The response; releases the ticket. The work is cancelled if the client disconnects.
+
+    A thousand embeddings are tens of megabytes of JSON, which are made while they are sent.
+    """
+    try:
+        made = await run_until_disconnect(http, work)
+    finally:
+        ticket.leave()
+    key = '"results":[' if "results" in type(made.head).model_fields else '"data":['
+    before, _, after = made.head.model_dump_json().partition(key)
+    return StreamingResponse(
+        _write_json(before + key, made.items, after), headers=headers, media_type="application/json"
+    )
+
+
+async def _write_json(before: str, items: Iterable[BaseModel], after: str) -> AsyncIterator[str]:
+    """The JSON text, ``IN_LOOP`` items at a time."""
+    text, comma = before, ""
+    for i, item in enumerate(items):
+        text += comma + item.model_dump_json()
+        comma = ","
+        if i % IN_LOOP == IN_LOOP - 1:
+            yield text
+            text = ""
+            await asyncio.sleep(0)
+    yield text + after
+
+
+def merge_pooled(parts: Sequence[PooledValues]) -> PooledValues:
+    """The results of several runs of one request as those of one."""
+    first, whole = parts[0], Usage(prompt_tokens_details=PromptTokensDetails())
+    assert whole.prompt_tokens_details is not None
+    for part in parts:
+        whole.prompt_tokens += part.usage.prompt_tokens
+        whole.total_tokens += part.usage.total_tokens
+        details = part.usage.prompt_tokens_details
+        assert details is not None
+        for name in ("cached_tokens", "image_tokens", "video_tokens"):
+            sum_of = getattr(whole.prompt_tokens_details, name) + getattr(details, name)
+            setattr(whole.prompt_tokens_details, name, sum_of)
+    return first._replace(values=[v for part in parts for v in part.values], usage=whole)

@@ -1,0 +1,51 @@
+"""/v1/embeddings."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.checkpoint.pooling_config import EMBED
+from trencadis.server.admission import Ticket
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.protocol.pooling.pooling_requests import EmbeddingRequest
+from trencadis.server.protocol.pooling.pooling_responses import EmbeddingItem, EmbeddingResponse
+from trencadis.server.routes.app_state import AppState
+from trencadis.server.routes.pooling.pooling_base import (
+    ItemList,
+    check_pooling_request,
+    enter_prompts,
+    format_vector,
+    get_pooling,
+    make_prompts,
+    respond,
+    run_prompts,
+)
+from trencadis.server.routes.request_body import BodyRoute
+
+
+async def embed_prompts(
+    state: AppState, body: EmbeddingRequest, http: Request, ticket: Ticket, params: PoolingParams
+) -> ItemList:
+    """The answer of a checked request."""
+    prompts = await make_prompts(state, body, http, ticket)
+    id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "embd", params)
+    pooling, form = get_pooling(state), body.encoding_format
+    head = EmbeddingResponse(id=id, created=created, model=model, data=[], usage=usage)
+    items = (EmbeddingItem(index=i, embedding=format_vector(v, pooling, params, form)) for i, v in enumerate(values))
+    return ItemList(head, items)
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
+
+    @routes.post("/v1/embeddings", response_model=EmbeddingResponse)
+    async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
+        """Embeddings of texts, ids or a conversation with images."""
+        params, headers = check_pooling_request(state, body, EMBED)
+        ticket = enter_prompts(state, len(body.list_prompts()), "input")
+        return await respond(http, ticket, embed_prompts(state, body, http, ticket, params), headers)
+
+    return routes

@@ -1,0 +1,51 @@
+"""/pooling: what the engine pools, whatever that is."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.server.admission import Ticket
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.protocol.pooling.pooling_requests import PoolRequest
+from trencadis.server.protocol.pooling.pooling_responses import PoolingItem, PoolingResponse
+from trencadis.server.routes.app_state import AppState
+from trencadis.server.routes.pooling.pooling_base import (
+    ItemList,
+    check_pooling_request,
+    enter_prompts,
+    format_vector,
+    get_pooling,
+    make_prompts,
+    respond,
+    run_prompts,
+)
+from trencadis.server.routes.request_body import BodyRoute
+
+
+async def pool_prompts(
+    state: AppState, body: PoolRequest, http: Request, ticket: Ticket, params: PoolingParams
+) -> ItemList:
+    """The answer of a checked request."""
+    prompts = await make_prompts(state, body, http, ticket)
+    id, created, model, values, usage = await run_prompts(state, body, http, ticket, prompts, "pool", params)
+    pooling, form = get_pooling(state), body.encoding_format
+    head = PoolingResponse(id=id, created=created, model=model, data=[], usage=usage)
+    return ItemList(
+        head, (PoolingItem(index=i, data=format_vector(v, pooling, params, form)) for i, v in enumerate(values))
+    )
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["pooling"], route_class=BodyRoute)
+
+    @routes.post("/pooling", response_model=PoolingResponse)
+    async def pooling(body: PoolRequest, http: Request) -> Response:
+        """Embeddings or probabilities, as the server makes them."""
+        params, headers = check_pooling_request(state, body)
+        ticket = enter_prompts(state, len(body.list_prompts()), "input")
+        return await respond(http, ticket, pool_prompts(state, body, http, ticket, params), headers)
+
+    return routes

@@ -1,0 +1,173 @@
+"""Reads request bodies for FastAPI: scans them on arrival, decodes long strings off the event loop, parses the rest.
+
+A body that is too small to exceed a limit is parsed as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.server.protocol.body_scan import LONG, SLICE, BodyScan, get_placeholder_index, is_within_limits
+from trencadis.server.routes.body_counts import check_counts
+from trencadis.server.text.off_event_loop import Check, OffEventLoop, no_check
+
+IN_LOOP = 1 << 18
+"""Most bytes of long strings that are decoded in the event loop."""
+NO_JSON = "The request body is not valid JSON."
+_OFF_LOOP = OffEventLoop("body")
+
+
+class BodyRoute(APIRoute):
+    """A route that bounds and parses the body itself, before FastAPI asks for it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, with the body read first."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            if self.body_field is not None:
+                found = await read_body(request)
+                # Starlette's caches of ``json()`` and ``body()``.
+                request._json = found
+                request._body = b"" if found is None else b"{}"
+            return await handle(request)
+
+        return handler
+
+
+async def read_body(request: Request) -> Any:
+    """The parsed body; None if it is empty.
+
+    Raises:
+        TrencadisError: the body is not JSON, or exceeds the limits of a request.
+    """
+    chunks, body = request.stream(), b""
+    async for chunk in chunks:
+        body += chunk
+        if len(body) >= LONG:
+            break
+    if not body:
+        return None
+    try:
+        found = (
+            json.loads(body.decode("utf-8-sig"))
+            if is_within_limits(body)
+            else await _parse_long_body(_chain_chunks(body, chunks))
+        )
+    except (ValueError, RecursionError):
+        raise BadRequest(NO_JSON) from None
+    check_counts(found)
+    # Validation takes as long as parsing; let others run between them.
+    await asyncio.sleep(0)
+    return found
+
+
+async def _chain_chunks(start: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """``start``, then ``rest``."""
+    yield start
+    async for chunk in rest:
+        yield chunk
+
+
+async def _parse_long_body(chunks: AsyncIterator[bytes]) -> Any:
+    """The parsed body where it is long or nested."""
+    scan = await _scan_body(chunks)
+    return parse_outline(scan.outline, await decode_long_strings(scan.long) if scan.long else [])
+
+
+async def _scan_body(chunks: AsyncIterator[bytes]) -> BodyScan:
+    scan, fault = BodyScan(), None
+    async for chunk in chunks:
+        for at in range(0, len(chunk), SLICE):
+            if fault is None:
+                try:
+                    scan.feed(chunk[at : at + SLICE])
+                except TrencadisError as error:
+                    # Reads and drops the rest: a client that is cut off while it sends often sees no answer.
+                    fault, scan = error, BodyScan()
+            if len(chunk) > SLICE:
+                await asyncio.sleep(0)
+    if fault is not None:
+        raise fault
+    scan.finish()
+    return scan
+
+
+async def decode_long_strings(long: list[list[bytes]]) -> list[str]:
+    """The texts of long strings; frees their pieces.
+
+    Raises:
+        BadRequest: one of them is not a JSON string.
+    """
+    size = sum(len(piece) for pieces in long for piece in pieces)
+
+    def work(check: Check) -> list[str]:
+        try:
+            return [text_of(pieces, check) for pieces in long]
+        except ValueError:
+            raise BadRequest(NO_JSON) from None
+
+    return work(no_check) if size <= IN_LOOP else await _OFF_LOOP.run(work)
+
+
+def text_of(pieces: list[bytes], check: Check = no_check) -> str:
+    """The text of a JSON string, from the pieces between its quotes. Empties ``pieces``.
+
+    Raises:
+        ValueError: it is not UTF-8, or has a control character or a malformed escape.
+    """
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    out: list[str] = []
+    rest = ""
+    pieces.reverse()
+    while pieces:
+        check()
+        text = rest + utf8.decode(pieces.pop(), not pieces)
+        end = _count_complete(text) if pieces else len(text)
+        rest = text[end:]
+        found = str(json.loads(f'"{text[:end]}"'))
+        if out and "\ud800" <= out[-1][-1:] <= "\udbff" and "\udc00" <= found[:1] <= "\udfff":
+            out[-1], found = _join_surrogates(out[-1], found)
+        if found:
+            out.append(found)
+    return "".join(out)
+
+
+def _join_surrogates(text: str, found: str) -> tuple[str, str]:
+    """Two pieces of a text between which a surrogate pair was cut, with the pair in the first."""
+    pair = (text[-1] + found[0]).encode("utf-16", "surrogatepass").decode("utf-16")
+    return text[:-1] + pair, found[1:]
+
+
+def _count_complete(text: str) -> int:
+    """The length of an escaped text without an incomplete escape at its end."""
+    last = text.rfind("\\", max(0, len(text) - 6))
+    if last < 0 or (last + 1 - len(text[: last + 1].rstrip("\\"))) % 2 == 0:
+        return len(text)
+    return len(text) if last + (6 if text[last + 1 : last + 2] == "u" else 2) <= len(text) else last
+
+
+def parse_outline(outline: bytes, texts: list[str]) -> Any:
+    """The value of an outline with its long strings in place.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8.
+    """
+    text = outline.decode("utf-8-sig")
+    if not texts:
+        return json.loads(text)
+
+    def number(literal: str) -> Any:
+        index = get_placeholder_index(literal)
+        return float(literal) if index is None else texts[index]
+
+    return json.loads(text, parse_float=number)

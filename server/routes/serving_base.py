@@ -1,0 +1,86 @@
+"""Runs a checked request and makes its response, for all generating routes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Protocol
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.server.admission import Ticket
+from trencadis.server.prompts.generation import wait_for_first
+from trencadis.server.routes.sse import EventStream, StreamFormat, run_until_disconnect
+from trencadis.server.routes.streams.piece_stream import PieceStream
+
+
+class PreparedRequest(Protocol):
+    """A prepared request."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all its prompts."""
+        ...
+
+    @property
+    def form(self) -> StreamFormat:
+        """How its stream ends and fails."""
+        ...
+
+    async def complete(self) -> BaseModel:
+        """Runs to the end and returns the whole answer."""
+        ...
+
+    def stream(self) -> PieceStream:
+        """Its stream; called once."""
+        ...
+
+
+async def run_request(
+    http: Request,
+    ticket: Ticket,
+    begun: Awaitable[PreparedRequest],
+    stream: bool,
+    keep_alive: float,
+    headers: Mapping[str, str],
+) -> Response:
+    """The response; the ticket is released at its end, or by an error before it.
+
+    Args:
+        begun: the work before the engine.
+        keep_alive: seconds of silence after which a stream sends a comment; 0: never.
+
+    Raises:
+        TrencadisError: the request cannot run, or fails before anything is sent.
+        ClientGone: the client has disconnected.
+    """
+    if stream:
+        return await _start_stream(http, ticket, begun, keep_alive, headers)
+    try:
+        whole = await run_until_disconnect(http, _run_to_end(ticket, begun))
+        return Response(whole.model_dump_json(), headers=headers, media_type="application/json")
+    finally:
+        ticket.leave()
+
+
+async def _run_to_end(ticket: Ticket, prepared: Awaitable[PreparedRequest]) -> BaseModel:
+    """The whole answer of what ``prepared`` gives."""
+    work = await prepared
+    ticket.charge(tokens=work.prompt_tokens)
+    return await work.complete()
+
+
+async def _start_stream(
+    http: Request, ticket: Ticket, prepared: Awaitable[PreparedRequest], keep_alive: float, headers: Mapping[str, str]
+) -> Response:
+    """The stream, once its first event is there."""
+    try:
+        work = await run_until_disconnect(http, prepared)
+        ticket.charge(tokens=work.prompt_tokens)
+        stream = work.stream()
+        events = await run_until_disconnect(http, wait_for_first(stream.stream_events()))
+    except BaseException:
+        ticket.leave()
+        raise
+    return EventStream(events, keep_alive, ticket.leave, headers, work.form, stream.set_writer)

@@ -1,0 +1,269 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.request import SamplingParams, TokenLogprob
+from trencadis.server.admission import Ticket
+from trencadis.server.prompts.answer_grammar import RequestedCalls, add_answer_grammar
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.generation import Generation
+from trencadis.server.prompts.logprob_format import make_chat_logprobs, make_prompt_table
+from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.sampling_params import make_sampling_params, rename_error_fields, resolve_output_limit
+from trencadis.server.protocol.base_request import Usage
+from trencadis.server.protocol.chat_completions import (
+    ChatRequest,
+    ChatResponse,
+    Choice,
+    ChoiceLogprobs,
+)
+from trencadis.server.protocol.tool_definitions import get_named_function, get_schemas
+from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
+from trencadis.server.routes.chat_message_output import make_message
+from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.routes.serving_base import run_request
+from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
+from trencadis.server.routes.streams.chat_stream import ChatStream
+from trencadis.server.text.chat_template import Rendering
+
+NO_TOOL_PARSER = (
+    "The chat template shows no known form of tool calls; start the server with --tool-call-parser, or send "
+    "tool_choice 'none'."
+)
+
+
+@dataclass(slots=True)
+class RunningChat:
+    """A running request: its body and its generation. Other APIs' requests run as one, and only say it differently."""
+
+    form: ClassVar[StreamFormat] = CHAT_STREAM_FORMAT
+    state: AppState
+    body: ChatRequest
+    generation: Generation
+    id: str
+    model: str
+    role: str
+    named: bool = False
+    """Whether the request names the function to be called: then the call is the answer."""
+    echo: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, images included."""
+        return len(self.generation.prompt.tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        config = self.state.settings.config
+        return make_usage([self.generation], self.body.return_image_sizes, config.enable_prompt_tokens_details)
+
+    @property
+    def as_ids(self) -> bool:
+        """Whether log-probabilities name tokens by their ids."""
+        return self.state.shows_ids(self.body)
+
+    async def complete(self) -> ChatResponse:
+        """Runs to the end and returns the whole answer."""
+        pieces: list[list[TextPiece]] = [[] for _ in self.generation.streams]
+        async with aclosing(self.generation.stream_pieces()) as stream:
+            async for index, piece in stream:
+                pieces[index].append(piece)
+        first = self.generation.streams[0].prompt_logprobs
+        return ChatResponse(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._make_choice(i, some) for i, some in enumerate(pieces)],
+            system_fingerprint=self.state.settings.fingerprint,
+            usage=self.usage,
+            prompt_logprobs=None if first is None else self._make_prompt_table(first),
+            prompt_token_ids=self.generation.prompt.tokens if self.body.return_token_ids else None,
+        )
+
+    def _make_prompt_table(self, items: list[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+        return make_prompt_table(self.state.service.tokenizer, items, self.body.prompt_logprobs or 0)
+
+    def _make_choice(self, index: int, pieces: list[TextPiece]) -> Choice:
+        tokens = [t for p in pieces for t in p.tokens]
+        merged = TextPiece("".join(p.text for p in pieces), tokens, [item for p in pieces for item in p.logprobs])
+        message = make_message(self.role, merged.text, [p.answer for p in pieces if p.answer is not None])
+        if self.echo:
+            message.content = self.echo + (message.content or "")
+        return Choice(
+            index=index,
+            message=message,
+            logprobs=self.make_logprobs(merged),
+            finish_reason=self.get_finish_reason(index, pieces[-1]),
+            stop_reason=pieces[-1].stop_reason,
+            token_ids=tokens if self.body.return_token_ids else None,
+        )
+
+    def stream(self) -> ChatStream:
+        """Its stream."""
+        return ChatStream(self)
+
+    def get_finish_reason(self, index: int, piece: TextPiece) -> str | None:
+        """OpenAI's finish reason: an answer that ended by itself and has calls ended with them."""
+        calls = piece.finish_reason == "stop" and self.generation.streams[index].calls
+        return "tool_calls" if calls and not self.named else piece.finish_reason
+
+    def make_logprobs(self, piece: TextPiece) -> ChoiceLogprobs | None:
+        """The log-probabilities of a piece's tokens, if the request asks for them."""
+        if not self.body.logprobs:
+            return None
+        return make_chat_logprobs(
+            self.state.service.tokenizer, piece.logprobs, self.body.top_logprobs or 0, self.as_ids
+        )
+
+
+async def make_prompt(state: AppState, body: ChatRequest, http: Request, ticket: Ticket, most: int = 0) -> Prompt:
+    """The prompt of a conversation, with its media.
+
+    Args:
+        most: tokens of the prompt; 0: what the context has room for.
+
+    Raises:
+        TrencadisError: a template, a tool, a message or a medium is wrong, or the prompt is too long.
+    """
+    how: Rendering = {"kwargs": state.settings.config.default_chat_template_kwargs}
+    if not body.is_plain:
+        how = _make_rendering(state, body)
+    side, scope = body.truncation_side or "left", state.make_media_scope(body, http, ticket)
+    try:
+        return await state.service.make_chat_prompt(
+            body.messages, truncate=body.truncate_prompt_tokens, truncation_side=side, scope=scope, keep_text=False,
+            most=most, **how,
+        )  # fmt: skip
+    except TrencadisError as error:
+        if "content[" in (error.param or ""):
+            state.metrics.count_media_error(error.type)
+        raise
+
+
+def _make_rendering(state: AppState, body: ChatRequest) -> Rendering:
+    """What a request says about its prompt beside the messages.
+
+    Raises:
+        TrencadisError: a template that may not be, or tools that the model's template does not know.
+    """
+    config = state.settings.config
+    state.check_template(body.chat_template)
+    if body.may_call and state.parsers.for_template(body.chat_template).tools is None:
+        raise BadRequest(NO_TOOL_PARSER, param="tools")
+    effort = body.get_effort_variables(lambda name: state.mentions(body.chat_template, name))
+    return {
+        "add_generation_prompt": body.opens_answer,
+        "continue_final_message": body.continue_final_message,
+        "tools": None if body.tool_choice == "none" and config.exclude_tools_when_tool_choice_none else body.tools,
+        "documents": body.documents,
+        "kwargs": {**config.default_chat_template_kwargs, **effort, **(body.chat_template_kwargs or {})},
+        "chat_template": body.chat_template,
+    }
+
+
+async def prepare(
+    state: AppState, body: ChatRequest, http: Request, ticket: Ticket, id: str = "", fits: bool = False
+) -> RunningChat:
+    """Makes the prompt and the sampling parameters of a request, before the engine sees it.
+
+    Args:
+        id: of the answer; "": one of a chat completion.
+        fits: whether an output limit beyond every context is lowered to what the prompt leaves, and not refused.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    prompt = await make_prompt(state, body, http, ticket)
+    sampling = _make_sampling_params(state, body, len(prompt.tokens), fits)
+    forms, role, echo, named = (
+        state.parsers.for_template(body.chat_template),
+        state.settings.config.response_role,
+        "",
+        False,
+    )
+    if not body.is_plain:
+        await _add_grammar(forms, state, body, prompt)
+        role = body.continued_role or role
+        echo, named = body.get_echo_text(role), get_named_function(body.tool_choice) is not None
+    if body.may_call or forms.reasoning is not None:
+        _set_parsers(forms, state, body, prompt)
+    body.drop_bulky_fields()
+    forget_body(http)
+    id = id or make_request_id("chatcmpl", http, body.request_id)
+    generation = state.make_generation(id, prompt, sampling, body)
+    return RunningChat(state, body, generation, id, state.check_model(body.model), role, named, echo)
+
+
+def _make_sampling_params(state: AppState, body: ChatRequest, prompt: int, fits: bool) -> SamplingParams:
+    """The parameters of answers to a prompt of ``prompt`` tokens; ``fits``: see ``prepare``."""
+    name, asked = body.limit
+    if fits and asked is not None:
+        asked = min(asked, state.service.max_model_len)
+    try:
+        defaults, most = state.service.defaults, state.service.max_model_len
+        limit = resolve_output_limit(name, asked, defaults.get_max_tokens(prompt), prompt, most, defaults.cap)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return make_sampling_params(body, state.service, limit, logprobs, body.prompt_logprobs)
+    except BadRequest as error:
+        raise rename_error_fields(error, max_tokens=name, logprobs="top_logprobs") from None
+
+
+async def _add_grammar(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+    """Gives ``prompt`` the grammar of its answers, if the request wants a form."""
+    calls = None
+    if body.may_call:
+        level = state.settings.config.tool_strict_level
+        calls = RequestedCalls(body.tools or [], body.tool_choice, body.parallel_tool_calls is not False, level)
+    await add_answer_grammar(
+        state.grammar_cache,
+        forms,
+        state.service.tokenizer,
+        prompt,
+        state.get_requested_format(body),
+        calls,
+        continued=body.continue_final_message,
+    )
+
+
+def _set_parsers(forms: AnswerParsers, state: AppState, body: ChatRequest, prompt: Prompt) -> None:
+    """Has answers to ``prompt`` read by the parsers that the request needs."""
+    tokenizer = state.service.tokenizer
+    prompt.shown = forms.list_visible_specials(tokenizer, body.may_call)
+    prompt.reader = forms.make_readers(
+        tokenizer,
+        prompt.tokens,
+        get_schemas(body.tools) if body.may_call else None,
+        continued=body.continue_final_message,
+        shows_reasoning=body.include_reasoning,
+        one_call=body.parallel_tool_calls is False,
+    )
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["chat"], route_class=BodyRoute)
+
+    @routes.post("/v1/chat/completions", response_model=ChatResponse)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Continues a conversation."""
+        headers = state.check_request(body)
+        ticket = state.admission.enter(max(1, min(body.n or 1, state.service.limits.max_choices)))
+        keep_alive = state.settings.config.sse_keep_alive_interval
+        return await run_request(
+            http, ticket, prepare(state, body, http, ticket), bool(body.stream), keep_alive, headers
+        )
+
+    return routes

@@ -1,0 +1,193 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trencadis.core.errors import BadRequest
+from trencadis.server.prompts.answer_grammar import add_answer_grammar
+from trencadis.server.prompts.answer_parsers import AnswerParsers
+from trencadis.server.prompts.generation import STARTS_PER_PASS, Generation, merge_generations
+from trencadis.server.prompts.logprob_format import CompletionLogprobsBuilder, make_prompt_table
+from trencadis.server.prompts.output_processor import TextPiece
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.server.prompts.sampling_params import check_prompt_length, make_sampling_params, resolve_output_limit
+from trencadis.server.protocol.completions import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+from trencadis.server.routes.app_state import AppState, forget_body, make_request_id, make_usage
+from trencadis.server.routes.request_body import BodyRoute
+from trencadis.server.routes.serving_base import run_request
+from trencadis.server.routes.sse import CHAT_STREAM_FORMAT, StreamFormat
+from trencadis.server.routes.streams.completion_stream import CompletionStream
+
+
+@dataclass(slots=True)
+class RunningCompletion:
+    """A running request; choice ``i`` of prompt ``p`` has the index ``p * n + i`` in the answer."""
+
+    form: ClassVar[StreamFormat] = CHAT_STREAM_FORMAT
+    state: AppState
+    body: CompletionRequest
+    generations: list[Generation]
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(g.prompt.tokens) for g in self.generations)
+
+    async def complete(self) -> CompletionResponse:
+        """Runs to the end and returns the whole answer."""
+        pieces: dict[tuple[int, int], list[TextPiece]] = {}
+        async with aclosing(merge_generations(self.generations)) as stream:
+            async for prompt, choice, piece in stream:
+                pieces.setdefault((prompt, choice), []).append(piece)
+        choices = []
+        for p, c in sorted(pieces):
+            choices.append(self._make_choice(p, c, pieces[p, c]))
+            if len(choices) % STARTS_PER_PASS == 0:
+                await asyncio.sleep(0)
+        return self.make_response(choices, usage=True)
+
+    def _make_choice(self, prompt: int, choice: int, pieces: list[TextPiece]) -> CompletionChoice:
+        generation = self.generations[prompt]
+        scored = generation.streams[choice].prompt_logprobs or generation.streams[0].prompt_logprobs
+        tokenizer = self.state.service.tokenizer
+        quiet = self.silent
+        tokens = [] if quiet else [t for p in pieces for t in p.tokens]
+        text = "" if quiet else "".join(p.text for p in pieces)
+        logprobs = None
+        if self.body.logprobs is not None:
+            items = [] if quiet else [item for p in pieces for item in p.logprobs]
+            head = list(scored or []) if self.body.echo else []
+            builder = CompletionLogprobsBuilder(tokenizer, self.body.logprobs, self.state.shows_ids(self.body))
+            logprobs = builder.build([*head, *items], generation.prompt.tokens[0])
+        wanted = self._scores
+        table = None if scored is None or wanted is None else make_prompt_table(tokenizer, scored, wanted)
+        return CompletionChoice(
+            index=prompt * self.count + choice,
+            text=self.get_echo(prompt) + text,
+            logprobs=logprobs,
+            finish_reason=pieces[-1].finish_reason,
+            stop_reason=pieces[-1].stop_reason,
+            token_ids=tokens if self.body.return_token_ids else None,
+            prompt_logprobs=table,
+            prompt_token_ids=generation.prompt.tokens if self.body.return_token_ids else None,
+        )
+
+    def stream(self) -> CompletionStream:
+        """Its stream."""
+        return CompletionStream(self)
+
+    @property
+    def count(self) -> int:
+        """Choices of each prompt."""
+        return self.body.n or 1
+
+    @property
+    def _scores(self) -> int | None:
+        """Number of candidates per prompt token; an echo with logprobs asks for them as well."""
+        asked = self.body.prompt_logprobs
+        return self.body.logprobs if asked is None and self.body.echo else asked
+
+    @property
+    def silent(self) -> bool:
+        """Whether the answer is only the prompt (max_tokens 0)."""
+        return self.body.max_tokens == 0
+
+    def get_echo(self, prompt: int) -> str:
+        """The text of a prompt, where the answer begins with it."""
+        if not self.body.echo:
+            return ""
+        made = self.generations[prompt].prompt
+        return made.text if made.text is not None else self.state.service.tokenizer.decode(made.tokens)
+
+    def make_response(self, choices: list[CompletionChoice], usage: bool) -> CompletionResponse:
+        """An answer, or (streaming) an event of it."""
+        made = CompletionResponse(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.state.settings.fingerprint,
+        )
+        if usage:
+            made.usage = make_usage(self.generations, shown=self.state.settings.config.enable_prompt_tokens_details)
+        return made
+
+
+async def prepare(state: AppState, body: CompletionRequest, http: Request) -> RunningCompletion:
+    """Does everything before the engine.
+
+    Raises:
+        TrencadisError: the request cannot run.
+    """
+    prompts = await state.service.make_raw_prompts(
+        body.list_prompts(),
+        add_special_tokens=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+    )
+    id = make_request_id("cmpl", http, body.request_id)
+    generations = []
+    # A raw prompt is no chat: what it continues has neither reasoning nor calls.
+    asked = state.get_requested_format(body)
+    for i, prompt in enumerate(prompts):
+        await add_answer_grammar(state.grammar_cache, AnswerParsers(), state.service.tokenizer, prompt, asked)
+        generations.append(_make_generation(state, body, prompt, f"{id}-{i}"))
+        if i % STARTS_PER_PASS == STARTS_PER_PASS - 1:
+            await asyncio.sleep(0)
+    body.drop_bulky_fields()
+    forget_body(http)
+    return RunningCompletion(state, body, generations, id, state.check_model(body.model))
+
+
+def _make_generation(state: AppState, body: CompletionRequest, prompt: Prompt, id: str) -> Generation:
+    scored = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        scored = max(body.logprobs, scored or 0)
+    limit = body.max_tokens
+    if limit == 0:
+        if not body.echo:
+            raise BadRequest("max_tokens must be at least 1, got 0.", param="max_tokens")
+        check_prompt_length(len(prompt.tokens), state.service.max_model_len)
+        scored = scored or 0
+    else:
+        defaults, tokens = state.service.defaults, len(prompt.tokens)
+        most = state.service.max_model_len
+        limit = resolve_output_limit("max_tokens", limit, defaults.get_max_tokens(tokens), tokens, most, defaults.cap)
+    sampling = make_sampling_params(body, state.service, limit, body.logprobs, scored)
+    return state.make_generation(id, prompt, sampling, body)
+
+
+def router(state: AppState) -> APIRouter:
+    """The route over ``state``."""
+    routes = APIRouter(tags=["completions"], route_class=BodyRoute)
+
+    @routes.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continues raw prompts."""
+        headers = state.check_request(body)
+        count = len(body.list_prompts())
+        limits = state.service.limits
+        if count > limits.max_prompts:
+            raise BadRequest(f"At most {limits.max_prompts} prompts are allowed, got {count}.", param="prompt")
+        ticket = state.admission.enter(count * max(1, min(body.n or 1, limits.max_choices)))
+        keep_alive = state.settings.config.sse_keep_alive_interval
+        return await run_request(http, ticket, prepare(state, body, http), bool(body.stream), keep_alive, headers)
+
+    return routes

@@ -1,0 +1,49 @@
+"""A stream whose events are made of one piece of text after another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from trencadis.server.prompts.generation import ChoicePiece, Generation, StreamWriter
+from trencadis.server.prompts.output_processor import TextPiece
+
+
+class PieceStream:
+    """The stream of one request; sub-classes say what its events are.
+
+    Args:
+        generation: where its pieces come from, if it is one.
+    """
+
+    def __init__(self, generation: Generation | None) -> None:
+        self._generation = generation
+
+    def make_events(self, index: int, piece: TextPiece) -> bytes:
+        """The events of a piece of choice ``index``; none while there is nothing to say."""
+        raise NotImplementedError
+
+    def make_final_events(self) -> bytes:
+        """The events once all choices have ended."""
+        return b""
+
+    def stream_pieces(self) -> AsyncGenerator[ChoicePiece]:
+        """The pieces, each with the index of its choice in the answer."""
+        assert self._generation is not None
+        return self._generation.stream_pieces()
+
+    async def stream_events(self) -> AsyncGenerator[bytes]:
+        """All events; they begin with the first piece, so that an error before it is a plain HTTP error."""
+        async with aclosing(self.stream_pieces()) as pieces:
+            async for index, piece in pieces:
+                data = self.make_events(index, piece)
+                if data:
+                    yield data
+        data = self.make_final_events()
+        if data:
+            yield data
+
+    def set_writer(self, writer: StreamWriter) -> None:
+        """Writes events to ``writer`` at once while the reader of ``events`` waits; see ``Generation.set_writer``."""
+        if self._generation is not None:
+            self._generation.set_writer(writer, self.make_events)

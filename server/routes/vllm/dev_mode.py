@@ -1,0 +1,108 @@
+"""Routes for development, only with ``--server-dev-mode`` (VLLM_SERVER_DEV_MODE): caches, and what is served."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from trencadis import __version__
+from trencadis.core import envs
+from trencadis.core.errors import BadRequest, TrencadisError
+from trencadis.core.flag_options import options
+from trencadis.server.routes.app_state import AppState
+
+MASK = "****"
+PACKAGES = ("torch", "numpy", "tokenizers", "llguidance", "fastapi", "uvicorn", "msgspec")
+
+
+class NotOffered(TrencadisError):
+    """501: a route of vLLM's that needs a flag."""
+
+    status = 501
+    type = "NotImplementedError"
+
+
+def router(state: AppState) -> APIRouter:
+    """The routes over ``state``; none unless the operator wants them."""
+    routes = APIRouter(tags=["development"], include_in_schema=False)
+    if not state.settings.config.server_dev_mode:
+        return routes
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
+        """Blocks that were computed so far are not found again; running requests go on."""
+        if reset_running_requests:
+            raise BadRequest("Running requests keep their blocks.", param="reset_running_requests")
+        state.check_accepting()
+        state.engine.reset_prefix_cache()
+        return {"success": True}
+
+    @routes.post("/reset_mm_cache")
+    async def reset_mm_cache() -> Response:
+        """Forgets decoded images and videos."""
+        shared = state.settings.shared
+        if shared is not None:
+            await shared.forget_media()
+        elif state.service.images is not None:
+            state.service.images.cache.clear()
+        return Response()
+
+    @routes.post("/reset_encoder_cache")
+    async def reset_encoder_cache() -> Response:
+        """Forgets the embeddings of images that no running request waits for."""
+        state.check_accepting()
+        state.engine.reset_encoder_cache()
+        return Response()
+
+    @routes.get("/server_info")
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        """Flags, variables and versions; secrets are masked."""
+        config = get_settings(state)
+        shown: Any = config if config_format == "json" else "\n".join(f"{k} = {v!r}" for k, v in config.items())
+        return JSONResponse({"vllm_config": shown, "vllm_env": list_variables(), "system_env": describe_system(state)})
+
+    if state.settings.config.enable_sleep_mode:
+        return routes
+
+    @routes.post("/sleep")
+    @routes.post("/wake_up")
+    @routes.get("/is_sleeping")
+    async def sleep() -> Response:
+        """Always 501: another flag brings these routes."""
+        raise NotOffered("Start the server with --enable-sleep-mode.")
+
+    return routes
+
+
+def get_settings(state: AppState) -> dict[str, Any]:
+    """Every flag's value."""
+    made: dict[str, Any] = {}
+    for config in (state.settings.engine, state.settings.config):
+        for one, option in options(config):
+            value = getattr(config, one.name)
+            made[one.name] = MASK if option.secret and value else value
+    return made
+
+
+def list_variables() -> dict[str, str]:
+    """VLLM_ and TRENCADIS_ variables that are set."""
+    found = {name: text for name, text in sorted(os.environ.items()) if name.startswith(envs.PREFIXES)}
+    return {name: MASK if any(w in name for w in ("KEY", "TOKEN", "SECRET")) else text for name, text in found.items()}
+
+
+def describe_system(state: AppState) -> dict[str, Any]:
+    """Versions, and the device once it is known."""
+    info = state.engine.info
+    made = {"trencadis": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            made[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return made | ({} if info is None else {"device": info.device, "dtype": info.dtype})

@@ -1,0 +1,93 @@
+"""What a replica's steps cost, in seconds, learned from the launches that its engine reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RECENT = 0.05
+"""Least weight of a new launch in a mean; the first ones weigh more, the very first one wholly."""
+
+FULL = 256
+"""Tokens, and slots, from which a launch counts as one: a small launch is mostly the fixed cost of a step."""
+
+LEAP = 8.0
+"""A launch counts as at most this many times the mean: one that compiled says nothing about the next."""
+
+ENOUGH = 4.0
+"""Launches of its own from which a replica's mean counts; before that it is the mean of all."""
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Seconds of one replica: of a prompt's token, of a VISION slot, of a step, and what each decoding row adds to it.
+
+    The values at the start stand for a 7B model on one card; only their proportions matter until launches are known,
+    because all replicas start with the same.
+
+    Args:
+        chunk: prompt tokens of one step at most.
+        tokens, slots, steps: launches of each kind that were seen, in full ones.
+    """
+
+    token: float = 5e-5
+    slot: float = 2e-5
+    step: float = 8e-3
+    row: float = 5e-5
+    chunk: int = 2048
+    tokens: float = 0.0
+    slots: float = 0.0
+    steps: float = 0.0
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Learns from a launch that prefilled ``tokens`` tokens in ``seconds``."""
+        if tokens > 0 and seconds > 0:
+            weight = min(tokens / FULL, 1.0)
+            self.tokens += weight
+            self.token = _update_mean(self.token, seconds / tokens, self.tokens, weight)
+
+    def observe_encode(self, slots: int, seconds: float) -> None:
+        """Learns from a launch that encoded images of ``slots`` VISION slots in ``seconds``."""
+        if slots > 0 and seconds > 0:
+            weight = min(slots / FULL, 1.0)
+            self.slots += weight
+            self.slot = _update_mean(self.slot, seconds / slots, self.slots, weight)
+
+    def observe_decode(self, rows: int, seconds: float) -> None:
+        """Learns from a decoding launch of ``rows`` rows in ``seconds``: updates the cost of a step and of each row."""
+        if rows > 0 and seconds > 0:
+            self.steps += 1.0
+            self.step = _update_mean(self.step, max(seconds - rows * self.row, 0.0), self.steps, 1.0)
+            self.row = min(self.row, seconds / rows)
+
+
+def _update_mean(mean: float, seen: float, count: float, weight: float) -> float:
+    """The mean after a launch, the ``count``-th one."""
+    return mean + min(max(RECENT, 1.0 / count) * weight, 1.0) * (min(seen, LEAP * mean) - mean)
+
+
+class ReplicaCosts:
+    """Step costs per replica; a replica without enough measurements uses the mean of all.
+
+    Without that a replica that has run little would look cheap, or dear, for no other reason than its start values.
+    """
+
+    def __init__(self, replicas: int, chunk: int) -> None:
+        self.all = StepCosts(chunk=chunk)
+        self.each = [StepCosts(chunk=chunk) for _ in range(replicas)]
+
+    def learn(self, replica: int, stage: str, amount: int, seconds: float) -> None:
+        """A launch of ``replica``: ``prefill`` (tokens), ``vision`` (slots) or ``decode`` (rows)."""
+        for costs in (self.all, self.each[replica]):
+            if stage == "prefill":
+                costs.observe_prefill(amount, seconds)
+            elif stage == "vision":
+                costs.observe_encode(amount, seconds)
+            else:
+                costs.observe_decode(amount, seconds)
+        for costs in self.each:
+            if costs.tokens < ENOUGH:
+                costs.token = self.all.token
+            if costs.slots < ENOUGH:
+                costs.slot = self.all.slot
+            if costs.steps < ENOUGH:
+                costs.step, costs.row = self.all.step, self.all.row

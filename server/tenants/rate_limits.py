@@ -1,0 +1,146 @@
+"""What one tenant has used: token buckets by the minute, and what is inside the server now."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from trencadis.core.errors import KeyLimitReached
+from trencadis.server.tenants.api_key_file import RATES, Tenant
+
+MINUTE = 60.0
+HEADERS = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "pixels_per_minute": "pixels"}
+LONGEST = 120
+"""Largest Retry-After, in seconds."""
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """A token bucket: holds a minute's worth at most, and refills evenly.
+
+    It may fall below zero, as what an answer costs is known only once it is written; then it is closed until it is
+    above zero again.
+    """
+
+    rate: float
+    left: float
+    at: float
+
+    def refill(self, now: float) -> None:
+        """Adds what has come since the last call."""
+        self.left = min(self.rate, self.left + (now - self.at) * self.rate / MINUTE)
+        self.at = now
+
+    def wait(self, wanted: float) -> float:
+        """Seconds until ``wanted`` fits; a want above the whole bucket needs a full one."""
+        return max(0.0, (min(wanted, self.rate) - self.left) * MINUTE / self.rate)
+
+
+@dataclass(slots=True)
+class TenantAccount:
+    """One tenant and its use. For one event loop.
+
+    Args:
+        inside: choices inside the server now.
+        used: requests, tokens and pixels since the start, by their names in ``RATES``.
+        rejected: refusals by the name of the limit.
+    """
+
+    tenant: Tenant
+    clock: Callable[[], float] = time.monotonic
+    inside: int = 0
+    used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
+    rejected: dict[str, int] = field(default_factory=dict)
+    buckets: dict[str, TokenBucket] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._fit_buckets()
+
+    def _fit_buckets(self) -> None:
+        now, old = self.clock(), self.buckets
+        self.buckets = {}
+        for name, rate in self.tenant.rates.items():
+            before = old.get(name)
+            spent = 0.0 if before is None else before.rate - before.left
+            self.buckets[name] = TokenBucket(rate, rate - spent, now)
+
+    def update_tenant(self, tenant: Tenant) -> None:
+        """Takes another entry of the same name; what was spent in this minute stays spent."""
+        self.tenant = tenant
+        self._fit_buckets()
+
+    def enter(self, requests: int, more: bool = False) -> None:
+        """Admits ``requests`` choices of one HTTP request.
+
+        Args:
+            more: whether other choices of it are inside already.
+
+        Raises:
+            KeyLimitReached: a limit is reached; the message names it.
+        """
+        most = self.tenant.concurrency
+        if most and self.inside + requests > most:
+            self._refuse("concurrency", 1)
+        if not more:
+            self.take("requests_per_minute", 1)
+        self.inside += requests
+
+    def take(self, name: str, count: float) -> None:
+        """Spends ``count`` of a rate, if the bucket has it.
+
+        Raises:
+            KeyLimitReached: it does not.
+        """
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.refill(self.clock())
+            wait = bucket.wait(count)
+            if wait > 0:
+                self._refuse(name, max(1, min(LONGEST, math.ceil(wait))))
+            bucket.left -= count
+        self.used[name] += count
+
+    def spend(self, name: str, count: float) -> None:
+        """Spends what was already served, such as the tokens of an answer."""
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.refill(self.clock())
+            bucket.left -= count
+        self.used[name] += count
+
+    def refund(self, name: str, count: float) -> None:
+        """Gives back what ``take`` spent on a request that was not served."""
+        bucket = self.buckets.get(name)
+        if bucket is not None:
+            bucket.left = min(bucket.rate, bucket.left + count)
+        self.used[name] -= count
+
+    def leave(self, requests: int) -> None:
+        """Choices have left the server."""
+        self.inside -= requests
+
+    @property
+    def own(self) -> int:
+        """Choices inside by way of this process."""
+        return self.inside
+
+    def _refuse(self, limit: str, wait: int) -> None:
+        self.rejected[limit] = self.rejected.get(limit, 0) + 1
+        raise KeyLimitReached(f"The limit {limit} of this key is reached; try again later.", retry_after=wait)
+
+    def make_headers(self) -> Iterator[tuple[str, str]]:
+        """``x-ratelimit-*`` as OpenAI's clients read them: the limit, what is left, and when it is whole again."""
+        now = self.clock()
+        for name, bucket in self.buckets.items():
+            bucket.refill(now)
+            word = HEADERS[name]
+            yield f"x-ratelimit-limit-{word}", f"{bucket.rate:.0f}"
+            yield f"x-ratelimit-remaining-{word}", f"{max(bucket.left, 0):.0f}"
+            yield f"x-ratelimit-reset-{word}", f"{max(bucket.wait(bucket.rate), 0):.3f}s"
+
+
+CURRENT: ContextVar[TenantAccount | None] = ContextVar("trencadis_account", default=None)
+"""The account of the HTTP request that this task serves; None without a key file."""

@@ -1,0 +1,257 @@
+"""Chat templates, which render a conversation as marked text (see ``Tokenizer.encode_marked``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import jinja2
+
+from trencadis.core.checkpoint.json_fields import read_json
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.text.bounded_encoding import MOST
+from trencadis.server.text.checkpoint_tokenizer import Tokenizer
+from trencadis.server.text.template_sandbox import TICK, make_environment, render
+
+EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
+BOTH = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+CALL_ID = "call00000"
+"""An id as every template takes it: some want nine characters."""
+PROBE = "probe of the content format"
+
+
+class Rendering(TypedDict, total=False):
+    """How a conversation is rendered: what a request may say beside its messages.
+
+    Args:
+        add_generation_prompt: whether the answer is opened; the default.
+        continue_final_message: whether the last message is left open instead.
+        kwargs: variables of the template.
+        chat_template: the request's own; None: the checkpoint's.
+    """
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    kwargs: Mapping[str, Any] | None
+    chat_template: str | None
+
+
+class ChatTemplate:
+    """A compiled template that renders special tokens as marks.
+
+    Args:
+        source: jinja2 text; ``named`` sources (such as ``tool_use``) render conversations of that kind.
+        content_format: ``string``, ``openai`` or ``auto`` (detected by rendering a probe).
+
+    Raises:
+        StartupError: the source is not a valid template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        content_format: str = "auto",
+        named: Mapping[str, str] | None = None,
+    ) -> None:
+        self._env = make_environment(tokenizer.nonce, tokenizer.unmark)
+        self._tokenizer = tokenizer
+        tokenizer.claim("\n".join([source, *(named or {}).values()]))
+        self.source = source
+        self._sources = (source, *(named or {}).values())
+        self._default = self._compile(source)
+        self._named = {name: self._compile(text) for name, text in (named or {}).items()}
+        self._specials = {role: tokenizer.mark(text) for role, text in tokenizer.named.items()}
+        self.content_format = self._detect("user") if content_format == "auto" else content_format
+        self.text_arguments = self._needs_text_arguments()
+        """Whether the template prints arguments of calls as they are, so that they must be JSON text, not objects."""
+        strings = set(ROLES) if self.content_format == "string" else set()
+        if content_format == "auto" and self.content_format == "openai" and self._detect("tool") == "string":
+            strings.add("tool")
+        self.string_roles = frozenset(strings)
+        """Roles whose content the template takes as a string; some take that of tools so, and no other's."""
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path, tokenizer: Tokenizer, override: str = "", content_format: str = "auto"
+    ) -> ChatTemplate | None:
+        """The template of ``--chat-template`` (a path or a text), else of the folder; None if there is none."""
+        sources = {"default": read_override(override)} if override else read_sources(path)
+        if not sources:
+            return None
+        default = sources.get("default") or next(iter(sources.values()))
+        return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> str:
+        """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``chat.parse`` does it).
+
+        Raises:
+            BadRequest: there is no message, the flags contradict each other, or the template refuses.
+        """
+        if not messages:
+            raise BadRequest(EMPTY, param="messages")
+        opens, continues = how.get("add_generation_prompt", True), how.get("continue_final_message", False)
+        if continues and opens:
+            raise BadRequest(BOTH, param="continue_final_message")
+        values: dict[str, Any] = {
+            **self._specials,
+            **{k: self.scrub(v) for k, v in (how.get("kwargs") or {}).items() if k not in RESERVED},
+            "messages": [dict(m) for m in messages],
+            "tools": self.scrub(list(how.get("tools") or ())) or None,
+            "documents": self.scrub(list(how.get("documents") or ())) or None,
+            "add_generation_prompt": opens,
+        }
+        source = how.get("chat_template")
+        template = self._default if not values["tools"] and source is None else self._pick(source)
+        return self._render_continued(template, values) if continues else render(template, values)
+
+    def _render_continued(self, template: jinja2.Template, values: dict[str, Any]) -> str:
+        """Rendered up to the end of the last message's text."""
+        tag = f"{self._tokenizer.nonce}.end"
+        _append(values["messages"][-1], tag + " ")
+        return _cut(render(template, values), tag)
+
+    def scrub(self, value: Any) -> Any:
+        """A JSON value of a user, without this process's nonce at any depth."""
+        if isinstance(value, str):
+            if len(value) > MOST:
+                raise BadRequest(f"A text of the request exceeds {MOST} characters.", param="messages")
+            return self._tokenizer.scrub(value)
+        if isinstance(value, Mapping):
+            return {self.scrub(k): self.scrub(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.scrub(v) for v in value]
+        return value
+
+    @property
+    def text(self) -> str:
+        """The text of all its sources."""
+        return "\n".join(self._sources)
+
+    def mentions(self, word: str) -> bool:
+        """Whether the template's text contains ``word``, such as the name of a role or variable."""
+        return any(word in source for source in self._sources)
+
+    def has_all_specials_marked(self) -> bool:
+        """Whether all special tokens of a rendered probe are marks, that is, none is composed while rendering."""
+        roles = ("user", "assistant", "user")
+        try:
+            text = self.render([{"role": role, "content": "a"} for role in roles])
+        except BadRequest:
+            return True
+        tokenizer = self._tokenizer
+        return tokenizer.encode_marked(text) == tokenizer.encode(tokenizer.unmark(text))
+
+    def _pick(self, source: str | None) -> jinja2.Template:
+        """The template ``source`` of a request, else the one for conversations with tools."""
+        if source is None:
+            return self._named.get("tool_use", self._default)
+        try:
+            return self._compile(self._tokenizer.scrub(source))
+        except StartupError as error:
+            raise BadRequest(str(error), param="chat_template") from None
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return self._env.from_string(self._tokenizer.mark(source))
+        except jinja2.TemplateError as error:
+            raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
+
+    def _needs_text_arguments(self) -> bool:
+        """Whether a call with an object for arguments fails or is printed as Python, and one with a text is not."""
+        given, shown = {PROBE: 1}, f'{{"{PROBE}": 1}}'
+        try:
+            if str(given) not in self.render(_make_call_conversation(given)):
+                return False
+        except BadRequest:
+            pass
+        try:
+            return shown in self.render(_make_call_conversation(shown))
+        except BadRequest:
+            return False
+
+    def _detect(self, role: str) -> str:
+        """``openai`` if the template iterates over the parts of a message of ``role``, else ``string``."""
+        chat: list[dict[str, Any]] = [{"role": role, "content": [{"type": "text", "text": PROBE}]}]
+        if role == "tool":
+            chat = [
+                *_make_call_conversation("{}" if self.text_arguments else {}),
+                chat[0] | {"tool_call_id": CALL_ID, "name": "f"},
+            ]
+        try:
+            text = self.render(chat)
+        except BadRequest:
+            return "string"
+        walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+        return "openai" if walked else "string"
+
+
+def _make_call_conversation(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation that ends with a call."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def read_sources(path: Path) -> dict[str, str]:
+    """Templates by name: chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
+    plain = path / "chat_template.jinja"
+    if plain.is_file():
+        more = sorted((path / "additional_chat_templates").glob("*.jinja"))
+        return {"default": _text(plain)} | {p.stem: _text(p) for p in more}
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        value = (read_json(path / name) or {}).get("chat_template")
+        if isinstance(value, str):
+            return {"default": value}
+        if isinstance(value, list):
+            try:
+                return {str(v["name"]): str(v["template"]) for v in value}
+            except (KeyError, TypeError):
+                raise StartupError(f"{path / name}: chat_template is not a list of names and templates") from None
+    return {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {str(error)[:120]}") from None
+
+
+def read_override(value: str) -> str:
+    """The text of ``--chat-template``: of the file of that name, or the value itself if it looks like a template."""
+    if not any(mark in value for mark in ("{{", "{%", "\n")):
+        try:
+            return Path(value).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise StartupError(f"--chat-template {value[:80]}: no such file, and no template text") from None
+    return value
+
+
+def _append(message: dict[str, Any], tag: str) -> None:
+    """Adds ``tag`` to the last text of a message."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + tag
+        return
+    if isinstance(content, list):
+        parts = [dict(p) if isinstance(p, Mapping) else p for p in content]
+        for part in reversed(parts):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                part["text"] += tag
+                message["content"] = parts
+                return
+    raise BadRequest("continue_final_message needs a final message with text.", param="continue_final_message")
+
+
+def _cut(text: str, tag: str) -> str:
+    end = text.rfind(tag)
+    if end < 0:
+        raise BadRequest("The chat template drops the final message's text.", param="continue_final_message")
+    # If the blank after the tag is gone, the template trims texts, so this one is trimmed as well.
+    kept = text.startswith(" ", end + len(tag))
+    return text[:end] if kept else text[:end].rstrip()

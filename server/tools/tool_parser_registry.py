@@ -1,0 +1,70 @@
+"""Which form of calls a model writes: by name, by its chat template, or by another package."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+
+from trencadis.core.errors import StartupError
+from trencadis.server.tools.hermes_tool_parser import HermesToolParser
+from trencadis.server.tools.llama3_tool_parser import Llama3ToolParser
+from trencadis.server.tools.mistral_tool_parser import MistralToolParser
+from trencadis.server.tools.pythonic_tool_parser import PythonicToolParser
+from trencadis.server.tools.qwen3_tool_parser import Qwen3ToolParser
+from trencadis.server.tools.tool_parser import ToolParser
+
+GROUP = "trencadis.tool_parsers"
+"""Entry-point group in which an installed package offers a subclass of ``ToolParser``."""
+BUILT: dict[str, type[ToolParser]] = {
+    "hermes": HermesToolParser,
+    "qwen3": Qwen3ToolParser,
+    "llama3_json": Llama3ToolParser,
+    "mistral": MistralToolParser,
+    "pythonic": PythonicToolParser,
+}
+ALIASES = {
+    "qwen3_xml": "qwen3",
+    "qwen3_coder": "qwen3",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+}
+"""Names of vLLM's parsers for the same forms."""
+SIGNS: tuple[tuple[re.Pattern[str], type[ToolParser]], ...] = (
+    (re.compile(r"\[TOOL_CALLS\]"), MistralToolParser),
+    (re.compile(r"<function="), Qwen3ToolParser),
+    (re.compile(r"<tool_call>"), HermesToolParser),
+    (re.compile(r"\[\w+\(\w+="), PythonicToolParser),
+    (re.compile(r"<\|python_tag\|>|\bipython\b"), Llama3ToolParser),
+)
+"""What the template of a model that writes a form contains; the first that is found counts."""
+
+
+def find_tool_parser(asked: str, template: str | None) -> type[ToolParser] | None:
+    """The parser that ``--tool-call-parser`` names; ``auto``: that of the form in the template, if there is one.
+
+    Raises:
+        StartupError: there is no such parser, or its package failed.
+    """
+    if asked == "auto":
+        return None if template is None else detect_tool_parser(template)
+    name = ALIASES.get(asked, asked)
+    if name in BUILT:
+        return BUILT[name]
+    offered = {e.name: e for e in entry_points(group=GROUP)}
+    if name not in offered:
+        names = ", ".join(["auto", *BUILT, *sorted(offered)])
+        raise StartupError(f"--tool-call-parser {asked[:60]} is none of {names}.")
+    try:
+        found = offered[name].load()
+    except Exception as error:
+        raise StartupError(f"--tool-call-parser {name}: its package failed: {str(error)[:120]}") from None
+    if not (isinstance(found, type) and issubclass(found, ToolParser)):
+        raise StartupError(f"--tool-call-parser {name}: its entry point must be a subclass of ToolParser.")
+    return found
+
+
+def detect_tool_parser(template: str) -> type[ToolParser] | None:
+    """The parser of the form that a template's text shows; None for a template that does not take tools."""
+    if "tools" not in template:
+        return None
+    return next((parser for sign, parser in SIGNS if sign.search(template)), None)

@@ -1,0 +1,177 @@
+"""Small random checkpoints of the text families, three of each: head counts, tied heads, biases, stored names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fakes.checkpoints import IDS, VOCAB, randomise, text_settings, write_tokenizer
+
+EOS = IDS["<|im_end|>"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+GPT2: dict[str, Any] = dict(
+    vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=EOS, eos_token_id=EOS
+)
+OPT: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
+    max_position_embeddings=512, bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
+)  # fmt: skip
+GEMMA: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=20, sliding_window=8, max_position_embeddings=512,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"], rms_norm_eps=1e-6,
+    bos_token_id=EOS, eos_token_id=EOS, pad_token_id=1,
+)  # fmt: skip
+MIXTRAL: dict[str, Any] = text_settings(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, head_dim=16)
+QWEN3_MOE: dict[str, Any] = text_settings(
+    head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+)
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.0, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 12.0],
+}  # fmt: skip
+PHI3: dict[str, Any] = text_settings(sliding_window=None, max_position_embeddings=512)
+FORMS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma3": {
+        "windows of 8, four layers": GEMMA,
+        "one KV head, linear, untied": GEMMA | dict(
+            num_key_value_heads=1, tie_word_embeddings=False, head_dim=32, query_pre_attn_scalar=24, sliding_window=33,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        ),
+        "biases, every layer a window of all": GEMMA | dict(
+            attention_bias=True, sliding_window=512, num_key_value_heads=4, layer_types=["sliding_attention"] * 4,
+        ),
+    },
+    "qwen3": {
+        "plain": text_settings(head_dim=16),
+        "tied, one KV head, wide heads": text_settings(head_dim=32, num_key_value_heads=1, tie_word_embeddings=True),
+        "biases, yarn": text_settings(head_dim=16, attention_bias=True, num_key_value_heads=4, rope_parameters=YARN),
+        "window in the second layer": text_settings(
+            head_dim=16, use_sliding_window=True, sliding_window=16, max_window_layers=1
+        ),
+    },
+    "mistral": {
+        "no window": text_settings(sliding_window=None),
+        "window of 20": text_settings(sliding_window=20, num_key_value_heads=4),
+        "window of the longest request, wide heads": text_settings(sliding_window=512, head_dim=32),
+        "tied, linear": text_settings(
+            sliding_window=None, tie_word_embeddings=True, num_key_value_heads=1,
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        ),
+    },
+    "phi3": {
+        "long from 100, three quarters of a head turn, tied": PHI3 | dict(
+            rope_parameters=LONGROPE | dict(
+                short_factor=[1.0, 1.1, 1.2, 1.4, 1.8, 2.0], long_factor=[1.5, 2.0, 4.0, 8.0, 9.0, 12.0],
+                partial_rotary_factor=0.75, attention_factor=1.25, original_max_position_embeddings=100,
+            ),
+            original_max_position_embeddings=100, tie_word_embeddings=True, num_key_value_heads=1,
+        ),
+        "long from 64 tokens on": PHI3 | dict(
+            rope_parameters=LONGROPE, original_max_position_embeddings=64, num_key_value_heads=4,
+        ),
+        "half of a head turns": PHI3 | dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    },
+    "mixtral": {
+        "plain": MIXTRAL,
+        "names of transformers 5, wide heads": MIXTRAL | dict(head_dim=32, num_local_experts=5, intermediate_size=52),
+        "tied, three of eight": MIXTRAL
+        | dict(
+            tie_word_embeddings=True, num_local_experts=8, num_experts_per_tok=3, num_key_value_heads=1, head_dim=None
+        ),
+    },
+    "qwen3_moe": {
+        "plain": QWEN3_MOE,
+        "shares as they are, every second layer": QWEN3_MOE
+        | dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=3, tie_word_embeddings=True),
+        "names of transformers 5, biases, one of its layers dense": QWEN3_MOE
+        | dict(mlp_only_layers=[0], attention_bias=True, num_key_value_heads=4, moe_intermediate_size=52),
+    },
+    "opt": {
+        "125m": OPT,
+        "350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
+        "without biases": OPT | dict(enable_bias=False, activation_function="gelu", tie_word_embeddings=False),
+    },
+    "gpt2": {
+        "tied": GPT2,
+        "bare names, own inner size": GPT2 | dict(n_inner=80, activation_function="gelu", n_head=2),
+        "untied, unscaled": GPT2 | dict(tie_word_embeddings=False, scale_attn_weights=False, layer_norm_epsilon=1e-3),
+    },
+}  # fmt: skip
+CLASSES = {
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+}
+CASES = [(family, form) for family, forms in FORMS.items() for form in forms]
+
+
+def family_checkpoint(folder: Path, *, family: str, form: str, **changes: Any) -> Path:
+    """A checkpoint of one form; ``changes`` are further settings."""
+    import transformers
+
+    config, model = (getattr(transformers, name) for name in CLASSES[family])
+    made = model(config(**{**FORMS[family][form], **changes}))
+    randomise(made, 0)
+    _louder(made)
+    made.generation_config = transformers.GenerationConfig(eos_token_id=EOS, do_sample=False)
+    made.to(torch.float32).eval().save_pretrained(folder)
+    write_tokenizer(folder)
+    if "bare names" in form:
+        rename(folder, {"transformer.": ""})
+    if "transformers 5" in form:
+        stack(folder)
+    return folder
+
+
+def _louder(model: Any) -> None:
+    """Fused and stacked projections are random as those of the others are; positions count as much as words."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "wpe" in name or "embed_positions" in name:
+                p.mul_(2)
+
+
+def rename(folder: Path, prefixes: dict[str, str], ends: tuple[tuple[str, str], ...] = ()) -> None:
+    """Stores the weights under other names, as older conversions have them."""
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    for reference, ours in prefixes.items():
+        held = {ours + n.removeprefix(reference) if n.startswith(reference) else n: t for n, t in held.items()}
+    for reference, ours in ends:
+        held = {n.removesuffix(reference) + ours if n.endswith(reference) else n: t for n, t in held.items()}
+    save_file({n: t.contiguous() for n, t in held.items()}, file, metadata={"format": "pt"})
+
+
+def stack(folder: Path) -> None:
+    """Stores each layer's experts as two tensors, as transformers 5 holds them; it saves them one by one."""
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    ours = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    for reference, name in ours.items():
+        held = {n.replace(reference, name): t for n, t in held.items()}
+    for at in sorted({n.partition(".experts.")[0] for n in held if ".experts." in n}):
+        count = sum(n.startswith(f"{at}.experts.") for n in held) // 3
+        each = [[held.pop(f"{at}.experts.{i}.{part}_proj.weight") for part in ("gate", "up", "down")]
+                for i in range(count)]  # fmt: skip
+        held[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+        held[f"{at}.experts.down_proj"] = torch.stack([down for _, _, down in each])
+    save_file(held, file, metadata={"format": "pt"})
+
+
+def set_keys(folder: Path, **values: Any) -> None:
+    """Changes keys of config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))

@@ -1,0 +1,103 @@
+"""What engines of a fleet get, how their counters add up, and that the router's keys are those of the engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.command_line import from_command_line
+from trencadis.core.config import EngineConfig
+from trencadis.core.engine_stats import GraphCounters
+from trencadis.core.errors import StartupError
+from trencadis.core.kv.block_hash import BlockHashChain
+from trencadis.core.kv.block_pool import BlockPool
+from trencadis.core.kv.encoder_cache import EncoderCache
+from trencadis.core.kv.eviction_log import EvictionLog
+from trencadis.core.kv.media_spans import MediaSpan
+from trencadis.core.process.engine_messages import EngineInfo, EngineStats
+from trencadis.core.request import Request, SamplingParams
+from trencadis.server.fleet.aggregate_stats import merge_infos, sum_stats
+from trencadis.server.fleet.resources import divide_resources
+from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
+
+
+def test_cards_are_dealt_in_order_and_a_cpu_is_divided():
+    cards = divide_resources(EngineConfig(device="hpu:1", tensor_parallel_size=2, kv_offloading_size=9.0), 3, {})
+    assert [c.device for c in cards] == ["hpu:1", "hpu:3", "hpu:5"]
+    assert {c.kv_offloading_size for c in cards} == {3.0} and all(c.report_evictions for c in cards)
+    cpus = divide_resources(EngineConfig(device="cpu", kv_cache_memory_bytes=4 << 20), 4, {"OMP_NUM_THREADS": "8"})
+    assert [(c.device, c.threads, c.kv_cache_memory_bytes) for c in cpus] == [("cpu", 2, 1 << 20)] * 4
+    assert cpus[0].gpu_memory_utilization == pytest.approx(0.9 / 4)
+    one = EngineConfig(device="cpu")
+    assert divide_resources(one, 1, {}) == [one]
+
+
+def test_counters_add_up_and_a_client_sees_the_least_longest_request():
+    a = EngineStats(running=2, prompt_tokens=10, step_tokens=[1], graphs=GraphCounters(1, 0, {"decode": 5}))
+    b = EngineStats(running=3, prompt_tokens=7, graphs=GraphCounters(2, 1, {"decode": 2, "prompt": 1}))
+    s = sum_stats([a, b])
+    assert (s.running, s.prompt_tokens, s.step_tokens) == (5, 17, [])
+    assert (s.graphs.lazy_compiles, s.graphs.recompiles, s.graphs.bytes) == (3, 1, {"decode": 7, "prompt": 1})
+    infos = [EngineInfo("cpu", "float32", n, 16, 100, 10, 64) for n in (512, 256)]
+    made = merge_infos([None, *infos])
+    assert made is not None and (made.max_model_len, made.num_blocks) == (256, 200)
+    assert merge_infos([None, None]) is None
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_the_router_names_blocks_as_the_engine_that_evicts_them(block):
+    request = Request("a", [*range(700)], SamplingParams(), [MediaSpan(20, 30, "ab", (1, 2, 2), 64)], salt="s")
+    cost = make_request_cost(request, block)
+    assert [p.tokens for p in cost.prefixes] == [128, 256, 384, 512, 640]
+    chain = BlockHashChain(request, block)
+    chain.extend(request.tokens, 640)
+    pool, arena = BlockPool(len(chain.keys)), EncoderCache(40)
+    pool.log = arena.log = EvictionLog()
+    blocks = pool.take(len(chain.keys))
+    assert blocks is not None
+    for held, key in zip(blocks, chain.keys, strict=True):
+        pool.publish(held, key)
+    pool.drop(blocks)
+    pool.take(len(chain.keys))
+    arena.put("s\0ab", 30, 1)
+    arena.unpin("s\0ab", 1)
+    arena.put("other", 30, 1)
+    gone, images = map(read_keys, pool.log.take())
+    assert {p.key for p in cost.prefixes} <= set(gone) and len(gone) == len(chain.keys)
+    assert [p.key for p in cost.images] == list(images)
+    assert pool.log.take() == (b"", b"")
+
+
+def test_a_prompt_that_reads_no_prefix_has_none():
+    for params in (SamplingParams(prompt_logprobs=1), SamplingParams(skip_reading_prefix_cache=True)):
+        assert not make_request_cost(Request("a", [1] * 500, params), 16).prefixes
+    assert not make_request_cost(Request("a", [1] * 500, SamplingParams()), 0).prefixes
+    assert [p.tokens for p in make_request_cost(Request("a", [1] * 257, SamplingParams()), 128).prefixes] == [128, 256]
+    assert [p.tokens for p in make_request_cost(Request("a", [1] * 256, SamplingParams()), 128).prefixes] == [128]
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["-dp", "4"], 4),
+        (["--data-parallel-size=2", "--data-parallel-size-local", "2"], 2),
+        (["-dp", "4", "--data-parallel-size-local", "2", "--data-parallel-backend", "ray"], 4),
+        ([], 1),
+    ],
+)
+def test_the_number_of_engines_is_a_flag(words, size):
+    settings = from_command_line(["m", *words], {})
+    assert settings.server.data_parallel_size == size
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["-dp", "4", "-dpl", "2"], "is not --data-parallel-size 4"),
+        (["-dp", "0"], "must be positive"),
+        (["--engine-use-ray"], "--distributed-executor-backend ray"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words, reported):
+    with pytest.raises(StartupError, match=reported) as caught:
+        from_command_line(["m", *words], {})
+    assert "\n" not in str(caught.value)

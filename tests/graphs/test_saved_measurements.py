@@ -1,0 +1,115 @@
+"""What a start measures is kept for the next, however it warms up, and is never replaced by less."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.meta_start import GIB, Started, card, config_of, on_paper, run
+from tests.traffic.launch_lines import model_of
+from trencadis.core.buckets import Bucket, Stage
+from trencadis.core.checkpoint.model_config import ImageNeeds
+from trencadis.core.memory import measurement_cache
+from trencadis.core.memory.graph_budget import GraphPrice, prices_by
+from trencadis.core.memory.measurement_cache import Measurements, merge_measurements
+from trencadis.core.startup.dry_run import StartupPlan
+
+MODEL = dataclasses.replace(model_of(1024, 1, 8, 2, 2048, vision=False), architecture="Qwen2ForCausalLM")
+IMAGES = ImageNeeds()
+FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRENCADIS_CACHE", str(tmp_path))
+
+
+def start(**flags: Any) -> Started:
+    return run(MODEL, config_of(graph_reserved_mem=0.2, **FLAGS, **flags), IMAGES, card(24 * GIB))
+
+
+def plan(**flags: Any) -> StartupPlan:
+    return on_paper(MODEL, config_of(**FLAGS, **flags), IMAGES, 24 * GIB)
+
+
+def known(started: Started) -> Measurements:
+    found = measurement_cache.load(started.start.key, measurement_cache.folder())
+    assert found is not None
+    return found
+
+
+def need(started: Started, count: int) -> list[Bucket]:
+    """First uses of some buckets of each stage."""
+    graphs = started.runner.graphs
+    needed = [b for stage in Stage for b in started.runner.plan.of(stage)[:count]]
+    for bucket in needed:
+        graphs._prepare(bucket)
+    return needed
+
+
+def test_a_skipped_warmup_keeps_what_it_measures() -> None:
+    first = start(warmup="skip")
+    assert known(first).activations and not known(first).graphs, "the profile alone"
+    assert plan(graph_memory="auto").settings.requested is None, "no graph was measured"
+    needed = need(first, 2)
+    captured = first.runner.graphs.list_captured()
+    assert set(captured) == set(known(first).graphs) == set(known(first).seconds) == set(needed)
+    requested = plan(graph_memory="auto").settings.requested
+    start(warmup="full")
+    whole = plan(graph_memory="auto").settings.requested
+    assert requested is not None and whole is not None
+    assert all(abs(some - all_) < 0.2 * all_ for some, all_ in zip(requested, whole, strict=True) if all_)
+
+
+def test_a_background_warmup_keeps_what_it_measures() -> None:
+    first = start(warmup="background")
+    while first.runner.warm() is not None and not first.runner.graphs.list_captured():
+        pass
+    assert set(known(first).graphs) == set(first.runner.graphs.list_captured()), "the first piece is kept at once"
+    while first.runner.warm() is not None:
+        pass
+    assert set(known(first).graphs) == set(first.runner.plan.buckets)
+
+
+def test_memory_that_another_program_takes_meanwhile_is_no_activation() -> None:
+    first = start(warmup="skip")
+    before = known(first).activations
+    first.card.allocator.allocate("tensors", 4 * GIB)
+    need(first, 1)
+    assert known(first).activations == before and known(first).graphs
+
+
+def test_less_never_replaces_more() -> None:
+    first = start(warmup="full")
+    whole = known(first)
+    need(start(warmup="skip"), 1)
+    start(warmup="full", skip_captures=[str(min(whole.graphs))])
+    after = known(first)
+    assert set(after.graphs) == set(whole.graphs) and set(after.seconds) == set(whole.seconds)
+    assert after.graphs == whole.graphs and after.activations == whole.activations
+
+
+def test_what_is_merged() -> None:
+    a, b, c = (Bucket(Stage.DECODE, (n, n)) for n in (1, 2, 4))
+    old = Measurements({a: 10, b: 20}, {a: 1.0}, {a: 100})
+    new = Measurements({b: 15, c: 40}, {a: 2.0, b: 3.0}, {a: 50})
+    some, all_ = merge_measurements(old, new, complete=False), merge_measurements(old, new, complete=True)
+    assert some == Measurements({a: 10, b: 20, c: 40}, {a: 2.0, b: 3.0}, {a: 100})
+    assert all_ == Measurements({a: 10, b: 15, c: 40}, {a: 2.0, b: 3.0}, {a: 50})
+    assert merge_measurements(None, new, complete=False) == new
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_one_measured_graph_does_not_price_the_others_as_itself(which: int) -> None:
+    """A tiny launch is mostly code, a large one mostly what it works in: formulas know which."""
+    formulas = [GraphPrice(Bucket(Stage.FRESH, (1, 64 << i)), 10, 64 << i) for i in range(8)]
+    one = formulas[which]
+    prices = prices_by({one.bucket: 2 * one.alone}, formulas, lambda b: 10 + b.dims[1], "sum")
+    assert [p.alone for p in prices] == [2 * f.alone for f in formulas]
+    shared = prices_by({one.bucket: 7}, formulas, lambda b: 10 + b.dims[1], "max")
+    assert [p for p in shared if p.bucket != one.bucket] == [f for f in formulas if f is not one]
+    other = [GraphPrice(Bucket(Stage.DECODE, (1, 1)), 5)]
+    assert prices_by({one.bucket: 7}, other, lambda b: 10, "sum") == other

@@ -1,1 +1,0 @@
-"""Families whose layers attend to pictures, against transformers."""

@@ -1,0 +1,1 @@
+"""Families whose layers attend to images, against transformers."""

@@ -1,0 +1,1 @@
+"""The images of the demo: scenes, shapes, colours, digits and textures."""

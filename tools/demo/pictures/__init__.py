@@ -1,1 +1,0 @@
-"""The pictures of the demo: scenes, shapes, colours, digits and textures."""

@@ -1,0 +1,156 @@
+"""Keyword arguments of ``LLM`` as configuration: named like flags; values as in Python or as on the command line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trencadis.core.config import EngineConfig
+from trencadis.core.errors import BadRequest, StartupError
+from trencadis.server.config import number_bounds
+from trencadis.server.config.flags import Flag, get_flag_table
+from trencadis.server.config.vllm_flags.flag_row import convert_flags
+from trencadis.server.config.vllm_flags.flag_table import ROWS
+from trencadis.server.prompts.text_service import TextService
+from trencadis.server.prompts.text_service_builder import MediaRules, make_text_service
+from trencadis.server.text.chat_template import read_override
+
+log = logging.getLogger("trencadis.llm")
+
+IGNORED_SERVER_FLAGS = frozenset({"disable_log_stats", "disable_uvicorn_access_log", "enable_log_requests"})
+"""Flags of the server that callers of other engines pass here too; offline they mean nothing."""
+PROMPT_FLAGS = ("allowed_local_media_path", "allowed_media_domains", "chat_template", "chat_template_content_format")
+"""Flags of the server about prompts, which offline callers need too."""
+
+
+class OfflineSetup(NamedTuple):
+    """What an offline engine is made of; the model is a local folder."""
+
+    config: EngineConfig
+    media: MediaRules
+    chat_template: str
+    content_format: str
+
+    def service(self) -> TextService:
+        """The text service: tokenizer, template, media."""
+        return make_text_service(
+            self.config, self.media, chat_template=self.chat_template, content_format=self.content_format
+        )
+
+
+def build_offline_setup(model: str | Path, given: Mapping[str, Any]) -> OfflineSetup:
+    """Reads the keyword arguments of ``LLM``, ``AsyncLLM`` and ``EngineArgs``.
+
+    Raises:
+        StartupError: see ``build_engine_config``; or there is no such model.
+    """
+    front = {name: given.get(name) for name in PROMPT_FLAGS}
+    config = build_engine_config(
+        str(model or ""), {name: value for name, value in given.items() if name not in PROMPT_FLAGS}
+    )
+    template, form = (str(front[name] or "") for name in ("chat_template", "chat_template_content_format"))
+    form = get_flag_table()["chat_template_content_format"].check(form or "auto", "chat_template_content_format")
+    folder = str(front["allowed_local_media_path"] or "")
+    media = MediaRules(tuple(front["allowed_media_domains"] or ()), folder, any_path=True)
+    return OfflineSetup(resolve_local_model(config), media, template, form)
+
+
+SINGLE_ENGINE_VALUES: Mapping[str, Any] = {"data_parallel_size": 1, "data_parallel_backend": "mp"}
+"""Options of a server with several engines, and the values that one engine has anyway."""
+
+
+def check_single_engine(name: str, value: Any) -> None:
+    """Raises StartupError if an option of ``SINGLE_ENGINE_VALUES`` asks for more than one engine."""
+    if value is not None and str(value) != str(SINGLE_ENGINE_VALUES[name]):
+        raise StartupError(f"{name}={value} is refused: offline there is one engine; a server runs several (-dp).")
+
+
+def build_engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of ``model`` with the options ``given``; None stands for an option's default.
+
+    Raises:
+        StartupError: an unknown name, a value out of range, or one that asks for what is not supported.
+    """
+    known = _engine_flags()
+    values: dict[str, Any] = {}
+    vllm_flags: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = known.get(name)
+        if flag is not None:
+            if value is not None:
+                values[flag.name] = _convert_value(flag, name, value)
+        elif name in SINGLE_ENGINE_VALUES:
+            check_single_engine(name, value)
+        elif name in ROWS:
+            vllm_flags[name] = ROWS[name].convert(dict(value) if isinstance(value, Mapping) else value)
+        elif name not in IGNORED_SERVER_FLAGS:
+            engines = sorted(f.name for f in known.values() if not f.hidden)
+            raise StartupError(f"unknown option {name!r}; known: {', '.join(dict.fromkeys(engines))}")
+    settled = convert_flags(vllm_flags, ROWS, values)
+    for note in settled.notes:
+        log.info("%s", note)
+    for name in SINGLE_ENGINE_VALUES:
+        check_single_engine(name, settled.values.get(name))
+    meant = {name: value for name, value in settled.values.items() if get_flag_table()[name].owner == "engine"}
+    made = EngineConfig(**{"model": model, **values, **meant})
+    number_bounds.check(made)
+    return made
+
+
+def resolve_local_model(config: EngineConfig) -> EngineConfig:
+    """The same configuration with model and tokenizer as local folders; no model is the bundled demo."""
+    from trencadis.assets import demo_path
+    from trencadis.server.config.hub import find_model_folder, find_tokenizer_folder, get_tokenizer_name
+
+    model = find_model_folder(config) if config.model else demo_path()
+    tokenizer = str(find_tokenizer_folder(config)) if get_tokenizer_name(config) else ""
+    return replace(config, model=str(model), tokenizer=tokenizer)
+
+
+def load_chat_template(chat_template: str | Path | None, *, is_literal: bool = False) -> str | None:
+    """A chat template as text: a file's, or the text itself (``is_literal``: never a file's).
+
+    Raises:
+        BadRequest: neither a file's name nor the text of a template.
+    """
+    return str(chat_template) if is_literal and chat_template is not None else read_template(chat_template)
+
+
+def read_template(given: str | Path | None) -> str | None:
+    """The template of a call: a file's text, or the text itself.
+
+    Raises:
+        BadRequest: neither a file's name nor the text of a template.
+    """
+    if given is None:
+        return None
+    try:
+        return read_override(str(given))
+    except StartupError:
+        shown = f"{str(given)[:80]!r}: no such file, and no template text"
+        raise BadRequest(f"chat_template {shown}.", param="chat_template") from None
+
+
+def _engine_flags() -> dict[str, Flag]:
+    """The engine's flags, by name and alias."""
+    mine = [f for f in get_flag_table().values() if f.owner == "engine"]
+    return {name: f for f in mine for name in (f.name, *f.aliases)}
+
+
+def _convert_value(flag: Flag, name: str, value: Any) -> Any:
+    """The flag's value. A torch dtype counts as its name, a path as text, a tuple as a list, ``hf_token=True`` as the
+    token that the hub keeps."""
+    if flag.name == "hf_token" and isinstance(value, bool):
+        value = ""
+    elif flag.name == "dtype":
+        value = str(value).removeprefix("torch.")
+    elif isinstance(value, Path):
+        value = str(value)
+    elif isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, Mapping):
+        value = dict(value)
+    return flag.convert(value, name)

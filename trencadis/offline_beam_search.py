@@ -1,0 +1,130 @@
+"""Beam search offline: vLLM's parameters and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from trencadis.core.errors import BadRequest
+from trencadis.core.request import BeamRule, RequestOutputKind, SamplingParams
+from trencadis.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from trencadis.server.protocol.beam_search_fields import MOST_PENALTY, check_width, read_early
+
+if TYPE_CHECKING:
+    from trencadis.server.prompts.text_service import TextService
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """The ``beam_width`` best answers instead of drawn ones.
+
+    Args:
+        beam_width: beams that are kept, and answers; at most half of ``max_logprobs``.
+        max_tokens: most tokens of an answer.
+        ignore_eos: answers end by their length alone.
+        temperature: no effect: beams are ranked by the model's own probabilities.
+        length_penalty: answers are ranked by the sum of their log-probabilities over length ** length_penalty.
+        include_stop_str_in_output: whether the token that ends an answer belongs to it.
+        early_stopping: as in transformers: True, False or ``never``.
+
+    Raises:
+        BadRequest: a value is out of range; ``param`` names it.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: None = None
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise BadRequest("Beam search takes no structured outputs.", param="structured_outputs")
+        if not -MOST_PENALTY <= self.length_penalty <= MOST_PENALTY:
+            raise BadRequest(
+                f"length_penalty must be in [-{MOST_PENALTY:g}, {MOST_PENALTY:g}].", param="length_penalty"
+            )
+        if self.max_tokens < 1:
+            raise BadRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+
+
+class EngineParams(NamedTuple):
+    """What the engine is asked for, and how to search for it (None: drawn)."""
+
+    sampling: SamplingParams
+    beams: BeamRule | None = None
+
+
+GenerationParams = SamplingParams | BeamSearchParams
+
+
+def engine_params(params: GenerationParams, service: TextService) -> EngineParams:
+    """The engine's parameters. With each token of a beam come the ``2 * beam_width`` best ids, as in vLLM.
+
+    Raises:
+        BadRequest: more beams than there are best ids for.
+    """
+    if isinstance(params, SamplingParams):
+        return EngineParams(params.clone())
+    check_width(params.beam_width, 0 if params.ignore_eos else len(service.eos), service.limits.max_logprobs)
+    sampling = SamplingParams(
+        n=params.beam_width,
+        temperature=0.0,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        logprobs=2 * params.beam_width,
+    )
+    return EngineParams(sampling, BeamRule(params.length_penalty, read_early(params.early_stopping)))
+
+
+def final_output_only(given: EngineParams) -> EngineParams:
+    """The same, with one output at the end."""
+    return given._replace(sampling=replace(given.sampling, output_kind=RequestOutputKind.FINAL_ONLY))
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search. ``tokens`` and ``text`` begin with the prompt; ``logprobs`` do not."""
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    multi_modal_data: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt, best first, as many as the beam width."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def make_beam_output(output: RequestOutput, prompt: Any, service: TextService, keep_end: bool) -> BeamSearchOutput:
+    """The answers in vLLM's form; ``keep_end``: with the token that ended each."""
+    media = prompt if isinstance(prompt, Mapping) else {}
+
+    def sequence(one: CompletionOutput) -> BeamSearchSequence:
+        ended = one.finish_reason == "stop" and not keep_end
+        tokens = [*output.prompt_token_ids, *(one.token_ids[:-1] if ended else one.token_ids)]
+        return BeamSearchSequence(
+            tokens,
+            [*(one.logprobs or [])],
+            cum_logprob=one.cumulative_logprob or 0.0,
+            text=service.tokenizer.decode(tokens, skip_special_tokens=False),
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+            multi_modal_data=media.get("multi_modal_data"),
+            mm_processor_kwargs=media.get("mm_processor_kwargs"),
+        )
+
+    return BeamSearchOutput([sequence(one) for one in output.outputs])

@@ -1,0 +1,254 @@
+"""``embed``, ``classify``, ``reward``, ``score`` and ``encode`` of ``LLM``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trencadis.core.checkpoint.pooling_config import CLASSIFY, EMBED, TOKEN_TASKS, Pooling
+from trencadis.core.errors import BadRequest
+from trencadis.llm_engine import LLMEngine
+from trencadis.llm_kwargs import read_template
+from trencadis.multimodal.async_gather import gather_or_cancel
+from trencadis.outputs import RequestOutput
+from trencadis.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from trencadis.progress_bar import PromptProgressBar, UseTqdm
+from trencadis.prompt_inputs import PromptType, as_list, read_prompt
+from trencadis.server.pooling.pooler_output import (
+    Float64,
+    compute_pair_score,
+    convert_to_floats,
+    cosine_similarity,
+    finish_pooled,
+    read_raw_values,
+)
+from trencadis.server.pooling.pooling_params import PoolingParams
+from trencadis.server.pooling.pooling_request import make_pooling_request
+from trencadis.server.pooling.text_pairs import Pair, check_scores, make_pair_prompt, read_content
+from trencadis.server.prompts.prompt import Prompt
+from trencadis.unsupported import refuse_lora, refuse_tokenization_kwargs
+
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingMethods:
+    """Gives ``LLM`` the calls of an engine with ``runner="pooling"``."""
+
+    llm_engine: LLMEngine
+    _request_numbers: itertools.count[int]
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the engine pools of each prompt: embeddings or probabilities. Prompts are those of ``generate``.
+
+        Args:
+            pooling_task: in place of the parameters' task; ``token_embed`` and ``token_classify`` give every token's
+                values, [tokens, width].
+            truncate_prompt_tokens: as in the parameters; vLLM also takes it in ``tokenization_kwargs``.
+
+        Raises:
+            BadRequest: the engine generates, or a prompt or a parameter is at fault.
+        """
+        refuse_lora(lora_request)
+        others = dict(tokenization_kwargs or {})
+        cut = others.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        refuse_tokenization_kwargs(others)
+        pooling = self._pooling_config("encode", pooling_task)
+        items = as_list(prompts)
+        params = _params_per_prompt(pooling_params, len(items))
+        if pooling_task is not None:
+            params = [replace(p, task=pooling_task) for p in params]
+        if cut is not None:
+            params = [replace(p, truncate_prompt_tokens=cut) for p in params]
+        self._check_params(params, pooling)
+        service, wait = self.llm_engine.service, self.llm_engine.wait
+        made = wait(gather_or_cancel(read_prompt(service, i, p) for i, p in zip(items, params, strict=True)))
+        outputs = self._pool(made, pooling, params, use_tqdm)
+        return [
+            _make_output(output, PoolingOutput(finish_pooled(_raw_values(output, pooling, p), pooling, p)))
+            for output, p in zip(outputs, params, strict=True)
+        ]
+
+    def embed(
+        self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """One embedding a prompt; the rest as ``encode`` says."""
+        self._pooling_config("embed", EMBED)
+        made = self.encode(prompts, pooling_params, **more)
+        return [EmbeddingRequestOutput.like(o, EmbeddingOutput(convert_to_floats(o.outputs.data))) for o in made]
+
+    def classify(
+        self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class, for each prompt; the rest as ``encode`` says."""
+        self._pooling_config("classify", CLASSIFY)
+        made = self.encode(prompts, pooling_params, **more)
+        return [
+            ClassificationRequestOutput.like(o, ClassificationOutput(convert_to_floats(o.outputs.data))) for o in made
+        ]
+
+    def reward(
+        self, prompts: PromptType | Sequence[PromptType], *, pooling_params: Params = None, **more: Any
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives every token, [tokens, classes], or [steps, classes] of one that scores steps.
+
+        The rest is as ``encode`` says.
+        """
+        return self.encode(prompts, pooling_params, pooling_task=TOKEN_TASKS[CLASSIFY], **more)
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        instruction: str = "",
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs fit: by the class head, by the logits of the label tokens, or by the cosine of embeddings.
+
+        Args:
+            data_1: one query, or as many as ``data_2`` has; a text, or ``{"content": [parts]}`` with images.
+            instruction: what a document must do, for a chat model that judges; "": answer the query.
+
+        Raises:
+            BadRequest: the engine gives no scores, or a text or a parameter is at fault.
+        """
+        refuse_lora(lora_request)
+        pooling = self._pooling_config("score", None)
+        check_scores(pooling)
+        params = pooling_params or PoolingParams()
+        self._check_params([params], pooling)
+        cut = params.truncate_prompt_tokens if truncate_prompt_tokens is None else truncate_prompt_tokens
+        pairs = _make_pairs(data_1, data_2)
+        if pooling.task == EMBED:
+            return self._score_by_cosine(pairs, pooling, cut, use_tqdm)
+        service = self.llm_engine.service
+        template = read_template(chat_template)
+        made = self.llm_engine.wait(
+            gather_or_cancel(
+                make_pair_prompt(service, pooling, p, instruction=instruction, truncate=cut, chat_template=template)
+                for p in pairs
+            )
+        )
+        outputs = self._pool(made, pooling, [params] * len(made), use_tqdm)
+        return [
+            _make_output(
+                o,
+                ScoringOutput(compute_pair_score(_raw_values(o, pooling, params), pooling, params)),
+                ScoringRequestOutput,
+            )
+            for o in outputs
+        ]
+
+    def _score_by_cosine(
+        self, pairs: Sequence[Pair], pooling: Pooling, cut: int | None, use_tqdm: UseTqdm
+    ) -> list[ScoringRequestOutput]:
+        texts: list[Any] = list(dict.fromkeys(side for pair in pairs for side in _pair_texts(pair)))
+        made = self.llm_engine.wait(self.llm_engine.service.make_raw_prompts(texts, truncate=cut))
+        params = PoolingParams()
+        outputs = dict(zip(texts, self._pool(made, pooling, [params] * len(made), use_tqdm), strict=True))
+        found = []
+        for pair in pairs:
+            a, b = (outputs[text] for text in _pair_texts(pair))
+            one = cosine_similarity(_raw_values(a, pooling, params), _raw_values(b, pooling, params))
+            joined = [*a.prompt_token_ids, *b.prompt_token_ids]
+            cached = a.num_cached_tokens + b.num_cached_tokens
+            found.append(ScoringRequestOutput(f"{a.request_id}_{b.request_id}", ScoringOutput(one), joined, cached))
+        return found
+
+    # Parameters
+
+    def _pooling_config(self, call: str, task: str | None) -> Pooling:
+        pooling = self.llm_engine.service.config.pooling
+        if pooling is None:
+            raise BadRequest(f'LLM.{call} needs an engine made with runner="pooling".')
+        PoolingParams(task=task).check(pooling, self.llm_engine.service.config.text.hidden)
+        return pooling
+
+    def _check_params(self, params: Sequence[PoolingParams], pooling: Pooling) -> None:
+        for one in params:
+            one.check(pooling, self.llm_engine.service.config.text.hidden)
+
+    # Running
+
+    def _pool(
+        self, prompts: Sequence[Prompt], pooling: Pooling, params: Sequence[PoolingParams], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
+        engine, bar = self.llm_engine, PromptProgressBar(len(prompts), use_tqdm)
+        done: dict[str, RequestOutput | None] = {}
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_id = f"pool-{next(self._request_numbers)}"
+                engine.submit_request(make_pooling_request(request_id, prompt, pooling, one, arrival=0.0), prompt)
+                done[request_id] = None
+            left = len(done)
+            while left:
+                for output in engine.step_for(done):
+                    done[output.request_id] = output
+                    left -= 1
+                    bar.step(output)
+        finally:
+            bar.close()
+            engine.abort_request([i for i, output in done.items() if output is None])
+            engine.drain()
+        return [output for output in done.values() if output is not None]
+
+
+def _raw_values(made: RequestOutput, pooling: Pooling, params: PoolingParams) -> Float64:
+    return read_raw_values(made.pooled, pooling, params, made.prompt_token_ids)
+
+
+def _make_output(made: RequestOutput, outputs: Any, kind: type[Any] = PoolingRequestOutput) -> Any:
+    return kind(made.request_id, outputs, made.prompt_token_ids, made.num_cached_tokens)
+
+
+def _params_per_prompt(given: Params, count: int) -> Sequence[PoolingParams]:
+    if given is None or isinstance(given, PoolingParams):
+        return [given or PoolingParams()] * count
+    if len(given) != count:
+        raise BadRequest(f"{count} prompts came with {len(given)} pooling parameters.", param="pooling_params")
+    return given
+
+
+def _make_pairs(data_1: Any, data_2: Any) -> list[Pair]:
+    """One query with every document, or as many queries as documents.
+
+    Raises:
+        BadRequest: neither.
+    """
+    queries, documents = (x if isinstance(x, list) else [x] for x in (data_1, data_2))
+    if not queries or not documents or len(queries) not in (1, len(documents)):
+        raise BadRequest(f"{len(queries)} queries came with {len(documents)} documents.", param="data_1")
+    queries = queries * (len(documents) // len(queries))
+    return [Pair(read_content(q, "data_1"), read_content(d, "data_2")) for q, d in zip(queries, documents, strict=True)]
+
+
+def _pair_texts(pair: Pair) -> tuple[str, str]:
+    if not (isinstance(pair.query, str) and isinstance(pair.document, str)):
+        raise BadRequest("Cosines of embeddings are for texts here; embed images by embed().", param="data_1")
+    return pair.query, pair.document

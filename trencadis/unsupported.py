@@ -1,0 +1,84 @@
+"""vLLM names that are not supported: they can be imported, and raise an error when used."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from trencadis.core.errors import TrencadisError
+
+UNSUPPORTED_CLASSES = {
+    "LoRARequest": "LoRA adapters",
+    "ModelRegistry": "models of other packages",
+    "initialize_ray_cluster": "ranks over Ray",
+}
+"""Name -> what it needs."""
+UNSUPPORTED_METHODS = {
+    "sleep": "sleep mode",
+    "wake_up": "sleep mode",
+    "start_profile": "the profiler",
+    "stop_profile": "the profiler",
+    "collective_rpc": "calls into ranks",
+    "apply_model": "calls into ranks",
+    "add_lora": "LoRA adapters",
+}
+"""Methods of engines, likewise."""
+
+
+class UnsupportedFeature(TrencadisError, NotImplementedError):
+    """Something of vLLM's interface that does not exist here."""
+
+    status = 501
+    type = "NotImplementedError"
+
+
+def raise_unsupported(name: str, what: str) -> NoReturn:
+    """Raises UnsupportedFeature."""
+    raise UnsupportedFeature(f"{name} is not supported: {what}.")
+
+
+class _UnsupportedMeta(type):
+    """Refuses instances and attributes of the classes that stand in for vLLM's."""
+
+    what = ""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise_unsupported(cls.__name__, cls.what)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise_unsupported(f"{cls.__name__}.{name}", cls.what)
+
+
+def make_unsupported_class(name: str) -> type:
+    """The class of that name of ``UNSUPPORTED_CLASSES``; its use raises UnsupportedFeature."""
+    return _UnsupportedMeta(
+        name, (), {"what": UNSUPPORTED_CLASSES[name], "__doc__": f"Not supported: {UNSUPPORTED_CLASSES[name]}."}
+    )
+
+
+class UnsupportedMethods:
+    """Gives an engine the methods of ``UNSUPPORTED_METHODS``; a call raises UnsupportedFeature."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in UNSUPPORTED_METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def call(*args: Any, **kwargs: Any) -> NoReturn:
+            raise_unsupported(f"{type(self).__name__}.{name}", UNSUPPORTED_METHODS[name])
+
+        return call
+
+
+def refuse_lora(lora_request: object) -> None:
+    """Raises UnsupportedFeature if a request names an adapter."""
+    if lora_request:
+        raise_unsupported("lora_request", "LoRA adapters")
+
+
+def refuse_tokenization_kwargs(tokenization_kwargs: object) -> None:
+    """Raises UnsupportedFeature if a request says how its text is tokenized."""
+    if tokenization_kwargs:
+        raise_unsupported(
+            "tokenization_kwargs", "other ways of reading text (SamplingParams.truncate_prompt_tokens cuts)"
+        )
