@@ -195,7 +195,7 @@ class Joining(NamedTuple):
 class BatchChange:
     """Changes of the persistent batch in one Step; its rows are not in ``Step.rows``.
 
-    Such a row has a seat (``core/launches/rank_input_batch.py``): it computes the token that the Step before drew for
+    Such a row is in the persistent batch (``core/launches/rank_input_batch.py``): it computes the token that the Step before drew for
     it and draws one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
 
     Args:

@@ -25,7 +25,7 @@ from trencadis.core.step import HeadOutput, Step, StepOutput
 from trencadis.server.fleet.routing_keys import make_request_cost, read_keys
 from trencadis.server.routing.request_cost import RequestCost
 
-ANSWER, PICTURE, FIRST = 1, 2, 10
+ANSWER, IMAGE, FIRST = 1, 2, 10
 """Ids: of every answer's tokens, of placeholders; system prompts and messages have ids of their own from FIRST on."""
 LONGEST = 32_768
 
@@ -125,9 +125,9 @@ def request_of(job: Job, id: str) -> Request:
     """The turn as tokens: a system prompt, images, then messages and answers in turn."""
     turn, session = job.turn, job.turn.session
     tokens, spans = [FIRST + session.system] * session.system_tokens, []
-    for shown in session.pictures:
+    for shown in session.images:
         spans.append(MediaSpan(shown.offset, shown.tokens, f"{shown.id:x}", (1, 2, 2 * shown.tokens), shown.slots))
-        tokens += [PICTURE] * shown.tokens
+        tokens += [IMAGE] * shown.tokens
     for i, length in enumerate(session.texts[: turn.texts]):
         tokens += [ANSWER if i % 2 else 1000 + session.number] * length
     assert len(tokens) == turn.prompt

@@ -18,7 +18,7 @@ SYSTEMS, SHARED = 24, 400
 HOT = 0.04
 """Share of the sessions that are about one and the same image."""
 LONGEST = 24_000
-PICTURE_TOKENS = (64, 144, 256, 324, 391, 616, 999, 1196)
+IMAGE_TOKENS = (64, 144, 256, 324, 391, 616, 999, 1196)
 """Placeholder tokens of images of 224x224 to 1280x720 pixels."""
 
 
@@ -45,7 +45,7 @@ class Session:
     number: int
     system: int
     system_tokens: int
-    pictures: list[Shown]
+    images: list[Shown]
     texts: array[int] = field(default_factory=lambda: array("i"))
     turns: int = 1
     length: int = 0
@@ -112,7 +112,7 @@ def _session(
             for i in range(count)
         ]
     for id in ids:
-        tokens = PICTURE_TOKENS[id * 2_654_435_761 % 1009 % len(PICTURE_TOKENS)]
-        made.pictures.append(Shown(id, made.length, tokens))
+        tokens = IMAGE_TOKENS[id * 2_654_435_761 % 1009 % len(IMAGE_TOKENS)]
+        made.images.append(Shown(id, made.length, tokens))
         made.length += tokens
     return made

@@ -72,7 +72,7 @@ class RankProcess:
     """One rank behind one link.
 
     Args:
-        connect_info: how the link was made, if this process has dialled: then versions are compared first, and the
+        connect_info: how the link was made, if this process has connected: then versions are compared first, and the
         engine says
             goodbye where it ends as it should.
     """
@@ -153,18 +153,18 @@ class RankProcess:
         self.send(rank_messages.RankReady())
         self.steady = True
         run = self.run_overlapped(opened) if opened.overlaps else self.run_one_by_one(opened.rank)
-        tidier = HeapTrimmer()
-        tidier.begin()
+        trimmer = HeapTrimmer()
+        trimmer.begin()
         while True:
             try:
-                message = self.queue.get(timeout=tidier.wait())
+                message = self.queue.get(timeout=trimmer.wait())
             except Empty:
-                tidier.collect_and_trim()
+                trimmer.collect_and_trim()
                 continue
             match message:
                 case rank_messages.RunStep(step):
                     run(step)
-                    tidier.after_step()
+                    trimmer.after_step()
                 case rank_messages.SetVocabulary(data):
                     opened.rank.set_vocabulary(data)
                 case rank_messages.CompileGrammar(number, grammar):

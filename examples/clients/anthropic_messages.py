@@ -16,11 +16,11 @@ with client.messages.stream(model=o.model, max_tokens=60, messages=talk) as stre
         print(text, end="", flush=True)
 print("\nstop_reason:", stream.get_final_message().stop_reason)
 
-picture = [
+image = [
     {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image_base64()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
-seen = client.messages.create(model=o.model, max_tokens=40, messages=[{"role": "user", "content": picture}])
+seen = client.messages.create(model=o.model, max_tokens=40, messages=[{"role": "user", "content": image}])
 print("picture:", seen.content[0].text)
 # This API counts tokens that the prefix cache has apart from input_tokens.
 used = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)

@@ -9,7 +9,7 @@ import os
 import urllib.request
 from pathlib import Path
 
-PICTURE = Path(__file__).resolve().parents[2] / "assets" / "demo_picture.png"
+IMAGE = Path(__file__).resolve().parents[2] / "assets" / "demo_picture.png"
 """A red circle, a blue square and others; any image does."""
 
 
@@ -36,7 +36,7 @@ def first_model(base_url: str, key: str) -> str:
 
 def image_base64() -> str:
     """The image's bytes in base64."""
-    return base64.b64encode(PICTURE.read_bytes()).decode()
+    return base64.b64encode(IMAGE.read_bytes()).decode()
 
 
 def image_url() -> str:

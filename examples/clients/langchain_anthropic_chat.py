@@ -11,11 +11,11 @@ model = ChatAnthropic(base_url=o.server, api_key=o.key, model=o.model, max_token
 print("answer:", model.invoke("Who are you?").text)
 print("stream:", "".join(chunk.text for chunk in model.stream("Who are you?")))
 
-picture = [
+image = [
     {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image_base64()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
-print("picture:", model.invoke([HumanMessage(picture)]).text)
+print("picture:", model.invoke([HumanMessage(image)]).text)
 
 with_tools = model.bind_tools([tool(get_weather)])
 talk = [HumanMessage("How is the weather in Paris?")]

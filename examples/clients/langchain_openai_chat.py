@@ -11,11 +11,11 @@ model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_comple
 print("answer:", model.invoke("Who are you?").content)
 print("stream:", "".join(chunk.content for chunk in model.stream("Who are you?")))
 
-picture = [
+image = [
     {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
-print("picture:", model.invoke([HumanMessage(picture)]).content)
+print("picture:", model.invoke([HumanMessage(image)]).content)
 
 with_tools = model.bind_tools([tool(get_weather)])
 talk = [HumanMessage("How is the weather in Paris?")]

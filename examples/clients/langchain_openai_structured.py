@@ -17,10 +17,10 @@ class Finding(BaseModel):
 
 o = options()
 model = ChatOpenAI(base_url=o.base_url, api_key=o.key, model=o.model, max_completion_tokens=400, temperature=0)
-picture = [
+image = [
     {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
 for method in ("json_schema", "function_calling"):
-    found = model.with_structured_output(Finding, method=method, strict=True).invoke([HumanMessage(picture)])
+    found = model.with_structured_output(Finding, method=method, strict=True).invoke([HumanMessage(image)])
     print(f"{method}:", type(found).__name__, found)

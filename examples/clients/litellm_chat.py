@@ -14,11 +14,11 @@ print("answer:", litellm.completion(messages=talk, **where).choices[0].message.c
 stream = litellm.completion(messages=talk, stream=True, **where)
 print("stream:", "".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
-picture = [
+image = [
     {"type": "image_url", "image_url": {"url": image_url()}},
     {"type": "text", "text": "What shape is the red one?"},
 ]
-answer = litellm.completion(messages=[{"role": "user", "content": picture}], **where)
+answer = litellm.completion(messages=[{"role": "user", "content": image}], **where)
 print("picture:", answer.choices[0].message.content)
 
 parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

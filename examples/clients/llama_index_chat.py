@@ -1,6 +1,6 @@
 """LlamaIndex: text, a stream, an image, and a tool that is called."""
 
-from connect import PICTURE, get_weather, options
+from connect import IMAGE, get_weather, options
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -14,7 +14,7 @@ ask = ChatMessage(role="user", content="Who are you?")
 print("answer:", model.chat([ask]).message.content)
 print("stream:", "".join(part.delta or "" for part in model.stream_chat([ask])))
 
-blocks = [ImageBlock(path=PICTURE), TextBlock(text="What shape is the red one?")]
+blocks = [ImageBlock(path=IMAGE), TextBlock(text="What shape is the red one?")]
 print("picture:", model.chat([ChatMessage(role="user", blocks=blocks)]).message.content)
 
 tool = FunctionTool.from_defaults(get_weather)

@@ -19,11 +19,11 @@ with client.responses.stream(input="Who are you?", **ask) as stream:
             print(event.delta, end="", flush=True)
 print("\nevents:", kinds[0], "...", kinds[-1])
 
-picture = [
+image = [
     {"type": "input_image", "image_url": image_url(), "detail": "auto"},
     {"type": "input_text", "text": "What shape is the red one?"},
 ]
-print("picture:", client.responses.create(input=[{"role": "user", "content": picture}], **ask).output_text)
+print("picture:", client.responses.create(input=[{"role": "user", "content": image}], **ask).output_text)
 
 tool = {
     "type": "function", "name": "get_weather", "description": "The weather in a city.", "strict": False,

@@ -42,7 +42,7 @@ class MllamaVisionConfig(TileVisionConfig):
         tiles: most tiles of an image.
         gated: layers of the second stack.
         taken: layers of the first stack whose outputs are part of a row.
-        seers: layers of the decoder that attend to rows; kv_heads, key_dim: their KV heads and the size of those.
+        queries: layers of the decoder that attend to rows; kv_heads, key_dim: their KV heads and the size of those.
     """
 
     max_num_tiles: int = 4

@@ -128,12 +128,12 @@ def test_a_decision_looks_at_as_many_replicas_at_a_thousand_as_at_few(count):
 
 
 def test_a_copy_is_made_once_requests_have_waited_for_as_long_as_it_takes():
-    rents = ReplicationPolicy(bound=2)
-    assert [rents.should_replicate(1, 0.4, 1.0) for _ in range(7)] == [False, False, True, False, False, True, False]
-    rents.should_replicate(2, 0.9, 1.0)
-    rents.should_replicate(3, 0.9, 1.0)
-    assert len(rents) == 2 and not rents.should_replicate(1, 0.7, 1.0), "what paid longest ago is forgotten"
-    assert rents.should_replicate(3, 0.1, 1.0)
+    policy = ReplicationPolicy(bound=2)
+    assert [policy.should_replicate(1, 0.4, 1.0) for _ in range(7)] == [False, False, True, False, False, True, False]
+    policy.should_replicate(2, 0.9, 1.0)
+    policy.should_replicate(3, 0.9, 1.0)
+    assert len(policy) == 2 and not policy.should_replicate(1, 0.7, 1.0), "what paid longest ago is forgotten"
+    assert policy.should_replicate(3, 0.1, 1.0)
 
 
 def test_a_shared_start_gets_holders_where_others_are_idle_and_its_holder_is_never_busy_for_as_long():

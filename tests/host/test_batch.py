@@ -56,7 +56,7 @@ class Comparing:
             width = wanted.blocks.shape[1]
             assert np.array_equal(found.blocks[:, :width], wanted.blocks) and not found.blocks[:, width:].any()
             assert found.table is None or not found.table[len(rows) :].any(), "rows behind the batch are not ZERO"
-            if step.persistent_count:  # a row that has a seat reads its token on the device, PENDING or not
+            if step.persistent_count:  # a persistent row reads its token on the device, PENDING or not
                 assert (found.from_slot[: step.persistent_count] > 0).all()
             same(found, wanted, ("blocks", "table", "last"))
             if not step.rows:
@@ -66,14 +66,14 @@ class Comparing:
             batch.advance(step.rows, step.batch.joins)
 
     def nothing_else_is_read(self, found: StepInputs) -> None:
-        """Where tokens of seats are stored follows from a few numbers, as a table of 32k tokens fits no cache."""
+        """Where tokens of persistent rows are stored follows from a few numbers, as a table of 32k tokens fits no cache."""
         stored = slot_map(replace(found, last=None), len(found.tokens), self.size)
         unread = np.full_like(found.blocks, -1)
         assert np.array_equal(slot_map(replace(found, blocks=unread), len(found.tokens), self.size), stored)
         self.alone += 1
 
     def heads(self, step: Step, batch: RankInputBatch) -> None:
-        """SAMPLE of the seats, and of the other rows behind them."""
+        """SAMPLE of the persistent rows, and of the other rows behind them."""
         own = [SampleRow(i + 1, r.samples[0].slot, r.samples[0].sample) for i, r in enumerate(batch.rows())]
         others = [SampleRow(5, d.slot, replace(d.sample, handle=0)) for r in step.rows for d in r.samples]
         if not own:
@@ -196,7 +196,7 @@ def come_and_go(host: HostSteps, steps: int, look: Any = None) -> None:
 
 
 def test_each_draw_has_the_number_of_its_output() -> None:
-    """Also where a batch of numbers ends, of rows that began at any time, and of those that take another's seat."""
+    """Also where a batch of numbers ends, of rows that began at any time, and of those that take another's place."""
     host, seen = with_free_rows(), 0
     execute = host.runner.execute
 
@@ -216,7 +216,7 @@ def test_each_draw_has_the_number_of_its_output() -> None:
 
 
 def test_what_comes_again_reads_as_if_it_were_made_anew() -> None:
-    """Tensors of seats are written in place while no seat changes hands."""
+    """Tensors of persistent rows are written in place while no row is given to another sequence."""
     host, again = with_free_rows(), 0
     backend = host.runner.backend
     fill = backend.fill

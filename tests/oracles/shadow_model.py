@@ -102,7 +102,7 @@ class ShadowRank:
     last: dict[int, int] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     bias: dict[int, Bias] = field(default_factory=dict)
-    desk: MatcherManager = field(default_factory=lambda: MatcherManager(0))
+    matchers: MatcherManager = field(default_factory=lambda: MatcherManager(0))
     openings: dict[int, Opening] = field(default_factory=dict)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """What was drawn for each handle, behind its end too."""
@@ -128,7 +128,7 @@ class ShadowRank:
         self.steps += 1
         for move in step.moves:
             self._move(move)
-        self.desk.apply(step.closings, step.openings)
+        self.matchers.apply(step.closings, step.openings)
         self.openings.update((o.key, o) for o in step.openings)
         for reset in step.resets:
             tally: dict[int, int] = {}
@@ -162,7 +162,7 @@ class ShadowRank:
             return self._head(draws, inputs)
 
         if any(sample.handle for _, _, sample in draws):
-            launched = launch_masked(rows, self.vocab, self.desk, launch)
+            launched = launch_masked(rows, self.vocab, self.matchers, launch)
         else:
             launched = LaunchedHead(launch(head_inputs(rows, self.vocab)))
         if step.batch is not None:
@@ -171,10 +171,10 @@ class ShadowRank:
         return ShadowPending(out, launched)
 
     def set_vocabulary(self, data: bytes | bytearray) -> None:
-        self.desk.grammars.set_vocabulary(data)
+        self.matchers.grammars.set_vocabulary(data)
 
     def prepare(self, grammar: str) -> Future[str]:
-        return self.desk.grammars.prepare(grammar)
+        return self.matchers.grammars.prepare(grammar)
 
     def _head(self, draws: list[tuple[int, int, Sample]], inputs: HeadInputs) -> ShadowHead:
         masks = [[True] * self.vocab]

@@ -84,9 +84,8 @@ def compare(kind: str, kept: int, name: str, how: str, lazy: bool) -> None:
     held = LayerKV(*(t.cpu() if t is not None else None for t in layer.kv))  # type: ignore[arg-type]
     slots = torch.arange(2 * BLOCK, BLOCKS * BLOCK)
     blocked = [t.view(BLOCKS, BLOCK, *t.shape[1:]) if i < 5 and t is not None else t for i, t in enumerate(held)]
-    for a, b in zip(
-        read_slots(LayerKV(*blocked), slots, torch.float32), read_slots(cache, slots, torch.float32), strict=True
-    ):  # type: ignore[arg-type]
+    in_blocks = LayerKV(*blocked)  # type: ignore[arg-type]
+    for a, b in zip(read_slots(in_blocks, slots, torch.float32), read_slots(cache, slots, torch.float32), strict=True):
         assert float((a - b).abs().mean()) < 1e-4
 
 

@@ -146,8 +146,10 @@ async def tried(grammar_cache: GrammarCache, kind: str, value: Any) -> str:
             outlines = [AnswerOutline(AnswerParsers(), requested, None, None)]
         for outline in outlines:
             await grammar_cache.get_grammar(
-                outline.make_key(), lambda o=outline: o.write(grammar_cache.make_writer()), outline.param
-            )  # type: ignore[misc]
+                outline.make_key(),
+                lambda o=outline: o.write(grammar_cache.make_writer()),
+                outline.param,  # type: ignore[misc]
+            )
     except BadRequest as error:
         assert error.param and len(error.message) < 260 and "media" not in error.message, error.message
         return error.message

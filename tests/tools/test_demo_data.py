@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from demo import config, packing, sampling  # noqa: E402
+from demo.images import drawing, layout, palette  # noqa: E402
+from demo.images.scene import CELL, MAX_CELLS, SHAPES, Picture, Scene, Thing, zone  # noqa: E402
 from demo.language import held_out, phrasings, questions, talk, tokenizer  # noqa: E402
-from demo.pictures import drawing, layout, palette  # noqa: E402
-from demo.pictures.scene import CELL, MAX_CELLS, SHAPES, Picture, Scene, Thing, zone  # noqa: E402
 
 ASSETS = ROOT / "assets" / "demo"
 

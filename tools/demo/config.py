@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from demo.images.scene import CELL, MAX_CELLS
 from demo.language.tokenizer import LEARNED, SPECIALS, VOCAB
-from demo.pictures.scene import CELL, MAX_CELLS
 
 TEXT, TEXT_LAYERS, TEXT_MLP = 256, 4, 512
 Q_HEADS, KV_HEADS, HEAD = 4, 2, 64

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from demo import config as c
 from demo.export import from_hub
+from demo.images.drawing import as_array
+from demo.images.scene import CELL
 from demo.language.held_out import CORE, KINDS, WAYS, Item, items, smart_size, textures
 from demo.language.tokenizer import SYSTEM
 from demo.model import DemoModel
 from demo.packing import ASSISTANT, IM_END, USER, Batch, Encoder, Row, collate, image_ids, patchify, turn
-from demo.pictures.drawing import as_array
-from demo.pictures.scene import CELL
 
 BARS = {"core": 95.0, "caption": 80.0, "pair": 80.0, "number": 70.0}
 

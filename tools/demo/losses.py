@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo import config as c
+from demo.images.palette import COLOURS
+from demo.images.scene import SHAPES
 from demo.language import tokenizer
 from demo.model import DemoModel
 from demo.packing import Batch
-from demo.pictures.palette import COLOURS
-from demo.pictures.scene import SHAPES
 
 
 def label_ids(words: Tokenizer) -> tuple[Tensor, Tensor]:

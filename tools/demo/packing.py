@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo import config as c
+from demo.images.scene import Picture
 from demo.language import phrasings, questions, talk
 from demo.language.tokenizer import SYSTEM
-from demo.pictures.scene import Picture
 
 IM_END = "<|im_end|>\n"
 USER = "<|im_start|>user\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from demo.images import drawing, layout
+from demo.images.scene import MAX_CELLS, MAX_SIDE, Picture
 from demo.packing import Batch, Encoder, collate, training_row
-from demo.pictures import drawing, layout
-from demo.pictures.scene import MAX_CELLS, MAX_SIDE, Picture
 
 
 @dataclass(frozen=True)

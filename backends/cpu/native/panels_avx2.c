@@ -18,7 +18,7 @@
 #include "panels.inc"
 #include "rows.inc"
 #include "attend.inc"
-#include "rotate.inc"
+#include "rotary.inc"
 
 #define PAIRS 0
 #include "flash.inc"

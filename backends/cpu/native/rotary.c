@@ -11,7 +11,7 @@ typedef struct {
     const Kernels *kernels;
 } RotaryCall;
 
-static void turn_work(void *data, int64_t first, int64_t last, int64_t thread) {
+static void rotary_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const RotaryCall *call = data;
     (void)thread;
     call->kernels->rotate(call->rotate, first, last);
@@ -21,7 +21,7 @@ static void turn_work(void *data, int64_t first, int64_t last, int64_t thread) {
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads) {
     panels_count(ROTARIES, kind);
     RotaryCall call = {p, panels_kernels(kind)};
-    pool_run(turn_work, &call, n, 0, 0, pool_threads(n * (p->heads + p->groups) * p->size / GRAIN, threads));
+    pool_run(rotary_work, &call, n, 0, 0, pool_threads(n * (p->heads + p->groups) * p->size / GRAIN, threads));
 }
 
 #endif

@@ -57,11 +57,11 @@ def test_what_tokens_see_too_much_of_an_image_is_found(
 ) -> None:
     """Tiles that the image leaves empty, in a model whose layers attend to images."""
 
-    def sight(spans: Any, *rest: Any) -> Any:
+    def changed_spans(spans: Any, *rest: Any) -> Any:
         return cross_attention_spans.compute_cross_attention(
             [dataclasses.replace(span, shown=span.held) for span in spans], *rest
         )
 
-    monkeypatch.setattr(image_checks, "compute_cross_attention", sight)
+    monkeypatch.setattr(image_checks, "compute_cross_attention", changed_spans)
     results = checked(capsys, WRITERS["mllama"](tmp_path / "mllama"), "pictures")
     assert results["pictures.rows"]["status"] == "pass" and results["pictures.logits"]["status"] == "fail"

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from demo.pictures import digits, layout, palette, shapes, texture
-from demo.pictures.scene import CELL, SHAPES, Picture, Scene, Thing
+from demo.images import digits, layout, palette, shapes, texture
+from demo.images.scene import CELL, SHAPES, Picture, Scene, Thing
 
 PHOTO = 19
 _SCALES = (1.0, 1.0, 1.0, 1.3, 1.6, 2.0)  # an image may be drawn larger and shrunk, as uploads are

@@ -6,7 +6,7 @@ from random import Random
 
 from PIL import Image
 
-from demo.pictures import shapes
+from demo.images import shapes
 
 SIZE = (336, 224)
 THINGS: tuple[tuple[str, tuple[int, int, int], tuple[int, int], int], ...] = (

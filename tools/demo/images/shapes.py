@@ -7,7 +7,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from demo.pictures.scene import SHAPES
+from demo.images.scene import SHAPES
 
 Points = list[tuple[float, float]]
 

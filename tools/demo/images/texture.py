@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from demo.pictures.palette import COLOURS, hsv_to_rgb, name_pixels
+from demo.images.palette import COLOURS, hsv_to_rgb, name_pixels
 
 # ranges of hue, saturation and value, wider and duller than those of the drawn shapes
 _DULL: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {

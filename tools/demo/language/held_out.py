@@ -8,10 +8,10 @@ from random import Random
 from PIL import Image
 
 from demo import sampling
+from demo.images import drawing, texture
+from demo.images.scene import CELL, MAX_CELLS, Picture
 from demo.language import phrasings, questions, talk
 from demo.language.questions import Question
-from demo.pictures import drawing, texture
-from demo.pictures.scene import CELL, MAX_CELLS, Picture
 
 KINDS: tuple[str, ...] = (
     "shape",

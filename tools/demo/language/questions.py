@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from demo.pictures.palette import COLOURS
-from demo.pictures.scene import SHAPES, Scene, Thing, zone
+from demo.images.palette import COLOURS
+from demo.images.scene import SHAPES, Scene, Thing, zone
 
 COUNTS = ("None.", "One.", "Two.", "Three.", "Four.")
 LEFT_WORDS, RIGHT_WORDS = ("left of", "to the left of"), ("right of", "to the right of")

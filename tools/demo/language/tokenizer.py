@@ -9,9 +9,9 @@ from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from demo.images.palette import COLOURS
+from demo.images.scene import SHAPES
 from demo.language import phrasings, questions, talk
-from demo.pictures.palette import COLOURS
-from demo.pictures.scene import SHAPES
 
 LEARNED = 1002
 SPECIALS: tuple[str, ...] = (
