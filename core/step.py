@@ -195,8 +195,8 @@ class Joining(NamedTuple):
 class BatchChange:
     """Changes of the persistent batch in one Step; its rows are not in ``Step.rows``.
 
-    Such a row is in the persistent batch (``core/launches/rank_input_batch.py``): it computes the token that the Step before drew for
-    it and draws one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
+    Such a row is in the persistent batch (``core/launches/rank_input_batch.py``): it computes the token that the Step
+    before drew for it and draws one more by the same parameters. Order: ``left``, ``grown``, the launches, ``joins``.
 
     Args:
         version: number of the change, from 1; a rank that missed one must not go on.

@@ -125,8 +125,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     monkeypatch.setattr(on_node, "spawn_engine", spawned)
     for name, stand_in in {
-        "connect": lambda environ: made, "settled": lambda *a: made.nodes, "nodes_of": lambda *a: made.nodes,
-        "bundles": lambda *a: "group", "taking": made.taking, "beside": made.beside, "release": removed,
+        "connect": lambda environ: made,
+        "await_free_nodes": lambda *a: made.nodes,
+        "nodes_of": lambda *a: made.nodes,
+        "create_engine_group": lambda *a: "group", "create_actor_in_bundle": made.taking,
+        "create_actor_on_node": made.beside, "remove_group": removed,
     }.items():  # fmt: skip
         monkeypatch.setattr(ray_cluster, name, stand_in)
     yield made

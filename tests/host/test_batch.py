@@ -66,7 +66,7 @@ class Comparing:
             batch.advance(step.rows, step.batch.joins)
 
     def nothing_else_is_read(self, found: StepInputs) -> None:
-        """Where tokens of persistent rows are stored follows from a few numbers, as a table of 32k tokens fits no cache."""
+        """Where persistent rows store tokens follows from a few numbers, as a table of 32k tokens fits no cache."""
         stored = slot_map(replace(found, last=None), len(found.tokens), self.size)
         unread = np.full_like(found.blocks, -1)
         assert np.array_equal(slot_map(replace(found, blocks=unread), len(found.tokens), self.size), stored)
