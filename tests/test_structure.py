@@ -34,6 +34,7 @@ OWN_NAMES = (
     "trencadis.tenant",
     "trencadis.record",
     "trencadis.turn",
+    "trencadis.fair_queue",
     "trencadis.connection",
     "trencadis.buckets",
     "trencadis.outcome",

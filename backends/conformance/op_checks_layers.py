@@ -149,7 +149,7 @@ def cross_attend(target: CheckTarget) -> str:
     if not target.policy_of("cross_attention"):
         raise Skipped("Policy.seen is False: this device serves no model whose layers use cross-attention")
     harness, errors = make_harness(target), []
-    harness.backend.slot = harness.backend.slot._replace(unit=IMAGE_ROWS)
+    harness.backend.slot = harness.backend.slot._replace(cross_attention_rows=IMAGE_ROWS)
     for stage in [s for s in harness.stages if s in TEXT]:
         for bucket in spread_buckets(all_buckets(harness.plan, stage), 2 if target.quick else 4):
             inputs, _ = harness.inputs(bucket, np.random.default_rng(3))

@@ -161,7 +161,7 @@ class FastReplica:
     def _advance(self, job: Job, budget: int, chosen: dict[int, tuple[Job, int]]) -> tuple[int, int]:
         """(tokens, slots) that a request gets in this step."""
         stop, slots = min(job.turn.prompt, job.done + budget), 0
-        for shown, (key, size, end) in zip(job.turn.session.pictures, job.work.images, strict=True):
+        for shown, (key, size, end) in zip(job.turn.session.images, job.work.images, strict=True):
             if shown.offset >= stop:
                 break
             if end <= job.done:
@@ -181,7 +181,7 @@ class FastReplica:
         return count, slots
 
     def _encode(self, job: Job, key: int, slots: int) -> int:
-        self.arena.put(key, next(s.tokens for s in job.turn.session.pictures if s.id == key))
+        self.arena.put(key, next(s.tokens for s in job.turn.session.images if s.id == key))
         job.encoded += 1
         self.encoded += 1
         return slots

@@ -92,7 +92,7 @@ class Hashed(Policy):
 
     def _start(self, job: Job) -> int:
         s = job.turn.session
-        return bisect(self._places, at(("p", s.pictures[0].id) if s.pictures else ("s", s.number)))
+        return bisect(self._places, at(("p", s.images[0].id) if s.images else ("s", s.number)))
 
     def _replica(self, job: Job) -> int:
         return self._owners[self._start(job) % len(self._owners)]

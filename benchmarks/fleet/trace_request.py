@@ -42,7 +42,7 @@ def keys_of(session: Session, count: int, block: int) -> list[int]:
     """Keys of the session's first ``count`` blocks: equal keys are equal content with an equal past."""
     ident, end = hash((1, session.system)), session.system_tokens
     made: list[int] = []
-    for shown in session.pictures:
+    for shown in session.images:
         made.extend(hash((ident, i)) & MASK for i in range(len(made), min(end // block, count)))
         ident, end = hash((ident, 2, shown.id)), end + shown.tokens
     made.extend(hash((ident, i)) & MASK for i in range(len(made), min(end // block, count)))
@@ -60,5 +60,5 @@ def job_of(turn: Turn, block: int) -> Job:
     prefixes = [
         RoutedPrefix(keys[i - 1], i * block) for i in range(unit, limit + 1, unit) if is_indexed_prefix(i // unit)
     ]
-    images = [RoutedImage(s.id, s.slots, s.offset + s.tokens) for s in turn.session.pictures]
+    images = [RoutedImage(s.id, s.slots, s.offset + s.tokens) for s in turn.session.images]
     return Job(turn, RequestCost(turn.prompt, prefixes, images, turn.output), keys[:full], keys[full:])

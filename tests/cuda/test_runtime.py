@@ -39,7 +39,7 @@ def runtime(books: fake_cuda.PoolAccounting) -> Any:
 
 def capture(runtime: Any, body: Any = lambda inputs: inputs, stage: str = "DECODE") -> Any:
     """As a program captures: after a run on the same thread. Its body begins with a product."""
-    static, books = torch.zeros(1), torch.cuda.CUDAGraph.books  # type: ignore[attr-defined]
+    static, books = torch.zeros(1), torch.cuda.CUDAGraph.accounting  # type: ignore[attr-defined]
 
     def whole(inputs: Any) -> Any:
         books.product()

@@ -191,7 +191,7 @@ def _nearer(x: Any) -> Any:
     if seen is None or not hasattr(seen, "reach"):
         return x
     reach = (seen.reach - (seen.reach > 1)).astype(seen.reach.dtype)
-    return dataclasses.replace(x, seen=dataclasses.replace(seen, reach=reach))
+    return dataclasses.replace(x, cross_attention=dataclasses.replace(seen, reach=reach))
 
 
 def _wider(attend: Any, *args: Any) -> Any:
@@ -253,7 +253,7 @@ FAULTS: dict[str, Fault] = {
     "spans end one token early": Fault(filling(_shorter), "op.attend.upto", "off by", promise="upto"),
     "a row of an image unseen": Fault(filling(_nearer), "op.attend_pictures", "off by", promise="cross_attention"),
     "an image seen twice counts once": Fault(
-        op("attend_pictures", lambda f, q, held, rows, seen, scale: f(
+        op("cross_attend", lambda f, q, held, rows, seen, scale: f(
             q, held, rows, seen._replace(times=(seen.times > 0).to(seen.times.dtype)), scale)),
         "op.attend_pictures", "off by", promise="cross_attention"),
     "rotary sign": Fault(op("rotary", lambda f, *a: Rotary(f(*a).cos, -f(*a).sin)), "op.rotary", "sin: off by"),

@@ -106,7 +106,7 @@ def play(seed: int, count: int, depth: int, overlaps: bool = False) -> tuple[Rul
     driver.finish()
     driver.add(Request("last", [1], SamplingParams(max_tokens=2, seed=1)))  # a step that closes what has left
     driver.finish()
-    assert not len(rank.desk), "the matcher manager follows choices that have left"
+    assert not len(rank.matchers), "the matcher manager follows choices that have left"
     driver.verify()
     check_surplus(rank)
     return driver, rank

@@ -30,7 +30,7 @@ def samples(collector: ProcessesCollector) -> dict[str, dict[str, float]]:
 
 def test_roles_are_named_by_modules_that_exist() -> None:
     assert all(importlib.util.find_spec(module) for module in ROLES)
-    command = b"/usr/bin/python3\0-P\0-m\0trencadis.core.process.main\x007\0"
+    command = b"/usr/bin/python3\0-P\0-m\0trencadis.core.process.engine_process\x007\0"
     assert get_role(command) == "engine" and get_role(b"sh\0-c\0true\0") == OTHER
 
 

@@ -57,7 +57,8 @@ def shadow_engine(
     )  # fmt: skip
     slots = seqs + 8
     rank = ShadowRank(
-        blocks, size, rows + 1, slots, VOCAB, desk=MatcherManager(VOCAB, EOS), host_blocks=host, stages=limits.stages
+        blocks, size, rows + 1, slots, VOCAB,
+        matchers=MatcherManager(VOCAB, EOS), host_blocks=host, stages=limits.stages,
     )  # fmt: skip
     pool = BlockPool(blocks, HostBlockPool(host) if host else None)
     scheduler = Scheduler(limits, pool, EncoderCache(rows + 1, SHADOW_RESERVED), slots, Clock())

@@ -214,7 +214,7 @@ def threads_of(harness: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("kept", "encode", "encode_marked", "decode"):
+    for name in ("find_kept_end", "encode", "encode_marked", "decode"):
         monkeypatch.setattr(harness.tokenizer, name, noted(getattr(harness.tokenizer, name)))
     return seen
 

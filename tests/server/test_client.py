@@ -100,7 +100,7 @@ def test_a_closed_stream_frees_the_request(harness: Any, client: openai.OpenAI) 
     stream.close()
     wait_for(lambda: harness.engine.aborted == [(harness.engine.submitted[0][0].id, -1)])
     wait_for(lambda: harness.made.state.trencadis.admission.inside == [0, 0, 0])
-    assert 'finished_reason="abort"' in harness.made.state.trencadis.metrics.text().decode()
+    assert 'finished_reason="abort"' in harness.made.state.trencadis.metrics.format_text().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -117,7 +117,7 @@ def test_a_template_and_a_model_say_the_same(checkpoint: Path, kind: str, monkey
     )
 
     def modelled(self: Any, index: int, piece: Any, builder: Any) -> bytes:
-        return encode_event(self._answer.response([self._make_choice(index, "", piece, builder)], self._always))
+        return encode_event(self._answer.make_response([self._make_choice(index, "", piece, builder)], self._always))
 
     monkeypatch.setattr(CompletionStream, "_fill_template", modelled)
     monkeypatch.setattr(

@@ -210,7 +210,7 @@ def test_every_label_has_a_bounded_set_of_values(harness: Any) -> None:
     reasons |= {"capacity", "deferred", "turn"}
     allowed = ALLOWED | {"handler": routes | {"other"}, "reason": reasons}
     found: dict[str, set[str]] = {}
-    for _, labels in samples(state.metrics.text().decode()):
+    for _, labels in samples(state.metrics.format_text().decode()):
         for name, value in labels.items():
             found.setdefault(name, set()).add(value)
     found.pop("le")

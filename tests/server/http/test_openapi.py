@@ -46,7 +46,7 @@ def answer(harness: Any, apps: dict[int, Any], path: str, status: int) -> Any:
     harness.made = apps.get(status, apps[0])
     harness.images.status = status if status in (409, 415, 422) else 0
     harness.engine.accepting = status != 503
-    for name in ("chat_prompt", "raw_prompt", "raw_prompts"):
+    for name in ("make_chat_prompt", "make_raw_prompt", "make_raw_prompts"):
         vars(harness.service).pop(name, None)
     if status == 500:
         harness.service.make_chat_prompt = harness.service.make_raw_prompt = harness.service.make_raw_prompts = None
