@@ -42,8 +42,9 @@ class Qwen3ToolParser(ToolParser):
         """Each parameter between lines of its own, as templates show it."""
         items = []
         for one in function.list_parameters():
-            item = f"{writer.write_text(f'{PARAMETER}{one.name}>' + chr(10))} {write_value_rule(writer, one)} {quoted(chr(10))}"
-            items.append(writer.add_rule(item) + ("" if one.required else "?"))
+            head = writer.write_text(f"{PARAMETER}{one.name}>\n")
+            rule = writer.add_rule(f"{head} {write_value_rule(writer, one)} {quoted(chr(10))}")
+            items.append(rule + ("" if one.required else "?"))
         head = writer.write_text(f"\n{FUNCTION}{function.name}>\n")
         return writer.add_rule(f"{head} {' '.join(items)} {writer.write_text(END_FUNCTION + chr(10) + CLOSE)}")
 
