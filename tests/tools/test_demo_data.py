@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from demo import config, packing, sampling  # noqa: E402
 from demo.images import drawing, layout, palette  # noqa: E402
-from demo.images.scene import CELL, MAX_CELLS, SHAPES, Picture, Scene, Thing, zone  # noqa: E402
-from demo.language import held_out, phrasings, questions, talk, tokenizer  # noqa: E402
+from demo.images.scene import CELL, MAX_CELLS, SHAPES, RenderedImage, Scene, Thing, zone  # noqa: E402
+from demo.language import held_out, phrasings, questions, tokenizer  # noqa: E402
 
 ASSETS = ROOT / "assets" / "demo"
 
 
-def _images(count: int, seed: int) -> list[Picture]:
+def _images(count: int, seed: int) -> list[RenderedImage]:
     rng = Random(seed)
     out = []
     for _ in range(count):
@@ -144,7 +144,7 @@ def _bare(text: str) -> str:
     return phrasings.plain(text).strip()
 
 
-@pytest.mark.parametrize("module", [phrasings, talk])
+@pytest.mark.parametrize("module", [phrasings, chat_dialogues])
 def test_no_held_out_wording_is_trained(module: ModuleType) -> None:
     trained, unseen = module.TRAIN, module.HELD_OUT
     assert trained.keys() == unseen.keys()

@@ -14,7 +14,7 @@ from demo.language import tokenizer
 from demo.model import DemoModel
 from demo.optimiser import slots
 from demo.packing import Encoder, collate, training_row
-from demo.sampling import Mix, pair, picture, sample_grid
+from demo.sampling import Mix, make_image, pair, sample_grid
 from demo.training import load_flat
 
 _FRAME = c.PATCH * c.PATCH
@@ -100,7 +100,7 @@ def worst_difference(folder: Path, rounds: int = 6) -> float:
     worst = 0.0
     for i in range(rounds):
         grid = sample_grid(rng, 32 if i % 2 else 64)
-        shown = pair(grid, rng) if i % 2 else [picture(grid, rng, Mix())]
+        shown = pair(grid, rng) if i % 2 else [make_image(grid, rng, Mix())]
         row = training_row(shown, grid, encode, rng, 1)
         while any(s.parent != at - 1 for at, s in enumerate(row.segments)):  # a plain sequence is wanted
             row = training_row(shown, grid, encode, rng, 1)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo import config as c
-from demo.images.scene import Picture
-from demo.language import phrasings, questions, talk
+from demo.images.scene import RenderedImage
+from demo.language import chat_dialogues, phrasings, questions
 from demo.language.tokenizer import SYSTEM
 
 IM_END = "<|im_end|>\n"
@@ -103,13 +103,13 @@ def turn(
     return before + wanted + encode("\n"), [(len(before), len(before) + len(wanted))]
 
 
-def _ask(images: list[Picture], rng: Random) -> tuple[str, str, str]:
+def _ask(images: list[RenderedImage], rng: Random) -> tuple[str, str, str]:
     scenes = [p.scene for p in images]
     q = questions.about(scenes[0], rng) if len(scenes) == 1 else questions.about_pair(scenes[0], scenes[1], rng)
     return phrasings.ask(q.intent, q.slots, rng), q.answer, q.kind
 
 
-def training_row(images: list[Picture], grid: tuple[int, int], encode: Encoder, rng: Random, room: int) -> Row:
+def training_row(images: list[RenderedImage], grid: tuple[int, int], encode: Encoder, rng: Random, room: int) -> Row:
     """A prefix with about `room` tokens of questions."""
     row = Row()
     system = SYSTEM if rng.random() < 0.9 else rng.choice(OTHER_SYSTEMS)
@@ -127,7 +127,7 @@ def training_row(images: list[Picture], grid: tuple[int, int], encode: Encoder, 
         prefix = row.add(root, encode(USER) + pads)
     while used < room:
         if rng.random() < 0.035:
-            ids, spans = turn(encode, *talk.turn(rng), USER)
+            ids, spans = turn(encode, *chat_dialogues.turn(rng), USER)
             used += len(ids)
             row.add(root, ids, spans, "text")
             continue
@@ -174,7 +174,7 @@ def _visible(row: Row, length: int) -> NDArray[np.bool_]:
     return sees[of[:, None], of[None]] & np.tri(length, dtype=bool)
 
 
-def collate(rows: list[Row], images: list[Picture], grid: tuple[int, int]) -> Batch:
+def collate(rows: list[Row], images: list[RenderedImage], grid: tuple[int, int]) -> Batch:
     """Tensors of the rows; `images` in the order of the rows."""
     lengths = [sum(len(s.ids) for s in row.segments) for row in rows]
     length = -(-max(lengths) // 16) * 16

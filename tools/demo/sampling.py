@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from demo.images import drawing, layout
-from demo.images.scene import MAX_CELLS, MAX_SIDE, Picture
+from demo.images.scene import MAX_CELLS, MAX_SIDE, RenderedImage
 from demo.packing import Batch, Encoder, collate, training_row
 
 
@@ -30,7 +30,7 @@ def sample_grid(rng: Random, most: int) -> tuple[int, int]:
             return h, w
 
 
-def make_image(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) -> Picture:
+def make_image(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 4) -> RenderedImage:
     """One image of any sort."""
     kind = rng.choices(("shapes", "number", "photo"), (mix.shapes, mix.number, mix.photo))[0]
     if kind == "number":
@@ -41,7 +41,7 @@ def make_image(grid: tuple[int, int], rng: Random, mix: Mix, most_things: int = 
     return drawing.draw_shapes(grid, rng.choices(range(1, most + 1), (22, 32, 24, 22)[:most])[0], rng)
 
 
-def pair(grid: tuple[int, int], rng: Random) -> list[Picture]:
+def pair(grid: tuple[int, int], rng: Random) -> list[RenderedImage]:
     """Two images of one shape each, often alike in shape or colour."""
     first = drawing.draw_shapes(grid, 1, rng)
     like = first.scene.things[0] if rng.random() < 0.55 else None
@@ -62,7 +62,7 @@ def training_batch(rng: Random, encode: Encoder, mix: Mix, progress: float, cost
     return collate(rows, [p for group in shown for p in group], grid)
 
 
-def vision_batch(rng: Random, mix: Mix, progress: float, cost: float) -> tuple[tuple[int, int], list[Picture]]:
+def vision_batch(rng: Random, mix: Mix, progress: float, cost: float) -> tuple[tuple[int, int], list[RenderedImage]]:
     """Images without questions, for the first stage."""
     most = round(24 + (MAX_CELLS - 24) * min(1.0, progress / 0.5))
     grid = sample_grid(rng, most)

@@ -21,7 +21,7 @@ from demo.language import tokenizer
 from demo.model import DemoModel, initialise
 from demo.optimiser import Optimiser, Slot, slots
 from demo.packing import Encoder, patchify
-from demo.sampling import Mix, picture, training_batch, vision_batch
+from demo.sampling import Mix, make_image, training_batch, vision_batch
 
 VISION_SHARE = 0.09  # of the planned time, on cells alone
 
@@ -83,7 +83,7 @@ def load_flat(model: DemoModel, layout: list[Slot], flat: Tensor) -> None:
 def fresh(seed: int) -> DemoModel:
     """A model with starting values."""
     rng = Random(seed)
-    sample = [patchify(picture((4, 4), rng, Mix()).pixels) for _ in range(400)]
+    sample = [patchify(make_image((4, 4), rng, Mix()).pixels) for _ in range(400)]
     model = DemoModel()
     initialise(model, torch.from_numpy(np.concatenate(sample)), seed)
     return model

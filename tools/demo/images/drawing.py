@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from demo.images import digits, layout, palette, shapes, texture
-from demo.images.scene import CELL, SHAPES, Picture, Scene, Thing
+from demo.images.scene import CELL, SHAPES, RenderedImage, Scene, Thing
 
 PHOTO = 19
 _SCALES = (1.0, 1.0, 1.0, 1.3, 1.6, 2.0)  # an image may be drawn larger and shrunk, as uploads are
@@ -72,15 +72,15 @@ def _cells(ids: Image.Image, grid: tuple[int, int], kinds: int) -> NDArray[np.in
 
 
 def _draw_image(pixels: NDArray[np.uint8], scene: Scene, ids: NDArray[np.int64], what: list[int], colours: list[str],
-             centres: list[tuple[float, float]]) -> Picture:  # fmt: skip
+             centres: list[tuple[float, float]]) -> RenderedImage:  # fmt: skip
     """Labels from the id of each cell: entry i-1 of the lists belongs to id i."""
     ground = palette.COLOURS.index(scene.ground) if scene.ground else -1
     hues = np.array([ground] + [palette.COLOURS.index(c) for c in colours])
     where = np.array([(np.nan, np.nan), *centres], np.float32)
-    return Picture(pixels, scene, np.array([0, *what])[ids], hues[ids], where[ids])
+    return RenderedImage(pixels, scene, np.array([0, *what])[ids], hues[ids], where[ids])
 
 
-def draw_shapes(grid: tuple[int, int], count: int, rng: Random, like: Thing | None = None) -> Picture:
+def draw_shapes(grid: tuple[int, int], count: int, rng: Random, like: Thing | None = None) -> RenderedImage:
     """`count` shapes on a background; the first has the shape or the colour of `like`, or both."""
     size = (grid[1] * CELL, grid[0] * CELL)
     scale = rng.choice(_SCALES)
@@ -123,7 +123,7 @@ def draw_shapes(grid: tuple[int, int], count: int, rng: Random, like: Thing | No
                     [t.colour for t in things], [(t.x, t.y) for t in things])  # fmt: skip
 
 
-def draw_number(grid: tuple[int, int], rng: Random) -> Picture:
+def draw_number(grid: tuple[int, int], rng: Random) -> RenderedImage:
     """A number of one to three digits."""
     size = (grid[1] * CELL, grid[0] * CELL)
     scale = rng.choice(_SCALES)
@@ -146,7 +146,7 @@ def draw_number(grid: tuple[int, int], rng: Random) -> Picture:
                     [9 + int(d) for d in number], [colour] * len(number), centres)  # fmt: skip
 
 
-def draw_photo(grid: tuple[int, int], rng: Random) -> Picture:
+def draw_photo(grid: tuple[int, int], rng: Random) -> RenderedImage:
     """A photo-like texture whose largest colour is clear."""
     size = (grid[1] * CELL, grid[0] * CELL)
     while True:
@@ -160,4 +160,4 @@ def draw_photo(grid: tuple[int, int], rng: Random) -> Picture:
     counts = (names[:, :, None] == np.arange(len(palette.COLOURS))).sum(1)
     colour = np.where(counts.max(1) >= 9, counts.argmax(1), -1).astype(np.int64)
     nowhere = np.full((h * w, 2), np.nan, np.float32)
-    return Picture(pixels, Scene("photo", shares=parts), np.full(h * w, PHOTO, np.int64), colour, nowhere)
+    return RenderedImage(pixels, Scene("photo", shares=parts), np.full(h * w, PHOTO, np.int64), colour, nowhere)

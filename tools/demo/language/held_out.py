@@ -1,4 +1,4 @@
-"""Questions that training never sees: other pictures, and other words for the same question."""
+"""Questions that training never sees: other images, and other words for the same question."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from PIL import Image
 
 from demo import sampling
 from demo.images import drawing, texture
-from demo.images.scene import CELL, MAX_CELLS, Picture
-from demo.language import phrasings, questions, talk
+from demo.images.scene import CELL, MAX_CELLS, RenderedImage
+from demo.language import chat_dialogues, phrasings, questions
 from demo.language.questions import Question
 
 KINDS: tuple[str, ...] = (
@@ -48,7 +48,7 @@ class Item:
     kind: str
     intent: str
     grid: tuple[int, int]
-    images: list[Picture]
+    images: list[RenderedImage]
     wordings: list[str]  # in the order of WAYS
     answer: str
 
@@ -58,16 +58,16 @@ def _wordings(trained: str, unseen: str) -> list[str]:
     return [trained, unseen, unseen.lower(), bare, phrasings.plain(unseen)]
 
 
-def _item(grid: tuple[int, int], pictures: list[Picture], question: Question, rng: Random) -> Item:
+def _item(grid: tuple[int, int], images: list[RenderedImage], question: Question, rng: Random) -> Item:
     trained = phrasings.fill(rng.choice(phrasings.ways(question.intent)), question.slots, rng)
     unseen = phrasings.fill(rng.choice(phrasings.HELD_OUT[question.intent]), question.slots, rng)
-    return Item(question.kind, question.intent, grid, pictures, _wordings(trained, unseen), question.answer)
+    return Item(question.kind, question.intent, grid, images, _wordings(trained, unseen), question.answer)
 
 
 def _talk(rng: Random) -> Item:
-    intent = rng.choice(tuple(talk.ANSWERS))
-    wordings = _wordings(rng.choice(talk.ways(intent)), rng.choice(talk.HELD_OUT[intent]))
-    return Item("text", intent, (2, 2), [], wordings, talk.ANSWERS[intent])
+    intent = rng.choice(tuple(chat_dialogues.ANSWERS))
+    wordings = _wordings(rng.choice(chat_dialogues.ways(intent)), rng.choice(chat_dialogues.HELD_OUT[intent]))
+    return Item("text", intent, (2, 2), [], wordings, chat_dialogues.ANSWERS[intent])
 
 
 def items(count: int, seed: str = "held out") -> list[Item]:
@@ -86,7 +86,7 @@ def items(count: int, seed: str = "held out") -> list[Item]:
             shown = sampling.pair(grid, rng)
             question = questions.about_pair(shown[0].scene, shown[1].scene, rng)
         else:
-            shown = [sampling.picture(grid, rng, sampling.Mix())]
+            shown = [sampling.make_image(grid, rng, sampling.Mix())]
             question = questions.about(shown[0].scene, rng)
         if left[question.kind]:
             left[question.kind] -= 1
@@ -95,7 +95,7 @@ def items(count: int, seed: str = "held out") -> list[Item]:
 
 
 def smart_size(width: int, height: int) -> tuple[int, int]:
-    """Cells down and across that the image processor gives to a picture of any size."""
+    """Cells down and across that the image processor gives to an image of any size."""
     h, w = max(1, round(height / CELL)), max(1, round(width / CELL))
     if h * w > MAX_CELLS:
         shrink = (height * width / (MAX_CELLS * CELL * CELL)) ** 0.5

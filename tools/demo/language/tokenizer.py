@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from demo.images.palette import COLOURS
 from demo.images.scene import SHAPES
-from demo.language import phrasings, questions, talk
+from demo.language import chat_dialogues, phrasings, questions
 
 LEARNED = 1002
 SPECIALS: tuple[str, ...] = (
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 {%- for part in message['content'] -%}
 {%- if part['type'] == 'image' or 'image' in part or 'image_url' in part -%}
 {%- set seen.images = seen.images + 1 -%}
-{%- if add_vision_id is defined and add_vision_id -%}{{- 'Picture ' + seen.images | string + ': ' -}}{%- endif -%}
+{%- if add_vision_id is defined and add_vision_id -%}{{- 'RenderedImage ' + seen.images | string + ': ' -}}{%- endif -%}
 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- elif part['type'] == 'video' or 'video' in part -%}
 {%- set seen.videos = seen.videos + 1 -%}
@@ -111,11 +111,11 @@ def corpus() -> Iterator[str]:
         yield from [f"a {name} and {name}, the {name}. {name.capitalize()}."] * 40
     for name in COLOURS:
         yield from [f"{name.capitalize()}."] * 200
-    for intent in talk.TRAIN:
-        for text in talk.TRAIN[intent]:
+    for intent in chat_dialogues.TRAIN:
+        for text in chat_dialogues.TRAIN[intent]:
             yield from (text, text.lower())
     for text in (
-        *talk.ANSWERS.values(),
+        *chat_dialogues.ANSWERS.values(),
         *_PLACES,
         *questions.COUNTS,
         SYSTEM,
