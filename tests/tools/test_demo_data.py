@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from demo import config, packing, sampling  # noqa: E402
 from demo.images import drawing, layout, palette  # noqa: E402
 from demo.images.scene import CELL, MAX_CELLS, SHAPES, RenderedImage, Scene, Thing, zone  # noqa: E402
-from demo.language import held_out, phrasings, questions, tokenizer  # noqa: E402
+from demo.language import chat_dialogues, held_out, phrasings, questions, tokenizer  # noqa: E402
 
 ASSETS = ROOT / "assets" / "demo"
 
