@@ -180,7 +180,7 @@ class Policy:
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
-        host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
+        host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_block_copies.CopyingBackend``.
         host_blocks: how many of them one launch gathers or scatters, ascending; the backend is a ``PlanningBackend``
             there. Empty: copies need no launches, and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches

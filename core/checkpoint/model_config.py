@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json describes, as frozen values (``core.checkpoint.reading`` reads it). Torch-free."""
+"""What a checkpoint's config.json describes, as frozen values (``core.checkpoint.config_reader`` reads it). Torch-free."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def start_local_rank(config: EngineConfig, rank_info: RankInfo) -> RemoteRankSta
 
 
 def spawn_rank(threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process of ``core.executor.rank``, and our end of its socket; it ends when that is closed."""
+    """A process of ``core.executor.rank_process``, and our end of its socket; it ends when that is closed."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

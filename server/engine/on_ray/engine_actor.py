@@ -30,7 +30,7 @@ class EngineActor:
         """Starts the engine's process and reaches the server; why that cannot be, else empty.
 
         Args:
-            dial: a frame of ``core.executor.frames``; ``start``: one of ``core.process.wire``.
+            dial: a frame of ``core.executor.rank_messages``; ``start``: one of ``core.process.engine_messages``.
             ours: the server's ``RankFingerprint``, field by field.
             environ: variables of the process.
         """

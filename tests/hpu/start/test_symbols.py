@@ -14,8 +14,8 @@ OPEN = """
 import sys
 import torch
 from trencadis.backends.hpu.start import machine, bridge_loader, software_stack
-stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-stack.plugin_version = lambda: "1.23.1.25"
+software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+software_stack.plugin_version = lambda: "1.23.1.25"
 machine.find = lambda environ: machine.Machine(1, 1)
 opening.DEVICE = "cpu"
 bridge = opening.open_bridge(0)
