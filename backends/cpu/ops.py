@@ -99,7 +99,7 @@ class CpuOps(ReferenceOps):
         """``core.layers.weight_source.KeepingOps``."""
         return self.pages.has_cache
 
-    def loaded(self) -> int:
+    def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:

@@ -49,7 +49,7 @@ class RemoteRankState:
     Args:
         linked: the link to it, once there is one.
         remote: its process was not started by this one, so that versions and files must be compared.
-        met: what it would load; of remote ranks.
+        fingerprint: what it would load; of remote ranks.
         gone: set when nothing comes from it any more.
         capturing: the bucket whose capture it has begun; empty: none.
     """

@@ -146,7 +146,7 @@ def on_ranks(table: Tensor, x: Tensor, unit: int, lacking: int = -1) -> list[tup
         def take_quantised(self, *args: object, **kwargs: object) -> None:
             return None
 
-        def take_shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
+        def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
             return table[start:stop]
 
     def run(rank: int) -> None:

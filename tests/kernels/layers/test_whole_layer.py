@@ -138,7 +138,7 @@ def test_bits_do_not_depend_on_who_arrives_last(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm": LAYER}, {"place": POST}, {"place": SANDWICH}, {"activation": "gelu"}, {"mlp": "plain"},
+    [{"norm": LAYER}, {"norm_placement": POST}, {"norm_placement": SANDWICH}, {"activation": "gelu"}, {"mlp": "plain"},
      {"residual_scale": 0.5}],
     ids=str,
 )  # fmt: skip
