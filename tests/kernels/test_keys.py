@@ -37,7 +37,7 @@ from trencadis.backends.cuda import ops
 from trencadis.backends.cuda.compile_counter import CompileCounter
 from trencadis.backends.cuda.twin import ops as twin_ops
 
-for name in ("full", "drawn", "greedy"):
+for name in ("draw_with_logprobs", "draw_tokens", "pick_greedy"):
     def launch(*args, launch=getattr(ops.sample, name)):
         launch(*args)
         for t in args[-1]:  # nobody wrote the outputs

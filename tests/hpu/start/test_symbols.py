@@ -75,7 +75,7 @@ ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
 rows = torch.randn(3, 96, generator=g).bfloat16()
 for scheme, kind, most in ((Scheme(4, group=32), PackedWeight4, 2e-2), (Scheme(8, "float"), Floats8Weight, 6e-2)):
-    q = quantised(weight, scheme, torch.bfloat16)
+    q = quantise(weight, scheme, torch.bfloat16)
     packed = ops.pack_quantised(q)
     assert isinstance(packed, kind), packed
     want = rows.float() @ q.values().float().t()
