@@ -138,7 +138,7 @@ def askers() -> dict[str, Asker]:
     }
     for kind, head in heads.items():
         harness = prepared(fresh_app())
-        vars(harness.service)["config"] = dataclasses.replace(harness.service.config, **{"pooling": head})
+        vars(harness.service)["config"] = dataclasses.replace(harness.service.config, pooling=head)
         harness.service.min_output_tokens = 0
         vars(harness.engine)["_deltas"] = partial(pooled, head.classes or 16)
         found[kind] = Asker(harness)
