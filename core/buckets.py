@@ -186,7 +186,7 @@ class Policy:
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
             (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
         kv_codes: forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch type of their codes here;
-        empty: none.
+            empty: none.
         aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
             fill them as weights are loaded. 1: no width is changed.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its

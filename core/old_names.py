@@ -397,8 +397,9 @@ def _failing_import(error: ImportError) -> ast.stmt | None:
 def _renamed_attribute(error: AttributeError) -> Iterator[tuple[str, str]]:
     """(old, new) of an attribute that a module, a class or an instance of this package had."""
     name, owner = error.name or "", error.obj
-    if getattr(owner, "__name__", "").startswith("trencadis."):
-        inside = f"{owner.__name__}.{name}".removeprefix("trencadis.")
+    module = str(getattr(owner, "__name__", ""))
+    if module.startswith("trencadis."):
+        inside = f"{module}.{name}".removeprefix("trencadis.")
         if inside in MODULES:
             yield f"trencadis.{inside}", f"trencadis.{MODULES[inside]}"
         elif name in NAMES:
