@@ -30,7 +30,7 @@ from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.openapi import make_openapi
 from trencadis.server.http.request_middleware import RequestMiddleware, make_error_response
 from trencadis.server.http.unsupported_routes import describe_missing_path
-from trencadis.server.metrics.process_metrics import ProcessesCollector
+from trencadis.server.metrics.process_metrics import LogCollector, ProcessesCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
 from trencadis.server.metrics.tenant_metrics import TenantCollector
@@ -147,6 +147,7 @@ def _register_collectors(
     metrics: PrometheusMetrics, settings: HttpSettings, engine: EngineClient, tenants: TenantRegistry | None
 ) -> None:
     """Figures beside the engine's: of tenants; of processes and of sleep, which the front of several tells."""
+    metrics.registry.register(LogCollector())
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
     if settings.shared is not None:
