@@ -54,7 +54,7 @@ def group_architectures() -> dict[str, list[str]]:
 def _list_media(family: Family) -> list[str]:
     if family.vision is None:
         return []
-    return ["pictures", "videos"] if "video_token_id" in family.vision.tokens else ["pictures"]
+    return ["images", "videos"] if "video_token_id" in family.vision.tokens else ["images"]
 
 
 def describe_use(family: Family, architecture: str) -> str:
