@@ -42,7 +42,7 @@ class AwaitedGrammar:
 class Engine:
     """Serves requests step by step; only one thread may call its methods.
 
-    ``core.startup.build.create_engine`` builds an engine from a configuration.
+    ``core.startup.engine_builder.create_engine`` builds an engine from a configuration.
     """
 
     def __init__(

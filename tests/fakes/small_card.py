@@ -12,7 +12,7 @@ from trencadis.core.startup.engine_builder import OpenedRank, rank_of
 
 
 def make(config: EngineConfig, place: RankInfo, progress: Progress) -> OpenedRank:
-    """``core.startup.build.rank_of`` on a smaller card."""
+    """``core.startup.engine_builder.rank_of`` on a smaller card."""
     os.environ["TRENCADIS_HPU_EMULATOR_PROFILE"] = "gaudi2"
     opened = rank_of(config, place, progress)
     assert opened.watch is not None and opened.watch.captures is not None
