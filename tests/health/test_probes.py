@@ -43,7 +43,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
 
 def rows() -> dict[str, list[str]]:
     """Each state of the table with what it says of the four columns."""
-    found = re.findall(r"^\| (\w[^|]*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Health and sleep\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\w[^|]*?) \| (.*) \|$", section, re.MULTILINE)
     return {state: [cell.strip() for cell in cells.split("|")] for state, cells in found if state != "the server"}
 
 
