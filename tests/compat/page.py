@@ -38,7 +38,7 @@ VARYING = re.compile(
 OWN = ("id", "arrival")
 """Fields of an engine's request that differ in any case."""
 WORKS, IGNORED, SILENT = "works", "ignored", "SILENT"
-POOLING = ".".join(("trencadis.core.checkpoint", "pooling"))
+POOLING = "trencadis.core.checkpoint.pooling_config"
 """Where a server's head is described, once it can pool."""
 JSON = {"content-type": "application/json"}
 
