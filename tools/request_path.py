@@ -44,10 +44,10 @@ BARS = {"text": 2600, "image": 3900, "stays": 12}
 TIMED = {
     "server/engine/engine_link.py": ("EngineLink.watch", "EngineLink.check_step"),
     "core/process/engine_process.py": ("EngineProcess.pong",),
-    "core/process/heap_trimmer.py": ("keep_tidy", "keep_collected", "Tidier.tidy"),
+    "core/process/heap_trimmer.py": ("run_trimmer", "run_collector", "HeapTrimmer.collect_and_trim"),
     "server/http/app.py": ("_log_stats",),
     "server/http/uvicorn_server.py": ("WebServer.serve",),
-    "server/cli/api/server_lifecycle.py": ("Serving.run", "WebServing.serve"),
+    "server/cli/api/server_lifecycle.py": ("ServerLifecycle.run", "SingleProcessServer.serve"),
 }
 """Functions that timers start, by file: pings and their answers, garbage, the line of counters, uvicorn's ticks."""
 
