@@ -125,9 +125,9 @@ class Done:
 
 
 def engine_of(
-    plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS, joined: bool = False
+    plan: Plan, rank: Idle, depth: int = 1, tokens: int = TOKENS, rows: int = ROWS, bidirectional_images: bool = False
 ) -> Engine:
-    """The real scheduler in front of ``rank``; ``joined``: tokens of an image see each other."""
+    """The real scheduler in front of ``rank``; ``bidirectional_images``: tokens of an image see each other."""
     limits = SchedulerLimits(
         max_tokens=tokens,
         max_rows=rows,
@@ -135,7 +135,7 @@ def engine_of(
         block_size=BLOCK,
         vocab=10,
         caching=False,
-        bidirectional_images=joined,
+        bidirectional_images=bidirectional_images,
     )
     slots = rows + 8
     scheduler = Scheduler(limits, BlockPool(64 * LENGTH // BLOCK), EncoderCache(65536), slots, packer=ImagePacker(plan))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("startup", "memory", "engine", "serve", "media", "again")
-ELSEWHERE = {"again": "harness.again"}
+ELSEWHERE = {"again": "harness.repeated_question"}
 """Names whose module has another one."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trencadis.core.buckets import Bucket, Policy
 from trencadis.core.checkpoint.vision_config import SlotForm
-from trencadis.core.devices import BUILT, TABLE, find_installed_backend, list_devices
+from trencadis.core.devices import BUILT, TABLE, find_installed_backend, import_backend, list_devices
 from trencadis.core.errors import StartupError
 from trencadis.core.launches.communicators import Comm as Comm
 from trencadis.core.launches.communicators import Pipe as Pipe
@@ -393,6 +393,7 @@ def load(name: str) -> Callable[[BackendConfig], Backend]:
         return make
     offered = find_installed_backend(name)
     if offered is not None:
+        import_backend(offered)
         loaded: Callable[[BackendConfig], Backend] = offered.load()
         return loaded
     if name in TABLE:

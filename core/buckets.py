@@ -167,7 +167,7 @@ class Policy:
         tolerance: share of a launch's cost that a size must save to be kept, on axes that may be coarse.
         context_tokens: CONTEXT: most tokens of a launch.
         decode_blocks: DECODE: most blocks of a launch, unless one full-length row needs more.
-        most: most buckets of a plan whose axes the user did not set; 0: no limit.
+        max_buckets: most buckets of a plan whose axes the user did not set; 0: no limit.
         capture_order: ``descending``: largest first; ``strategy``: in the order in which the budget selects them.
         capture_limit: per stage, the most padded tokens of a launch that is captured; a larger one runs so long that
             its launch overhead does not count, so that its bucket is only compiled.
@@ -180,13 +180,13 @@ class Policy:
         invariant_rows: the unit that row counts are padded to so that a row's bits do not depend on the others
             (`--batch-invariant`); 0: the device cannot guarantee that.
         quantised: the form in which quantised weights are kept (core/quant/scheme.py); empty: dequantised as they load.
-        host_kv: evicted KV blocks can go to host memory. The backend is ``core.launches.host_blocks.CopyingBackend``.
+        host_kv: evicted KV blocks can go to host memory; the backend is a ``host_block_copies.CopyingBackend``.
         host_blocks: how many of them one launch gathers or scatters, ascending; the backend is a ``PlanningBackend``
             there. Empty: copies need no launches, and no memory of their own.
         host_weights: the weights of some layers can lie in host memory, and be copied within launches
             (`--cpu-offload-gb`). The backend is ``core.models.interface.HostLayering``.
         kv_codes: forms of an 8-bit KV cache (core/quant/kv_cache_format.py) -> the torch type of their codes here;
-        empty: none.
+            empty: none.
         aligned: values of which the widths of products are multiples where ranks or models cut them otherwise; zeros
             fill them as weights are loaded. 1: no width is changed.
         masked_head: SAMPLE has a third variant, ``masked``: the best id that a row's mask allows, and nothing else. Its

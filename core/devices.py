@@ -12,6 +12,7 @@ from types import ModuleType
 from trencadis.core.buckets import Policy
 from trencadis.core.cpu_affinity import computing_cpus
 from trencadis.core.errors import StartupError
+from trencadis.core.old_names import find_successors
 
 TABLE = {
     "cpu": "trencadis.backends.cpu",
@@ -64,6 +65,22 @@ class DeviceEnv:
 def find_installed_backend(name: str) -> EntryPoint | None:
     """The entry point of a backend that another package offers; a built-in name is never taken."""
     return None if name in TABLE else next((e for e in entry_points(group=GROUP) if e.name == name), None)
+
+
+def import_backend(offered: EntryPoint) -> ModuleType:
+    """The module of an installed package's backend.
+
+    Raises:
+        StartupError: it uses a name that this package has renamed; one line with the successor.
+    """
+    try:
+        return import_module(offered.module)
+    except (ImportError, AttributeError, TypeError) as error:
+        successors = find_successors(error)
+        if not successors:
+            raise
+        line = " ".join(str(error).split())[:160]
+        raise StartupError(f"--device {offered.name}: its package failed: {line}{successors}") from None
 
 
 def list_devices() -> list[str]:
@@ -148,7 +165,7 @@ def policy_of(device: str, name: str = "") -> Policy:
     device = parse(device)[0]
     offered = find_installed_backend(device)
     if offered is not None:
-        policy: Policy = import_module(offered.module).pick_policy(name)
+        policy: Policy = import_backend(offered).pick_policy(name)
         return policy
     if device not in TABLE:
         raise StartupError(f"--device {device} is none of {', '.join(list_devices())}.")

@@ -298,7 +298,7 @@ class Request:
         beams: searches for the ``params.n`` best answers instead of drawing them; all come at the end, best first.
         tenant: whose share it counts against under ``--scheduling-policy fair``.
         weight: of that share.
-        pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling``); "": tokens are generated.
+        pool: which hidden rows a pooling engine takes (``core.checkpoint.pooling_config``); "": tokens are generated.
         replica: before it is submitted, the engine of several that it is pinned to, -1: any; then where it was sent.
     """
 

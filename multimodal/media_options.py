@@ -76,8 +76,8 @@ class MediaOptions:
 
     @property
     def key(self) -> str:
-        """A string that is equal exactly for equal options. Part of a video's digest; see Qwen2VLImageProcessor for
-        images.
+        """A string that is equal exactly for equal options. Part of a video's digest; an image's is computed by its
+        processor.
         """
         return ",".join(f"{name}={value!r}" for name, value in self.given.items())
 
@@ -141,7 +141,7 @@ class MediaScope:
         options: options of the whole request; a part's own options win.
         charge: called with the number of resized pixels before they are decoded; raises QueueFull if there is no room.
         videos: options of the request's videos; None: ``options``.
-        fetches: called before something is downloaded: until then the request takes this process's time.
+        on_fetch: called before something is downloaded: until then the request takes this process's time.
     """
 
     salt: str = ""

@@ -22,8 +22,8 @@ class MediaTimes:
 
     Args:
         seconds: by stage; ``decode`` includes the wait for a worker.
-        prepared: how many images and videos were decoded; the others came from the cache.
-        begun: when the first of them was begun, and ``ended`` when all were there (``time.monotonic``).
+        num_prepared: how many images and videos were decoded; the others came from the cache.
+        started: when the first of them was begun, and ``ended`` when all were there (``time.monotonic``).
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))

@@ -30,7 +30,7 @@ def expand_placeholders(
         tokens: prompt ids in which each image is one image token, each video one video token.
         image_token: id of the image token; ``video_token``: of the video token.
         media: in the order of ``positions``.
-        places: ascending indices into ``tokens``, from the template. The id is not searched for: text that a user types
+        positions: ascending indices into ``tokens``, from the template. The id is not searched for, as text of a user
             may hold it too.
         encode: the ids of a layout's text behind a placeholder token, special tokens being tokens; for families whose
             images have such text.

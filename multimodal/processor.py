@@ -25,7 +25,7 @@ class PlaceholderRun(NamedTuple):
     """A run of placeholder tokens of an image: ``tokens`` tokens that take arena rows from ``first`` on of item
     ``item``.
 
-    ``constant``: or all take this constant row (``core.kv.spans.TokenRun``), and belong to the item's span.
+    ``constant``: or all take this constant row (``core.kv.media_spans.TokenRun``), and belong to the item's span.
     ``visible_rows``: or they take none, and tokens from here on attend to the item's first ``visible_rows`` rows
     (``MediaSpan``).
     """
@@ -165,7 +165,7 @@ class VideoProcessor(Processor, Protocol):
     """A processor whose model takes videos: each pair of frames is an item."""
 
     def frame_limits(self) -> dict[str, Any]:
-        """The fields of ``videos.sampling.FrameLimits``."""
+        """The fields of ``videos.frame_sampling.FrameLimits``."""
         ...
 
 

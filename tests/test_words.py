@@ -202,3 +202,37 @@ def test_docstrings_open_with_what_is_done_or_returned() -> None:
                 if doc and doc.split(maxsplit=1)[0].rstrip(",:") in OPENINGS:
                     found.append(f"{file}:{getattr(node, 'lineno', 1)} {doc.splitlines()[0]}")
     assert len(found) <= MOST_ODD_OPENINGS, "\n".join(found)
+
+
+def described_names(doc: str) -> Iterator[str]:
+    """The names that the entries of ``Args:`` and ``Attributes:`` describe."""
+    section = ""
+    for line in doc.split("\n"):
+        title = re.match(r"(\w+):\s*$", line)
+        entry = re.match(r"    (\w+(?:, \w+)*): ", line)
+        if title is not None:
+            section = title[1]
+        elif entry is not None and section in ("Args", "Attributes"):
+            yield from entry[1].split(", ")
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every identifier inside a definition."""
+    found = set()
+    for one in ast.walk(node):
+        for field in ("arg", "id", "attr", "name"):
+            found.add(getattr(one, field, None))
+    return {name for name in found if isinstance(name, str)}
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_docstrings_describe_arguments_that_exist(folder: str) -> None:
+    """An entry whose name was changed in the code alone would describe nothing."""
+    found = []
+    for file in (f for f in PRODUCT_FILES if f.startswith(f"{folder}/")):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                doc = ast.get_docstring(node) or ""
+                missing = set(described_names(doc)) - names_in(node) if "Args:" in doc or "Attributes:" in doc else ()
+                found += [f"{file}:{node.lineno} {node.name}: {name}" for name in sorted(missing)]
+    assert not found, "\n".join(found)

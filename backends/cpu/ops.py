@@ -82,7 +82,7 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """``core.layers.source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
+        """``core.layers.weight_source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
         if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
             return None
         made = weight_packing.pack_rows(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
@@ -96,14 +96,14 @@ class CpuOps(ReferenceOps):
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
-        """``core.layers.source.KeepingOps``."""
+        """``core.layers.weight_source.KeepingOps``."""
         return self.pages.has_cache
 
-    def loaded(self) -> int:
+    def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """``core.layers.source.SharingOps``: the panels of a weight that own kernels multiply."""
+        """``core.layers.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
         return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
@@ -191,7 +191,7 @@ class CpuOps(ReferenceOps):
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
     ) -> SeparateExperts:
-        """``core.layers.experts.CodingOps``: each expert as any other weight."""
+        """``core.layers.moe.CodingOps``: each expert as any other weight."""
         held, total = list[list[Weight]](), 0
         for some in (gate_up, down):
             held.append([])

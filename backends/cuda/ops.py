@@ -27,7 +27,7 @@ from trencadis.backends.cuda.kernels import (
 )
 from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItems, CudaSegments, ItemAttn
 from trencadis.backends.cuda.kernels.coded import quantised_kv_attention, quantised_linear
-from trencadis.backends.cuda.kernels.cross_attention import cross_attend as pictures
+from trencadis.backends.cuda.kernels.cross_attention import cross_attend
 from trencadis.backends.cuda.kernels.experts import grouped_gemm
 from trencadis.backends.cuda.kernels.experts.grouped_gemm import StackedExperts
 from trencadis.backends.cuda.kernels.layers import fused_layer, skinny_gemm
@@ -158,7 +158,8 @@ class CudaOps(HostLayerOps, ReferenceOps):
         """As ``core.models.interface.CrossAttentionOps``; the kernel reads rows where they lie."""
         assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
-        pictures.cross_attend(q, k, v, images, scale, out, pictures.span_results(images, q, k.shape[1] // q.shape[2]))
+        results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])
+        cross_attend.cross_attend(q, k, v, images, scale, out, results)
         return out
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

@@ -118,7 +118,7 @@ class HpuBackend:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
-        """``core.launches.host_blocks.PlanningBackend``."""
+        """``core.launches.host_block_copies.PlanningBackend``."""
         compile = partial(self.bridge.compile, fullgraph=self.settings.fullgraph)
         sizes = self.cfg.block_size, self.policy.host_blocks
         return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, compile)

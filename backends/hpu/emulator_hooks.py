@@ -24,7 +24,7 @@ class EmulatorHooks:
     Args:
         values: tensors hold values; False on a card that keeps shapes alone.
         backed: bytes of KV cache that may be filled with values; None: no limit.
-        book: charges bytes that nothing backs.
+        reserve: charges bytes that nothing backs.
         launch: everything until it closes is one launch, in compile mode.
         layer: runs one layer of a stack; a card without values repeats the figures of an equal one.
         run_out: the next ``capture`` or ``step`` finds no memory.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class BlockCache:
-    """KV blocks as ``core.kv.pool`` keeps them, without their ids: those in use, idle ones with a key, free ones."""
+    """KV blocks as ``core.kv.block_pool`` keeps them, without ids: those in use, idle ones with a key, free ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json describes, as frozen values (``core.checkpoint.reading`` reads it). Torch-free."""
+"""What a checkpoint's config.json describes, as frozen values that ``config_reader`` reads. Torch-free."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TextConfig:
         bidirectional_images: whether tokens of an image attend to each other, besides those before them.
         causal: whether a token sees those before it alone; else all of its row, whose prompt is then one chunk.
         experts: None: every layer has one MLP.
-        cross: layers that attend to rows of images and not to tokens; they have no KV cache.
+        cross_attention_layers: layers that attend to rows of images and not to tokens; they have no KV cache.
         spare: rows of the embedding's table behind the vocabulary, of ids that are never drawn.
     """
 

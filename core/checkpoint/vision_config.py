@@ -47,7 +47,7 @@ class VisionConfig(ABC):
 
     A family derives from it, adds the fields that its parser reads, and answers in values what the plans ask; sizes are
     those of one layer. ``ranks`` devices share heads and columns. ``constants``: rows of the arena that hold the same
-    for every image (``core.kv.spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads are rotated
+    for every image (``media_spans.TokenRun``), which its model writes when it is bound. ``rotary``: heads are rotated
     by the place of their slot.
     """
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Rank(Protocol):
-    """Runs Steps; ``core.launches.runner.ModelRunner`` is one."""
+    """Runs Steps; ``core.launches.model_runner.ModelRunner`` is one."""
 
     def execute(self, step: Step) -> Pending[StepOutput]: ...
 

@@ -67,7 +67,7 @@ class PendingGrammar:
 
 
 class MultiprocExecutor:
-    """``core.executor.base.Executor`` over several ranks.
+    """``core.executor.executor_interface.Executor`` over several ranks.
 
     Args:
         factory: builds each other rank (``module:function``, called with a configuration and a ``RankInfo``).

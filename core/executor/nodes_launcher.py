@@ -1,4 +1,4 @@
-"""Ranks of other machines, or of torchrun: they come to the engine over TCP (``core.links.door``)."""
+"""Ranks of other machines, or of torchrun: they come to the engine over TCP (``core.links.auth_listener``)."""
 
 from __future__ import annotations
 

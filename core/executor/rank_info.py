@@ -20,7 +20,7 @@ class RankInfo:
         rendezvous: where the ranks of an engine meet for their collectives: a file that only they know, or
             ``tcp://host:port``.
         local: the rank among those of its machine, which counts its card; None: all ranks are on one machine.
-        beside: how many ranks its machine has; None: all.
+        ranks_on_machine: how many ranks its machine has; None: all.
         host: the machine, where it is not the engine's.
         masked: whether the rank sees its own card alone.
         encodes: whether the rank runs the vision tower; the others get Steps without pixels.

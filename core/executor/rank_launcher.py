@@ -49,7 +49,7 @@ class RemoteRankState:
     Args:
         linked: the link to it, once there is one.
         remote: its process was not started by this one, so that versions and files must be compared.
-        met: what it would load; of remote ranks.
+        fingerprint: what it would load; of remote ranks.
         gone: set when nothing comes from it any more.
         capturing: the bucket whose capture it has begun; empty: none.
     """
@@ -148,7 +148,7 @@ def start_local_rank(config: EngineConfig, rank_info: RankInfo) -> RemoteRankSta
 
 
 def spawn_rank(threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process of ``core.executor.rank``, and our end of its socket; it ends when that is closed."""
+    """A process of ``core.executor.rank_process``, and our end of its socket; it ends when that is closed."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -32,8 +32,9 @@ class MediaSpan:
         rows: its arena rows, where they are not ``length``.
         runs: which of the tokens take which rows, by ascending offset; empty: all of them, in order. Between the runs
             of one item there may be text and runs of others.
-        shown: above 0, tokens attend to the item and take no rows. The span is that of its whole request then, and its
-            one run the token at its place; tokens from there on attend to its first ``cross_attention_rows`` rows.
+        cross_attention_rows: above 0, tokens attend to the item and take no rows. The span is that of its whole
+            request then, and its one run the token at its place; tokens from there on attend to its first
+            ``cross_attention_rows`` rows.
     """
 
     offset: int

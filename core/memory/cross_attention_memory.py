@@ -7,7 +7,7 @@ from trencadis.core.checkpoint.model_config import ModelConfig
 from trencadis.core.shapes.cross_attention_inputs import planned_units
 
 SCORES = 1 << 25
-"""Scores that are held at a time (``backends.cpu.reference``)."""
+"""Scores that are held at a time (``backends.cpu.reference_ops``)."""
 
 
 def cross_attention_layer_count(model: ModelConfig, bucket: Bucket, seeing: bool = True) -> int:

@@ -32,7 +32,7 @@ OLD_KINDS = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
 class CheckpointSource:
-    """``core.layers.source.Source`` over a checkpoint's tensors.
+    """``core.layers.weight_source.WeightSource`` over a checkpoint's tensors.
 
     Args:
         names: from stored names to canonical ones; tensors that it has no name for are ignored.
@@ -149,7 +149,7 @@ class CheckpointSource:
         return out
 
     def stored(self, parts: Sequence[StackedPart], inputs: int, start: int, stop: int) -> StoredRows | None:
-        """``core.layers.source.StoringSource``: views of the mapped files."""
+        """``core.layers.weight_source.StoringSource``: views of the mapped files."""
         if not self.copied or self.dummy is not None:
             return None
         found = [self._find(p.name, (p.size, inputs))[p.start : p.stop, start:stop] for p in parts]

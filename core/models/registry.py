@@ -18,6 +18,7 @@ from trencadis.core.checkpoint.model_config import ImageNeeds, ModelConfig
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 from trencadis.core.models.family import Family
+from trencadis.core.old_names import find_successors
 
 if TYPE_CHECKING:
     from trencadis.core.backend import Backend
@@ -130,7 +131,8 @@ def family_of(architecture: str) -> Family:
         family = point.load()
     except Exception as error:  # whatever a foreign package raises while it is imported
         line = " ".join(str(error).split())[:160]
-        raise StartupError(f"{source(point)} offers {architecture} and fails: {type(error).__name__}: {line}") from None
+        failed = f"{source(point)} offers {architecture} and fails: {type(error).__name__}: {line}"
+        raise StartupError(failed + find_successors(error)) from None
     if not isinstance(family, Family) or architecture not in family.architectures:
         raise StartupError(f"{source(point)}: {point.value} is no family with {architecture}")
     return family

@@ -45,7 +45,7 @@ class KVFormat:
         name: ``int8`` or ``fp8``.
         kept: values of a key, two of each rotary pair, that stay in 16 bits.
         static: scales are the checkpoint's, one for the keys and one for the values of a layer.
-        asked: the name that the user gave.
+        requested: the name that the user gave.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Weighted fair scheduling: sequences are ordered by the virtual time at which their tenant is served.
 
 That time is fixed when it is first computed, so the order is total and does not change, as the scheduler's progress
-needs it. The API process orders by the same virtual time whose request is prepared next (``server.tenants.turns``).
+needs it. The API process orders by the same virtual time whose request is prepared next (``tenants.fair_queue``).
 """
 
 from __future__ import annotations

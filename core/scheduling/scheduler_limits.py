@@ -32,7 +32,5 @@ class SchedulerLimits:
     long_from: int = 0  # a longer request takes another rotary table; 0: there is one
     stages: int = 1  # pipeline stages: so many steps in flight, which share no row
     whole: bool = False  # an encoder: a prompt is one row of one step, and its tokens attend to each other
-    bidirectional_images: bool = (
-        False  # tokens of an image attend to each other, so that a chunk does not end inside one
-    )
+    bidirectional_images: bool = False  # tokens of an image attend to each other: no chunk ends inside one
     chunk: int = 0  # tests: at most this many tokens of one sequence in a step

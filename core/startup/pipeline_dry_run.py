@@ -16,10 +16,10 @@ from trencadis.core.startup.dry_run import DryRun, StartupPlan
 
 
 def planned_stages(starts: Sequence[DryRun]) -> tuple[StartupPlan, ...]:
-    """The plan and the ledger of each stage's devices, as ``core.startup.captured`` agrees on them.
+    """The plan and the ledger of each stage's devices, as ``core.startup.graph_startup`` agrees on them.
 
     Args:
-        starts: that of each stage, whose model is its share (``core.shapes.stages.staged``).
+        starts: that of each stage, whose model is its share (``core.shapes.pipeline_partition.split_model``).
 
     Raises:
         StartupError: a stage does not fit; the line names it, and the setting that would.

@@ -1,3 +1,1 @@
-"""Vision tower with interpolated position embeddings and DeepStack outputs for the decoder's first layers
-(Qwen3-VL).
-"""
+"""Vision tower with interpolated position embeddings and DeepStack outputs for the decoder's first layers."""

@@ -21,7 +21,7 @@ class DeepStackVisionConfig(ViTConfig):
 
     Args:
         side: the square table has ``side`` x ``side`` positions.
-        deep_layers: layers whose output is a part of each row, behind that of the last layer's.
+        deepstack_layers: layers whose output is a part of each row, behind that of the last layer's.
         activation: of the layers' MLPs.
         rope_theta: of the rotary frequencies.
         patch: pixels along a side of a patch.

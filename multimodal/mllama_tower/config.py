@@ -39,10 +39,11 @@ class MllamaVisionConfig(TileVisionConfig):
     are padding slots, which the others see. Rows are those of the slots of all tiles, class tokens included.
 
     Args:
-        tiles: most tiles of an image.
-        gated: layers of the second stack.
-        taken: layers of the first stack whose outputs are part of a row.
-        queries: layers of the decoder that attend to rows; kv_heads, key_dim: their KV heads and the size of those.
+        max_num_tiles: most tiles of an image.
+        global_layers: layers of the second stack.
+        intermediate_layers: layers of the first stack whose outputs are part of a row.
+        cross_attention_layers: layers of the decoder that attend to rows; kv_heads, key_dim: their KV heads and the
+            size of those.
     """
 
     max_num_tiles: int = 4

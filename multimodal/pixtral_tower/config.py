@@ -22,7 +22,7 @@ class PixtralVisionConfig(ViTConfig):
         patch: pixels along a side of a patch.
         theta: of the rotary frequencies.
         merge: patches along a side of a cell.
-        merged: cells are normed and merged by a matrix before the projector; ``merge_eps``: of that norm.
+        has_merger: cells are normed and merged by a matrix before the projector; ``merge_eps``: of that norm.
     """
 
     patch: int

@@ -40,7 +40,7 @@ def read_preprocessor_config(
     """Reads the image processor of a checkpoint folder from processor_config.json, else preprocessor_config.json.
 
     Args:
-        asked: the operator's min_pixels and max_pixels, which win.
+        mm_kwargs: the operator's min_pixels and max_pixels, which win.
         patch: pixels along a side of the tower's patches.
 
     Returns:

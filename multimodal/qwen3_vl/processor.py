@@ -29,7 +29,7 @@ DEFAULT_CLIP_PIXELS = 131_072, 786_432
 
 
 def load_image_needs(config: ModelConfig, mm_kwargs: Mapping[str, Any], alignment: str = "pad") -> ImageNeeds:
-    """See ``qwen2_vl.needs.image_needs``."""
+    """See ``qwen2_vl.image_budget.image_needs``."""
     return image_needs(config.path, mm_kwargs, alignment, PATCH_SCHEME)
 
 

@@ -1,4 +1,4 @@
-"""Videos whose temporal patches follow a text timestamp each, as Qwen3-VL reads them. Torch-free."""
+"""Videos whose temporal patches follow a text timestamp each. Torch-free."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class VideoFrontend:
         """Prepares every part, in order; the first error cancels the others.
 
         Args:
-            room: tokens that the prompt has left for each video.
+            tokens_left: tokens that the prompt has left for each video.
 
         Raises:
             BadRequest: too many videos (``param`` is ``video``); or, as for all other errors with the part's JSON path

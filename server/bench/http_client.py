@@ -22,7 +22,7 @@ class Exchange:
     """One request and its answer. Times are ``time.perf_counter`` seconds.
 
     Args:
-        asked: when it could have been sent; ``sent``: when it was, after waiting for its place.
+        started: when it could have been sent; ``sent``: when it was, after waiting for its place.
         pieces: (time, bytes) of what came of the body.
     """
 

@@ -23,7 +23,7 @@ class ParsedArguments:
 
     Args:
         values: by field of our configurations.
-        foreign: by name of another server's flag; ``parse`` settles them into ``values`` and ``notes``.
+        vllm_flags: by name of another server's flag; ``parse`` settles them into ``values`` and ``notes``.
         help: the topic of ``--help=``, "" for a bare ``--help``, None without it.
     """
 

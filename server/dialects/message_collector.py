@@ -28,9 +28,9 @@ class CollectedMessage:
 
     Args:
         parts: content, and the name of each part.
-        plain: whether the content is one text, which then has no name of its own.
+        is_text: whether the content is one text, which then has no name of its own.
         calls: and the name of each.
-        more: other fields.
+        extra_fields: other fields.
     """
 
     role: str

@@ -29,7 +29,7 @@ class AggregatedMetrics:
     part).
 
     Args:
-        outside: counts requests in the fair queues of all API processes.
+        fair_queued: counts requests in the fair queues of all API processes.
     """
 
     def __init__(self, settings: Settings, engine: Supervisor | Fleet, fair_queued: Callable[[], int]) -> None:

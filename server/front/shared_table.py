@@ -25,7 +25,7 @@ TENANT_ROWS: Final = 1 << 15
 MAX_TENANTS: Final = TENANT_ROWS * 3 // 4
 UUID_SETS: Final = 1 << 12
 UUID_WAYS: Final = 16
-"""Names of media: sets of 16, the oldest of which gives way; as many as ``multimodal.uuids.ENTRIES`` in all."""
+"""Names of media: sets of 16, the oldest of which gives way; as many as ``multimodal.media_uuids.ENTRIES`` in all."""
 UUID_BYTES: Final = 64
 """A name (24), what it stands for (32), when it was last used (8)."""
 

@@ -50,10 +50,10 @@ class SharedLimits:
             Also the time for which a body is read and dropped after the answer.
         bound: most bytes of requests that have not begun.
         begun: requests that have begun in this pass of the event loop.
-        late: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
+        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
         alternately the one
             that waits longest and the one that came last, which may be another client's than a flood's.
-        lost: the ends of connections whose clients have gone.
+        lost_connections: the ends of connections whose clients have gone.
     """
 
     seconds: float = 20.0

@@ -113,9 +113,9 @@ class PrometheusMetrics:
 
     Args:
         config: the engine's flags, which ``make_cache_config_info`` shows.
-        outside: counts requests that wait before any engine has them; they count as the first engine's.
+        fair_queued: counts requests that wait before any engine has them; they count as the first engine's.
         hidden: whether names that vLLM has given up are there too.
-        part: this process is one of several that answer; figures of the engines are the front's then.
+        one_of_several: this process is one of several that answer; figures of the engines are the front's then.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class ThroughputLog:
 
         Args:
             restarts: number of restarts so far; a new engine counts from zero.
-            outside: requests that wait before any engine has them.
+            fair_queued: requests that wait before any engine has them.
         """
         name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()

@@ -67,8 +67,8 @@ async function models() {
   const { data } = await json("/v1/models");
   at("model").replaceChildren(...data.map((m) => make("option", { value: m.id }, m.id)));
   at("served").textContent = data[0]?.id ?? "";
-  const { takes_images: pictures } = await json("/stats", {});
-  for (const button of ["attach", "camera"]) at(button).hidden = !pictures;
+  const { takes_images: images } = await json("/stats", {});
+  for (const button of ["attach", "camera"]) at(button).hidden = !images;
   await shapes.read().catch(() => {});
 }
 

@@ -3,7 +3,7 @@
 import { ApiError, events, key, send } from "./api.js";
 import { at, count, make, shown, written } from "./dom.js";
 import { figure } from "./mosaic.js";
-import { Pictures } from "./pictures.js";
+import { Images } from "./images.js";
 import { OptionError, body, curl, python } from "./request.js";
 
 const PROMPTS = ["What is in the picture?", "Which colours are there?", "What can you do?"];
@@ -14,7 +14,7 @@ export class Chat {
     this.server = server;
     this.messages = [];
     this.running = null;
-    this.pictures = new Pictures({
+    this.images = new Images({
       changed: () => this.settle(),
       fault: (text) => this.fault(text),
       buckets: () => server.buckets(),
@@ -73,14 +73,14 @@ export class Chat {
     draft.style.height = `${Math.min(draft.scrollHeight + 2, 192)}px`;
     at("send").hidden = this.running !== null;
     at("stop").hidden = this.running === null;
-    at("send").disabled = !draft.value.trim() && !this.pictures.list.length;
+    at("send").disabled = !draft.value.trim() && !this.images.list.length;
     at("empty").hidden = this.messages.length > 0;
   }
 
   submit() {
     const draft = at("draft");
     const text = draft.value.trim();
-    if (this.running || (!text && !this.pictures.list.length)) return;
+    if (this.running || (!text && !this.images.list.length)) return;
     try {
       body([], "");
     } catch (error) {
@@ -89,7 +89,7 @@ export class Chat {
     }
     this.fault("");
     draft.value = "";
-    this.append({ role: "user", text, pictures: this.pictures.take() });
+    this.append({ role: "user", text, images: this.images.take() });
     this.answer();
   }
 
@@ -153,14 +153,14 @@ export class Chat {
     this.soon(message);
   }
 
-  /** Sizes of pictures, for those that /tokenize has not measured. */
+  /** Sizes of images, for those that /tokenize has not measured. */
   measured(usage) {
     const sizes = usage.prompt_tokens_details?.images ?? [];
-    const pictures = this.messages.flatMap((m) => m.pictures ?? []);
-    pictures.forEach((picture, i) => {
-      picture.size ??= sizes[i] ?? null;
+    const images = this.messages.flatMap((m) => m.images ?? []);
+    images.forEach((image, i) => {
+      image.size ??= sizes[i] ?? null;
     });
-    for (const message of this.messages) if (message.pictures?.length) this.show(message);
+    for (const message of this.messages) if (message.images?.length) this.show(message);
   }
 
   /** Shows a message at the next frame; tokens may come faster than frames. */
@@ -177,8 +177,8 @@ export class Chat {
 
   show(message) {
     const parts = [make("p", { className: "who" }, message.role === "user" ? "You" : "Answer")];
-    if (message.pictures?.length) {
-      parts.push(make("div", { className: "pictures" }, ...message.pictures.map((p) => figure(p, this.server.buckets()))));
+    if (message.images?.length) {
+      parts.push(make("div", { className: "images" }, ...message.images.map((p) => figure(p, this.server.buckets()))));
     }
     if (message.thought) parts.push(make("div", { className: "thought" }, ...written(message.thought)));
     parts.push(...written(message.text));
@@ -210,12 +210,12 @@ export class Chat {
     this.answer();
   }
 
-  /** Takes a message back into the entry, with its pictures, and drops what follows it. */
+  /** Takes a message back into the entry, with its images, and drops what follows it. */
   edit(message) {
     this.running?.abort();
     this.cut(this.messages.indexOf(message));
     at("draft").value = message.text;
-    this.pictures.put(message.pictures ?? []);
+    this.images.put(message.images ?? []);
     this.settle();
     at("draft").focus();
   }
@@ -228,7 +228,7 @@ export class Chat {
   async snippet(make, title) {
     try {
       const draft = at("draft").value.trim();
-      const pending = draft || this.pictures.list.length ? [{ role: "user", text: draft, pictures: this.pictures.list }] : [];
+      const pending = draft || this.images.list.length ? [{ role: "user", text: draft, images: this.images.list }] : [];
       const asked = [...this.messages, ...pending].filter((m) => !m.failed);
       while (asked.length && asked.at(-1).role === "assistant") asked.pop();
       at("snippet").textContent = make(body(asked, at("model").value), key() !== null);

@@ -1,14 +1,14 @@
-// Pictures on their way into a message: dropped, pasted, chosen, or taken with the camera.
+// Images on their way into a message: dropped, pasted, chosen, or taken with the camera.
 
 import { json } from "./api.js";
 import { at, make, shown } from "./dom.js";
 import { figure } from "./mosaic.js";
 
 /**
- * The pictures of the next message.
+ * The images of the next message.
  * Each is {name, url, bitmap, size, note}: a data URL, its pixels, and what /tokenize says of it once it has answered.
  */
-export class Pictures {
+export class Images {
   /** @param {{changed: () => void, fault: (text: string) => void, buckets: () => object[], model: () => string}} page */
   constructor(page) {
     this.page = page;
@@ -46,41 +46,41 @@ export class Pictures {
     });
   }
 
-  /** Takes files; those that are no pictures are named in the fault line. */
+  /** Takes files; those that are no images are named in the fault line. */
   async add(files) {
     if (at("attach").hidden) {
-      this.page.fault("This model takes no pictures.");
+      this.page.fault("This model takes no images.");
       return;
     }
     for (const file of files) {
       try {
         const [url, bitmap] = await Promise.all([dataUrl(file), createImageBitmap(file)]);
-        const picture = { name: file.name || "picture", url, bitmap, size: null, note: null };
-        this.list.push(picture);
+        const image = { name: file.name || "image", url, bitmap, size: null, note: null };
+        this.list.push(image);
         this.show();
-        this.measure(picture);
+        this.measure(image);
       } catch {
-        this.page.fault(`${file.name || "The file"} is no picture that this browser can read.`);
+        this.page.fault(`${file.name || "The file"} is no image that this browser can read.`);
       }
     }
   }
 
-  /** Asks the server how the model will see a picture. */
-  async measure(picture) {
-    const content = [{ type: "image_url", image_url: { url: picture.url } }];
+  /** Asks the server how the model will see a image. */
+  async measure(image) {
+    const content = [{ type: "image_url", image_url: { url: image.url } }];
     const body = { model: this.page.model(), messages: [{ role: "user", content }], return_image_sizes: true };
     try {
       const told = await json("/tokenize", { body });
       if (told.count > told.max_model_len) throw new Error(`${told.count} tokens; the model reads ${told.max_model_len}`);
-      picture.size = told.images?.[0] ?? null;
-      picture.note = picture.size ? null : "";
+      image.size = told.images?.[0] ?? null;
+      image.note = image.size ? null : "";
     } catch (error) {
-      picture.note = error.message;
+      image.note = error.message;
     }
     this.show();
   }
 
-  /** Takes one picture with the camera. */
+  /** Takes one image with the camera. */
   async shoot() {
     const video = at("viewfinder");
     let stream;
@@ -107,7 +107,7 @@ export class Pictures {
     video.srcObject = null;
   }
 
-  /** The pictures for a message that is sent now; the next one starts without any. */
+  /** The images for a message that is sent now; the next one starts without any. */
   take() {
     const taken = this.list;
     this.list = [];
@@ -115,17 +115,17 @@ export class Pictures {
     return taken;
   }
 
-  /** Puts pictures of an earlier message back. */
-  put(pictures) {
-    this.list = [...pictures];
+  /** Puts images of an earlier message back. */
+  put(images) {
+    this.list = [...images];
     this.show();
   }
 
   show() {
-    const items = this.list.map((picture) => {
-      const remove = make("button", { type: "button", on: { click: () => this.remove(picture) } }, "Remove");
-      remove.setAttribute("aria-label", `Remove ${picture.name}`);
-      const shown = figure(picture, this.page.buckets(), 180);
+    const items = this.list.map((image) => {
+      const remove = make("button", { type: "button", on: { click: () => this.remove(image) } }, "Remove");
+      remove.setAttribute("aria-label", `Remove ${image.name}`);
+      const shown = figure(image, this.page.buckets(), 180);
       shown.append(remove);
       return make("li", {}, shown);
     });
@@ -133,8 +133,8 @@ export class Pictures {
     this.page.changed();
   }
 
-  remove(picture) {
-    this.list = this.list.filter((one) => one !== picture);
+  remove(image) {
+    this.list = this.list.filter((one) => one !== image);
     this.show();
     at("draft").focus();
   }

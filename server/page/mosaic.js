@@ -1,4 +1,4 @@
-// A picture as the model sees it: resized, in windows of 112 x 112 pixels. Windows at the edges hold fewer patches.
+// A image as the model sees it: resized, in windows of 112 x 112 pixels. Windows at the edges hold fewer patches.
 
 import { make } from "./dom.js";
 
@@ -7,7 +7,7 @@ const PATCHES = 8; // a side of a window
 const SLOTS = PATCHES * PATCHES;
 
 /**
- * The windows of one picture.
+ * The windows of one image.
  * @param {{width: number, height: number, grid: number[]}} size as `return_image_sizes` gives it
  * @returns {{x: number, y: number, width: number, height: number, edge: boolean}[]} in pixels, row by row
  */
@@ -23,20 +23,20 @@ export function windows(size) {
   return found;
 }
 
-/** VISION slots that a picture takes: 64 for each window, whether it is full or not. */
+/** VISION slots that a image takes: 64 for each window, whether it is full or not. */
 export function slots(size) {
   const [t, h, w] = size.grid;
   return t * Math.ceil(h / PATCHES) * Math.ceil(w / PATCHES) * SLOTS;
 }
 
-/** The smallest planned VISION bucket that holds a picture alone; null where shapes are not planned. */
+/** The smallest planned VISION bucket that holds a image alone; null where shapes are not planned. */
 export function bucket(size, planned) {
   const need = slots(size);
   const fitting = (planned ?? []).filter((b) => b.planned && b.stage === "vision" && b.dims[0] >= need);
   return fitting.sort((a, b) => a.dims[0] - b.dims[0])[0] ?? null;
 }
 
-/** What there is to say about a picture, for the caption and for screen readers. */
+/** What there is to say about a image, for the caption and for screen readers. */
 export function described(size, planned) {
   const parts = windows(size);
   const edge = parts.filter((part) => part.edge).length;
@@ -52,7 +52,7 @@ export function described(size, planned) {
 }
 
 /**
- * Draws a picture with its windows.
+ * Draws a image with its windows.
  * @param {CanvasImageSource} image
  * @param {object|null} size null: not known yet, so no windows are drawn
  * @param {number} most the canvas's longest side
@@ -83,11 +83,11 @@ export function drawn(image, size, most) {
   return canvas;
 }
 
-/** A figure of a picture, with what the model sees of it. */
-export function figure(picture, planned, most = 320) {
-  const caption = picture.size ? described(picture.size, planned) : picture.note ?? "measuring…";
-  const canvas = drawn(picture.bitmap, picture.size, most);
+/** A figure of a image, with what the model sees of it. */
+export function figure(image, planned, most = 320) {
+  const caption = image.size ? described(image.size, planned) : image.note ?? "measuring…";
+  const canvas = drawn(image.bitmap, image.size, most);
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${picture.name}: ${caption}`);
-  return make("figure", { className: "picture" }, canvas, make("figcaption", {}, caption));
+  canvas.setAttribute("aria-label", `${image.name}: ${caption}`);
+  return make("figure", { className: "image" }, canvas, make("figcaption", {}, caption));
 }

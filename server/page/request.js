@@ -40,8 +40,8 @@ export function body(messages, model) {
   if (system) sent.push({ role: "system", content: system });
   for (const message of messages) {
     if (message.failed) continue;
-    const pictures = (message.pictures ?? []).map((p) => ({ type: "image_url", image_url: { url: p.url } }));
-    const content = pictures.length ? [...pictures, { type: "text", text: message.text }] : message.text;
+    const images = (message.images ?? []).map((p) => ({ type: "image_url", image_url: { url: p.url } }));
+    const content = images.length ? [...images, { type: "text", text: message.text }] : message.text;
     sent.push({ role: message.role, content });
   }
   return { model, messages: sent, ...options() };

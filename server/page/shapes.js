@@ -17,7 +17,7 @@ export class Shapes {
     return this.planned;
   }
 
-  /** Reads the buckets once, for the captions of pictures. */
+  /** Reads the buckets once, for the captions of images. */
   async read(quiet = true) {
     const answer = await json("/buckets", { quiet });
     this.planned = answer.buckets;
@@ -91,7 +91,7 @@ function gauges(shapes, stats) {
     ["KV blocks in use", share(stats.kv_blocks.used, stats.kv_blocks.total)],
     ["Prefix cache hits, tokens", share(stats.prefix_cache.hits, stats.prefix_cache.queries)],
     ["Image arena rows in use", share(stats.image_arena.used, stats.image_arena.total)],
-    ["Encoded pictures found again", share(stats.image_arena.hits, stats.image_arena.queries)],
+    ["Encoded images found again", share(stats.image_arena.hits, stats.image_arena.queries)],
     ["Tokens in / out", `${count(stats.prompt_tokens)} / ${count(stats.generation_tokens)}`],
     ["Preemptions", count(stats.preemptions)],
     ["Compiled while serving", count(shapes.lazy_compiles + shapes.recompiles)],

@@ -20,7 +20,7 @@ class AnswerParsers:
     Args:
         tools: None if neither the flag nor the template names a form.
         reasoning: likewise; None also for ``none``.
-        asked: the two flags.
+        flags: the two flags.
     """
 
     tools: type[ToolParser] | None = None

@@ -116,7 +116,7 @@ async def prepare_media(
     """Prepares media of both kinds concurrently: images come first.
 
     Args:
-        room: tokens that the prompt leaves to each video.
+        tokens_left: tokens that the prompt leaves to each video.
 
     Raises:
         BadRequest: nobody prepares one of the kinds.

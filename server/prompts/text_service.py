@@ -146,7 +146,7 @@ class TextService:
         """Renders and encodes a conversation and puts its media into the prompt.
 
         Args:
-            told: whether the prompt has its text beside its ids.
+            keep_text: whether the prompt has its text beside its ids.
             most: tokens of a prompt that is counted and not run; 0: it runs, and the context has room for it.
 
         Raises:

@@ -31,7 +31,7 @@ def list_unread_variables(context: FieldContext, kwargs: dict[str, Any] | None, 
 
 
 class ChatRequest(GenerateRequest):
-    """A conversation to continue. ``prompts.chat`` checks the messages and names the place of an error."""
+    """A conversation to continue. ``prompts.chat_messages`` checks the messages and names the place of an error."""
 
     plain: ClassVar[frozenset[str]] = GenerateRequest.plain | {"messages"}
     bulky: ClassVar[tuple[str, ...]] = (

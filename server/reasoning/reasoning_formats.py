@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
+from trencadis.core.old_names import find_successors
 from trencadis.server.reasoning.reasoning_parser import ReasoningParser
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
@@ -91,7 +92,8 @@ def find_reasoning_format(asked: str, template: str | None) -> ReasoningFormat |
     try:
         form = offered[asked].load()
     except Exception as error:
-        raise StartupError(f"--reasoning-parser {asked}: its package failed: {str(error)[:120]}") from None
+        failed = f"--reasoning-parser {asked}: its package failed: {str(error)[:120]}"
+        raise StartupError(failed + find_successors(error)) from None
     if not isinstance(form, ReasoningFormat):
-        raise StartupError(f"--reasoning-parser {asked}: its entry point must be a ReasoningForm.")
+        raise StartupError(f"--reasoning-parser {asked}: its entry point must be a ReasoningFormat.")
     return form

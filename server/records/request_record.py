@@ -21,7 +21,7 @@ class RequestRecord:
 
     Args:
         id: what the answer's header ``x-request-id`` says.
-        at: when it came, in seconds since 1970.
+        started_at: when it came, in seconds since 1970.
         client: address and port, as a trusted proxy names them.
         parent: the headers ``traceparent`` and ``tracestate``, where the client sent them.
         tenant: its name in the key file; never a key.
@@ -29,12 +29,12 @@ class RequestRecord:
         deadline: when it must have ended; None: never.
         timer: ends what runs at the deadline.
         fair_queue_seconds: seconds that it waited in the fair queue.
-        works: whether it came to a route that runs the model.
+        runs_model: whether it came to a route that runs the model.
         sent: bytes of the answer's body so far.
         answer: the id in the answer.
         error: the type of the error that it ended with.
         params: of its first generation.
-        said: pieces of each choice's text, if the log shows them.
+        texts: pieces of each choice's text, if the log shows them.
     """
 
     id: str

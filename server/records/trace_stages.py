@@ -38,7 +38,7 @@ class RequestSummary(NamedTuple):
     """What a trace needs of a request that has ended: nothing of it holds a prompt, an answer or pixels.
 
     Args:
-        at: when it came, in seconds since 1970; ``begun`` is the same moment of ``time.monotonic``.
+        started_at: when it came, in seconds since 1970; ``begun`` is the same moment of ``time.monotonic``.
         first: when the first token came.
         params: max_tokens, temperature, top_p and n.
         counts: tokens of prompts, generated tokens, choices.

@@ -20,10 +20,10 @@ class HttpSettings:
     Args:
         model_root: the model as the user named it; its name in the API where ``--served-model-name`` gives none.
         device: as asked for; /metrics and the log name it until the engine is up.
-        running: requests that run at a time, which the bound of the queue does not count.
+        max_running: requests that run at a time, which the bound of the queue does not count.
         priorities: whether the scheduler heeds them.
         engine: the engine's flags, without secrets.
-        part: what this process has as one of several that answer.
+        shared: what this process has as one of several that answer.
     """
 
     config: ServerConfig = field(default_factory=ServerConfig)

@@ -55,21 +55,12 @@ def router(state: AppState) -> APIRouter:
 
     async def make_tokenize_response(body: TokenizeRequest, scope: MediaScope, headers: dict[str, str]) -> Response:
         prompt = await prompt_of(body, scope)
-        tokens, sizes = prompt.tokens, body.return_image_sizes and body.messages is not None
+        sizes = body.return_image_sizes and body.messages is not None
 
         def build_body(check: Check) -> BaseModel:
-            token = state.service.tokenizer.get_token
-            names = [token(t) or "" for t in tokens] if body.return_token_strs else None
-            return TokenizeResponse(
-                count=len(tokens),
-                max_model_len=state.service.max_model_len,
-                tokens=tokens,
-                token_strs=names,
-                images=list_image_details(prompt) if sizes else None,
-                videos=(list_video_details(prompt) or None) if sizes else None,
-            )
+            return build_tokenize_response(state, prompt, names=bool(body.return_token_strs), sizes=sizes)
 
-        return await write_response(build_body, len(tokens), headers)
+        return await write_response(build_body, len(prompt.tokens), headers)
 
     @routes.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
@@ -95,6 +86,19 @@ def router(state: AppState) -> APIRouter:
         )
 
     return routes
+
+
+def build_tokenize_response(state: AppState, prompt: Prompt, *, names: bool, sizes: bool) -> TokenizeResponse:
+    """Returns the ids of ``prompt``; with ``names`` also each token's text, with ``sizes`` those of its images."""
+    token = state.service.tokenizer.get_token
+    return TokenizeResponse(
+        count=len(prompt.tokens),
+        max_model_len=state.service.max_model_len,
+        tokens=prompt.tokens,
+        token_strs=[token(t) or "" for t in prompt.tokens] if names else None,
+        images=list_image_details(prompt) if sizes else None,
+        videos=(list_video_details(prompt) or None) if sizes else None,
+    )
 
 
 async def make_detokenize_response(state: AppState, tokens: list[int], headers: dict[str, str]) -> Response:

@@ -99,7 +99,7 @@ class EventStream(Response):
         keep_alive: seconds of silence after which the stream sends a comment; 0: never.
         done: called once, however the stream ends.
         form: what the stream says besides the events.
-        divert: has events that are ready while the stream waits for one written to the connection itself.
+        set_writer: has events that are ready while the stream waits for one written to the connection itself.
     """
 
     media_type = "text/event-stream"

@@ -49,7 +49,7 @@ class ReplicaLoad:
     Args:
         costs: of its steps.
         rows: requests that it runs at a time; 0: any number.
-        room: tokens that its KV cache holds; 0: any number.
+        capacity: tokens that its KV cache holds; 0: any number.
         lines: where it keeps what decisions read, from ``at`` on; None: an array of its own.
     """
 

@@ -48,7 +48,7 @@ class PrefixAffinityRouter:
         replicas: how many there may be; their numbers are [0, replicas).
         costs: makes what replica i's steps cost; what it gives is kept, and may be taught further.
         rows: requests that a replica runs at a time; 0: any number.
-        room: tokens of a replica's KV cache; 0: unknown.
+        capacity: tokens of a replica's KV cache; 0: unknown.
         bound: pairs of a prefix and a holder in the index, of all replicas together.
         seed: of the draws.
     """

@@ -85,8 +85,8 @@ class TenantFairQueue:
     """Fair queue of requests per tenant: decides which are prepared now and which wait. For one event loop.
 
     Args:
-        places: requests that are prepared at a time.
-        ahead: most requests of one tenant between admission and the first byte of their answer.
+        slots: requests that are prepared at a time.
+        max_admitted: most requests of one tenant between admission and the first byte of their answer.
     """
 
     def __init__(

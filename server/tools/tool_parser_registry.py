@@ -6,6 +6,7 @@ import re
 from importlib.metadata import entry_points
 
 from trencadis.core.errors import StartupError
+from trencadis.core.old_names import find_old_members, find_successors
 from trencadis.server.tools.hermes_tool_parser import HermesToolParser
 from trencadis.server.tools.llama3_tool_parser import Llama3ToolParser
 from trencadis.server.tools.mistral_tool_parser import MistralToolParser
@@ -57,9 +58,12 @@ def find_tool_parser(asked: str, template: str | None) -> type[ToolParser] | Non
     try:
         found = offered[name].load()
     except Exception as error:
-        raise StartupError(f"--tool-call-parser {name}: its package failed: {str(error)[:120]}") from None
+        failed = f"--tool-call-parser {name}: its package failed: {str(error)[:120]}"
+        raise StartupError(failed + find_successors(error)) from None
     if not (isinstance(found, type) and issubclass(found, ToolParser)):
         raise StartupError(f"--tool-call-parser {name}: its entry point must be a subclass of ToolParser.")
+    if renamed := find_old_members(found):
+        raise StartupError(f"--tool-call-parser {name}: {found.__name__} has members of an older version{renamed}")
     return found
 
 

@@ -114,7 +114,8 @@ def test_forced_conversations_are_the_same_everywhere() -> None:
 
 def test_every_part_can_be_imported_and_mixed_runs_on_a_bare_machine() -> None:
     """Neither the wire's codec nor a web framework nor transformers is asked for."""
-    parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims harness.sides harness.checkpoints kernels.run"
+    parts = "accuracy engine gpu.run gpu.probe gpu.mixed gpu.claims"
+    parts += " harness.compared_engines harness.checkpoints kernels.run"
     cases = "kernels.attention_cases kernels.small_cases kernels.sampling_cases"
     names = [f"benchmarks.{name}" for name in (*parts.split(), *cases.split())]
     imported = "import " + ", ".join([*names, "tools.hardware", "tools.tune_kernels"])

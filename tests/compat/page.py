@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -17,6 +16,7 @@ from tests.compat import fields, more_fields
 from tests.compat.fields import TALK, Case, Cases
 from tests.fakes.scripted_app import ScriptedApp
 from tests.traffic.scripted_server import fresh_app
+from trencadis.core.checkpoint.pooling_config import CLASSIFY, Pooling
 from trencadis.core.request import Delta, Request
 from trencadis.server.text.chat_template import ChatTemplate
 
@@ -38,8 +38,6 @@ VARYING = re.compile(
 OWN = ("id", "arrival")
 """Fields of an engine's request that differ in any case."""
 WORKS, IGNORED, SILENT = "works", "ignored", "SILENT"
-POOLING = "trencadis.core.checkpoint.pooling_config"
-"""Where a server's head is described, once it can pool."""
 JSON = {"content-type": "application/json"}
 
 
@@ -134,15 +132,14 @@ def prepared(harness: ScriptedApp) -> ScriptedApp:
 def askers() -> dict[str, Asker]:
     """One for each kind of server that there is."""
     found = {"generate": Asker()}
-    if importlib.util.find_spec(POOLING) is None:
-        return found
-    made = importlib.import_module(POOLING)
-    heads = {"embed": made.Pooling(dimensions=(8, 16)), "classify": made.Pooling(
-        made.CLASSIFY, classes=3, labels=("red", "green", "blue"))}  # fmt: skip
+    heads = {
+        "embed": Pooling(dimensions=(8, 16)),
+        "classify": Pooling(CLASSIFY, classes=3, labels=("red", "green", "blue")),
+    }
     for kind, head in heads.items():
         harness = prepared(fresh_app())
-        vars(harness.service)["config"] = dataclasses.replace(harness.service.config, **{"pooling": head})
-        vars(harness.service)["room"] = 0
+        vars(harness.service)["config"] = dataclasses.replace(harness.service.config, pooling=head)
+        harness.service.min_output_tokens = 0
         vars(harness.engine)["_deltas"] = partial(pooled, head.classes or 16)
         found[kind] = Asker(harness)
     return found

@@ -155,7 +155,7 @@ def test_weights_that_are_missing_or_left_over_are_named(form: Any, capsys: Any,
         return replace(made, text=replace(made.text, qk_norm=False))
 
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("checkpoint.reading", "models.decoder"):
+        for place in ("checkpoint.config_reader", "models.decoder"):
             patch.setattr(f"trencadis.core.{place}.family_of", lambda name: replace(family, config=without))
         code, results = checked(capsys, folder, "--only", "weights")
     assert code == 1

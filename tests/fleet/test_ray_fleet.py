@@ -340,7 +340,7 @@ def test_a_broker_of_a_head_that_has_come_again_ends(ray: Ray, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(ray, "get", refused)
-        assert "the Ray cluster that had a place for engines is gone" in read_message(
+        assert "the Ray cluster that had reserved resources for engines is gone" in read_message(
             first.start_successor(first_config())
         )
     until(lambda: not ray.brokers[0][1].is_alive())

@@ -136,8 +136,8 @@ def test_what_a_schema_costs_before_the_first_token(grammar_cache: GrammarCache,
                 one = outline(schema)
                 made = await grammar_cache.get_grammar(
                     one.make_key(),
-                    lambda one=one: one.write(grammar_cache.make_writer()),
-                    "schema",  # type: ignore[misc]
+                    lambda one=one: one.write(grammar_cache.make_writer()),  # type: ignore[misc]
+                    "schema",
                 )
                 seconds.append(time.perf_counter() - start)
             start = time.perf_counter()

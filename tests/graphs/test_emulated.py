@@ -152,14 +152,14 @@ def test_out_of_memory_at_every_step(make: Make, right: Right, returned: int, ev
     graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
     met = 0
     for k in range(1, 14, every):
-        if not graphs.captured():
+        if not graphs.list_captured():
             engine = make(faults=f"return:{returned}", **SMALL)
             graphs = engine.executor._rank.graphs  # type: ignore[attr-defined]
-        held = len(graphs.captured())
+        held = len(graphs.list_captured())
         inject(f"oom@step:{k}")
         assert small(engine, k) == right(k)
-        met += held - len(graphs.captured())
-        assert held - len(graphs.captured()) == (EmulatedRuntime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
+        met += held - len(graphs.list_captured())
+        assert held - len(graphs.list_captured()) == (EmulatedRuntime.device.faults.counts["step"] >= k)  # type: ignore[union-attr]
         check(engine)
     assert met >= {1: 8, 2: 4, 3: 2}[every]
 
@@ -210,7 +210,7 @@ def test_a_tiny_reserve_captures_some_and_says_what_would_hold_the_plan(
         assert plan is not None and not [r for r in caplog.records if "holds the plan" in r.getMessage()]
         said = plan.advice[0]
         assert "pool_full" in {use.miss for use in engine.stats().buckets} | {
-            graphs.observer.lacking(b) for b in graphs.planned
+            graphs.observer.missing_reason(b) for b in graphs.planned
         }
     found = re.search(r"VLLM_GRAPH_RESERVED_MEM=([\d.]+) holds the plan", said)
     assert found is not None

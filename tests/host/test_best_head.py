@@ -143,7 +143,7 @@ def on_ranks(table: Tensor, x: Tensor, unit: int, lacking: int = -1) -> list[tup
     ranks, found = Ranks(3), dict[int, tuple[Tensor | None, Tensor]]()
 
     class Table:
-        def quantised(self, *args: object, **kwargs: object) -> None:
+        def take_quantised(self, *args: object, **kwargs: object) -> None:
             return None
 
         def shard(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:

@@ -104,7 +104,7 @@ def play(seed: int, count: int, depth: int) -> None:
     joined = tokens == 64 and rng.random() < 0.4  # an image needs a step that holds it
     engine, _ = shadow_engine(
         blocks=blocks, size=size, rows=2 + rng.choice([12, 40]), depth=depth, seqs=rng.choice([1, 3, 8]),
-        tokens=tokens, length=length, chunk=0 if joined else rng.choice([0, 5]), joined=joined,
+        tokens=tokens, length=length, chunk=0 if joined else rng.choice([0, 5]), bidirectional_images=joined,
     )  # fmt: skip
     sizes = tuple(s for s in (2, 4, 8, 16, 32, 64) if s < tokens) + (tokens,)
     machine = timed(engine, rng.choice([1e-6, 0.012, 0.02, 10.0]), rng, sizes, noise=0.3)

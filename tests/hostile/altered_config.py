@@ -56,7 +56,7 @@ def verdict(ours: Any, reference: Any, key: str) -> str:
 
     Args:
         ours: makes this engine's values, or raises StartupError.
-        theirs: makes transformers'.
+        reference: makes transformers'.
     """
     try:
         got = ours()

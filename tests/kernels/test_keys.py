@@ -37,26 +37,26 @@ from trencadis.backends.cuda import ops
 from trencadis.backends.cuda.compile_counter import CompileCounter
 from trencadis.backends.cuda.twin import ops as twin_ops
 
-for name in ("full", "drawn", "greedy"):
-    def launch(*args, launch=getattr(ops.head, name)):
+for name in ("draw_with_logprobs", "draw_tokens", "pick_greedy"):
+    def launch(*args, launch=getattr(ops.sample, name)):
         launch(*args)
         for t in args[-1]:  # nobody wrote the outputs
             if t is not None:
                 t.zero_()
-    setattr(ops.head, name, launch)
+    setattr(ops.sample, name, launch)
 twin_ops.TwinOps = lambda *_: ops.CudaOps()
 
-before = Compilations()
+before = CompileCounter()
 llm = LLM(sys.argv[1], dtype="bfloat16", device="cuda", policy="twin", enforce_eager=sys.argv[2] == "eager",
           kv_cache_memory_bytes=8 << 20, max_model_len=512, max_num_seqs=24, max_num_batched_tokens=256,
           mm_processor_kwargs={"min_pixels": 3136, "max_pixels": 224 * 224})
-after = Compilations()
+after = CompileCounter()
 count, ended = drive(llm.engine, Traffic(llm.engine.info().vocab_size - 64, 200, 12), int(sys.argv[3]), 24, 1e30)
 print("warm-up", before.count() - after.count(), "then", after.count(), after.names(), dict(ended))
 kinds = {name.rpartition(".")[2] for name in before.names()}
 print("kernels", *sorted(kinds))
 assert before.count() and not after.count(), after.names()
-ops.silu.launch(torch.zeros(3, 14), torch.zeros(3, 7))  # a width that no model here has
+ops.silu_mul.launch(torch.zeros(3, 14), torch.zeros(3, 7))  # a width that no model here has
 assert after.count() == 1, "nobody counts"
 """
 

@@ -301,7 +301,9 @@ def test_no_log_no_command_line_and_no_report_of_a_crash_has_the_key_or_the_toke
         line = engine.stdout.readline().decode().strip()
         assert line, engine.communicate()[1].decode()[-3000:]
         key = bytes.fromhex(line)
-        ranks = [p for p in psutil.Process().children(recursive=True) if "executor.rank" in " ".join(p.cmdline())]
+        ranks = [
+            p for p in psutil.Process().children(recursive=True) if "executor.rank_process" in " ".join(p.cmdline())
+        ]
         assert len(ranks) == 1
         while_it_runs = traces(key, guarded.folder), held(guarded.token)
         os.kill(ranks[0].pid, signal.SIGSEGV)

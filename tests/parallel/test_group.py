@@ -136,7 +136,7 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_launcher import LocalLauncher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
-ranks = Multiproc(config, "tests.fakes.ranks:make")
+ranks = MultiprocExecutor(config, "tests.fakes.ranks:make")
 ranks.start(lambda place: fake_ranks.make(config, place))
 print(ranks._launcher.folder, *(c.process.pid for c in ranks.children), flush=True)
 ranks.submit(fake_ranks.full_step(3)).result()

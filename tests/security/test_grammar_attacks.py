@@ -147,8 +147,8 @@ async def tried(grammar_cache: GrammarCache, kind: str, value: Any) -> str:
         for outline in outlines:
             await grammar_cache.get_grammar(
                 outline.make_key(),
-                lambda o=outline: o.write(grammar_cache.make_writer()),
-                outline.param,  # type: ignore[misc]
+                lambda o=outline: o.write(grammar_cache.make_writer()),  # type: ignore[misc]
+                outline.param,
             )
     except BadRequest as error:
         assert error.param and len(error.message) < 260 and "media" not in error.message, error.message

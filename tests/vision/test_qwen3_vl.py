@@ -223,7 +223,7 @@ def mistake(name: str) -> Callable[[Callable[[FamilyHarness, Any], None]], Calla
 
 @mistake("a part of a layer later")
 def _later(harness: FamilyHarness, patch: Any) -> None:
-    object.__setattr__(harness.model.tower.config, "deep_layers", (1, 2))
+    object.__setattr__(harness.model.tower.config, "deepstack_layers", (1, 2))
 
 
 @mistake("parts that change places")

@@ -203,7 +203,7 @@ COMPARED = {
         lambda reference, ours, h, w: reference._get_num_multimodal_tokens([(h, w)]).num_image_tokens[0] - 2,
         {
             "two tiles changed": _changed,
-            "no layer scale": lambda model, ops: (model.blocks[1], "of_mlp", model.blocks[1].mlp_scale * 0 + 1),
+            "no layer scale": lambda model, ops: (model.blocks[1], "mlp_scale", model.blocks[1].mlp_scale * 0 + 1),
             "slots in another order": _reversed,
             "no class token": lambda model, ops: (
                 model.patch_embed, "position_table",
@@ -260,7 +260,7 @@ COMPARED = {
         {
             "slots in another order": _reversed,
             "frequencies of another tower": lambda model, ops: (
-                model.patch_embed, "angles",
+                model.patch_embed, "frequencies",
                 (model.patch_embed.frequencies[0], model.patch_embed.frequencies[1].flip(0))
             ),
             "one layer too few": lambda model, ops: (model, "blocks", model.blocks[:-1]),

@@ -32,8 +32,8 @@ class Span:
     """Queries in the rows ``queries`` that attend to keys in the slots ``keys``.
 
     Args:
-        position: of the first key; the others follow.
-        own: position of the first query; the others follow.
+        first_key: position of the first key; the others follow.
+        first_query: position of the first query; the others follow.
         upto: int32 [queries], the last position that each query sees; None: its own.
         whole: every query sees every key.
     """

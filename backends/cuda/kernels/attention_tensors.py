@@ -41,7 +41,7 @@ class SingleAttn(ItemAttn):
 
 
 class CrossAttentionItems(NamedTuple):
-    """``core.launches.tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
+    """``core.launches.launch_tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
 
     Item i: the block of queries from token ``cross_token[i]`` of the launch on (-1: no item) attends to the images
     whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as its tokens see each. Its result is whole

@@ -53,7 +53,7 @@ class StageBuffer:
         """Queues the copy of the first ``used`` staged bytes, after the launch that still reads the buffer.
 
         Args:
-            beside: queues more copies on UPLOADS.
+            on_copy: queues more copies on UPLOADS.
         """
         area = self._staging[self._area]
         assert area is not None
@@ -95,7 +95,7 @@ class InputBuffers:
             values until they are filled. None: memory of their own, which holds padding from the start.
 
     Attributes:
-        beside: takes the host's arrays by name, and queues copies of its own on UPLOADS, beside that of the inputs.
+        on_copy: takes the host's arrays by name, and queues copies of its own on UPLOADS, beside that of the inputs.
     """
 
     on_copy: Callable[[Mapping[str, Array]], None] | None = None

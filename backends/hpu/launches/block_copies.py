@@ -50,7 +50,7 @@ class BlocksLaunch(nn.Module):
 
 
 class HpuBlockCopies:
-    """``core.launches.host_blocks.PlannedCopies``.
+    """``core.launches.host_block_copies.PlannedCopies``.
 
     What the card orders by itself (docs/hpu-internals.md, Copies): an upload waits for launches that read its target, a
     launch for uploads of its inputs, a fetch for the launch that wrote its source. Nothing waits for a fetch: neither a

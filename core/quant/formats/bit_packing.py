@@ -12,7 +12,7 @@ def unpack_words(words: Tensor, bits: int, dim: int, positions: Sequence[int] | 
     """The unsigned integers of int32 words [a, b], in uint8; ``dim`` grows 32 / bits times.
 
     Args:
-        places: the place in its word of each integer of a word's; None: 0, 1, 2 and so on.
+        positions: the place in its word of each integer of a word's; None: 0, 1, 2 and so on.
     """
     each = 32 // bits
     # A word's bytes are little-endian on every machine that torch runs on.

@@ -51,12 +51,12 @@ class RayEngines:
 
     Args:
         config: of every engine.
-        lead: whether it is one whose ranks may be on several nodes; else each is on one.
+        multi_node: whether it is one whose ranks may be on several nodes; else each is on one.
 
     Attributes:
         host: this node's address, at which engines reach the server.
-        here: whether a multi-node engine is best on this node.
-        crowd: engines on the fullest node.
+        on_this_node: whether a multi-node engine is best on this node.
+        max_per_node: engines on the fullest node.
 
     Raises:
         StartupError: there is no cluster, or not as many cards.

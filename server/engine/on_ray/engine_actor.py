@@ -30,8 +30,8 @@ class EngineActor:
         """Starts the engine's process and reaches the server; why that cannot be, else empty.
 
         Args:
-            dial: a frame of ``core.executor.frames``; ``start``: one of ``core.process.wire``.
-            ours: the server's ``RankFingerprint``, field by field.
+            connect_info: a frame of ``core.executor.rank_messages``; ``start``: one of ``engine_messages``.
+            server_fingerprint: the server's ``RankFingerprint``, field by field.
             environ: variables of the process.
         """
         target, asked = rank_messages.decode_down(connect_info), engine_messages.decode_down(start)

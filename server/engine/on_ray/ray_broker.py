@@ -58,8 +58,8 @@ class EnginesReserved(msgspec.Struct, tag=True):
 
     Args:
         host: this node's address, at which engines reach the server.
-        here: whether a multi-node engine is best on this node.
-        crowd: engines on the fullest node.
+        on_this_node: whether a multi-node engine is best on this node.
+        max_per_node: engines on the fullest node.
     """
 
     host: str

@@ -28,7 +28,7 @@ class EnginePlacement:
 
     Attributes:
         host: this node's address.
-        crowd: engines on the fullest node.
+        max_per_node: engines on the fullest node.
 
     Raises:
         StartupError: there is no cluster, or not as many cards.

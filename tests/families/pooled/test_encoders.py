@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "another gelu": ("bge", {"activation": "gelu_tanh"}),
     "gelu for its tanh": ("MiniLM, old names", {"activation": "gelu"}),
     "positions off by one": ("bge", {"position_offset": 1}),
-    "norms before": ("bge", {"place": PRE}),
+    "norms before": ("bge", {"norm_placement": PRE}),
     "another epsilon": ("bge", {"eps": 1e-3}),
     "the mean left in": ("bge", {"norm": RMS}),
     "rotary besides": ("bge", {"rotary": True, "rope_theta": 1e4}),

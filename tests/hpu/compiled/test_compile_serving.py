@@ -95,9 +95,19 @@ def test_chats_give_the_cpus_tokens_and_compile_nothing_after_warmup(compiled: A
     assert answers(llm, requested) == on_the_cpu(requested)
     assert graphs() == warm and rank.graphs.recompiles == 0, "Dynamo's own count and ours"
     kinds = {kind[0] for (_, kind), _ in regions}
-    assert {"Layer", "ViTBlock", "Entry", "Exit", "TowerEntry", "TowerExit", "Sampling"} <= kinds
+    assert {
+        "DecoderLayer",
+        "ViTBlock",
+        "DecoderEntry",
+        "DecoderExit",
+        "Qwen2VLPatchEmbed",
+        "Qwen2VLPatchMerger",
+        "SamplingHead",
+    } <= kinds
     texts = [b for b in rank.plan.buckets if b.stage.name in ("FRESH", "CONTEXT", "DECODE")]
-    assert sum(kind[0] == "Layer" for (_, kind), _ in regions) == len(texts), "one trace a layer shape, for all layers"
+    assert sum(kind[0] == "DecoderLayer" for (_, kind), _ in regions) == len(texts), (
+        "one trace a layer shape, for all layers"
+    )
     assert not card().clock.lines, "nothing falls back"
     assert info.graphs.advice == [
         "graphs: none in compile mode (PT_HPU_LAZY_MODE=0); no memory is reserved for them and planned buckets run "

@@ -124,10 +124,10 @@ def test_bodies_with_weights_of_8_bit_floats(name: str) -> None:
 TRACED = (
     *(ROOT / "core" / "layers").glob("*.py"),
     *(ROOT / "backends" / "hpu" / "attention").glob("*.py"),
-    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "comm", "ops", "quantised")),
-    *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference", "sampling")),
+    *(ROOT / "backends" / "hpu" / f"{name}.py" for name in ("collectives", "hccl_comm", "ops", "fp8_linear")),
+    *(ROOT / "backends" / "cpu" / f"{name}.py" for name in ("reference_ops", "sampler")),
     ROOT / "core" / "models" / "decoder.py",
-    *(ROOT / "multimodal" / f"{name}.py" for name in ("vit_block", "qwen2_vl/tower", "llava/model")),
+    *(ROOT / "multimodal" / f"{name}.py" for name in ("vit/vit_block", "qwen2_vl/vision_tower", "llava/model")),
 )
 
 

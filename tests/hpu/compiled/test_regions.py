@@ -101,12 +101,14 @@ def check(limits: ShapeLimits, around: float, functions: float) -> None:
     cells = [b.dims[0] // 4 for b in plan.buckets if b.stage is Stage.VISION]
     resets = [b.dims[0] for b in plan.buckets if b.stage is Stage.RESET]
     full = [b.dims[0] for b in plan.buckets if b.variant == "full"]
-    assert kinds["Layer"] == len(texts) and kinds["ViTBlock"] == 2 * stages[Stage.VISION], "not one for each layer"
-    assert kinds["Entry"] == len(set(map(padded_start, tokens)))
-    assert (kinds["Exit"], kinds["TowerExit"]) == (sizes(tokens), sizes(cells))
-    assert kinds["TowerEntry"] == stages[Stage.VISION] and kinds["Sampling"] == stages[Stage.SAMPLE]
+    assert kinds["DecoderLayer"] == len(texts) and kinds["ViTBlock"] == 2 * stages[Stage.VISION], (
+        "not one for each layer"
+    )
+    assert kinds["DecoderEntry"] == len(set(map(padded_start, tokens)))
+    assert (kinds["DecoderExit"], kinds["Qwen2VLPatchMerger"]) == (sizes(tokens), sizes(cells))
+    assert kinds["Qwen2VLPatchEmbed"] == stages[Stage.VISION] and kinds["SamplingHead"] == stages[Stage.SAMPLE]
     assert kinds["HpuOps"] == sizes(resets) + sizes(full), "the counts of drawn ids have a store of their own"
-    layers, every = kinds["Layer"] + kinds["ViTBlock"], sum(kinds.values())
+    layers, every = kinds["DecoderLayer"] + kinds["ViTBlock"], sum(kinds.values())
     assert device.clock.compiles == every, "each is one recipe"
     recipes: Any = device.clock._recipes
     work = {kind: sum(len(r) for r in recipes if is_layer(r) is kind) for kind in (True, False)}

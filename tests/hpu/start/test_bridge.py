@@ -22,13 +22,13 @@ import dataclasses, itertools, os, sys
 import numpy as np
 import torch
 from trencadis.backends.hpu.start import machine, software_stack
-stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find = lambda environ: machine.Machine(1, 1)
 from trencadis.backends.hpu.emulator_hooks import emulator_hooks
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 bridge = open_bridge(0)
 assert emulator_hooks(bridge) is None and bridge.label == "hpu" and bridge.device.type == "hpu"
-assert not any(m.startswith("trencadis.backends.hpu.emulator") for m in sys.modules)
+assert not any(m.startswith("trencadis.backends.hpu.emulator.") for m in sys.modules)
 assert bridge.is_lazy() is (sys.argv[1] == "1")
 from habana_frameworks.torch import AT_IMPORT
 assert AT_IMPORT["PT_HPU_LAZY_MODE"] == sys.argv[1], "settled before the plug-in was imported"
@@ -81,7 +81,7 @@ def test_real_branch_over_the_stub(lazy: str, env: dict[str, str]) -> None:
 NUMBERED = """
 import os, sys
 from trencadis.backends.hpu.start import machine, software_stack
-stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
 machine.find = lambda environ: machine.Machine(8, 8, tuple(range(8)))
 from trencadis.backends.hpu.start.bridge_loader import open_bridge
 from trencadis.core.errors import StartupError
@@ -138,7 +138,7 @@ def test_environment_is_settled() -> None:
 def test_only_the_backend_and_the_emulator_see_the_hooks_of_an_emulated_card() -> None:
     assert not {f.name for f in fields(EmulatorHooks)} & {f.name for f in fields(Bridge)}
     folder = ROOT / "backends" / "hpu"
-    named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "hpu.emulation" in p.read_text()}
+    named = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "hpu.emulator_hooks" in p.read_text()}
     assert named == {"backend.py", "emulator/emulated_bridge.py"}
 
 

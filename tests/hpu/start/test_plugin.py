@@ -63,7 +63,7 @@ def test_a_plug_in_whose_release_cannot_be_read_runs_eagerly(plugin: str) -> Non
 @pytest.mark.parametrize("value", ["true", "2", "lazy", " 1"])
 def test_a_mode_that_the_plug_in_would_misread_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its files read any text but 0 as lazy, another one reads a number."""
-    for name in ("real", "import_module"):
+    for name in ("open_real", "import_module"):
         monkeypatch.setattr(bridge_loader, name, lambda *args: pytest.fail("refused before anything is imported"))
     monkeypatch.setitem(sys.modules, "trencadis.backends.hpu.emulator.emulated_bridge", None)
     for choice in ("real", "emulated"):

@@ -14,11 +14,11 @@ OPEN = """
 import sys
 import torch
 from trencadis.backends.hpu.start import machine, bridge_loader, software_stack
-stack.find = lambda: stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
-stack.plugin_version = lambda: "1.23.1.25"
+software_stack.find = lambda: software_stack.Stack("1.23.1.25", "2.9.0+git1234", "2.9.0", True)
+software_stack.plugin_version = lambda: "1.23.1.25"
 machine.find = lambda environ: machine.Machine(1, 1)
-opening.DEVICE = "cpu"
-bridge = opening.open_bridge(0)
+bridge_loader.DEVICE = "cpu"
+bridge = bridge_loader.open_bridge(0)
 from trencadis.backends.hpu.emulator import float8_ops, fused_kernels
 g = torch.Generator().manual_seed(1)
 x = torch.randn(6, 32, generator=g)
@@ -32,30 +32,30 @@ scale = torch.rand(6, 1, generator=g) + 1
 for dtype in (torch.float32, torch.bfloat16):
     for one in (None, scale):
         codes = bridge.cast_to_fp8_v2(x.to(dtype), one)
-        assert torch.equal(codes.float(), floats8.cast_to_fp8_v2(x.to(dtype), one, 448.0).float())
+        assert torch.equal(codes.float(), float8_ops.cast_to_fp8_v2(x.to(dtype), one, 448.0).float())
         found = bridge.cast_from_fp8(codes, dtype, one)
-        assert found.dtype == dtype and torch.equal(found, floats8.cast_from_fp8(codes, dtype, one, 448.0))
+        assert found.dtype == dtype and torch.equal(found, float8_ops.cast_from_fp8(codes, dtype, one, 448.0))
 a = bridge.cast_to_fp8_v2(x)
 b = bridge.cast_to_fp8_v2(torch.randn(5, 32, generator=g))
 for bias in (None, torch.randn(5, generator=g)):
     args = a, b, torch.bfloat16, scale, torch.rand(5, generator=g), bias
-    torch.testing.assert_close(bridge.fp8_gemm_v2(*args), floats8.fp8_gemm_v2(*args, 448.0))
+    torch.testing.assert_close(bridge.fp8_gemm_v2(*args), float8_ops.fp8_gemm_v2(*args, 448.0))
 words = torch.randint(-2**31, 2**31 - 1, (6, 4), generator=g, dtype=torch.int32)
 zeros = torch.randint(-2**31, 2**31 - 1, (2, 4), generator=g, dtype=torch.int32)
 args = words, torch.rand(2, 32, generator=g).bfloat16(), zeros, torch.bfloat16
-assert torch.equal(bridge.convert_from_uint4(*args), kernels.convert_from_uint4(*args))
+assert torch.equal(bridge.convert_from_uint4(*args), fused_kernels.convert_from_uint4(*args))
 q, k, v = (torch.randn(2, h, 8, 4, generator=g) for h in (4, 2, 2))
 seen = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
 for mask, causal in ((seen, False), (None, True)):
     for found, want in zip(bridge.sdpa_parts(q, k, v, mask, causal, 0.5, "None"),
-                           kernels.sdpa_recomp_parts(q, k, v, mask, causal, 0.5, "None"), strict=True):
+                           fused_kernels.sdpa_recomp_parts(q, k, v, mask, causal, 0.5, "None"), strict=True):
         torch.testing.assert_close(found, want)
 out = bridge.fused_sdpa(q, k, v, seen, 0.0, False, 0.5, "None")
-torch.testing.assert_close(out, kernels.sdpa_recomp_fwd(q, k, v, seen, False, 0.5, "none"))
+torch.testing.assert_close(out, fused_kernels.sdpa_recomp_fwd(q, k, v, seen, False, 0.5, "none"))
 if sys.argv[1] == "GAUDI3":
     high, total = (torch.rand(4, 2, 3, 1, 1, generator=g) for _ in range(2))
     args = high, total, torch.tensor([0, 1, 0, -1], dtype=torch.int32), 2, [4, 2, 3, 1, 1]
-    torch.testing.assert_close(bridge.block_adjustment(*args), kernels.block_softmax_adjustment(*args))
+    torch.testing.assert_close(bridge.block_adjustment(*args), fused_kernels.block_softmax_adjustment(*args))
 else:
     assert bridge.block_adjustment is None
 print("fine")
@@ -75,7 +75,7 @@ ops = HpuOps(bridge, HpuSettings(), 16)
 weight = torch.randn(40, 96, generator=g)
 rows = torch.randn(3, 96, generator=g).bfloat16()
 for scheme, kind, most in ((Scheme(4, group=32), PackedWeight4, 2e-2), (Scheme(8, "float"), Floats8Weight, 6e-2)):
-    q = quantised(weight, scheme, torch.bfloat16)
+    q = quantise(weight, scheme, torch.bfloat16)
     packed = ops.pack_quantised(q)
     assert isinstance(packed, kind), packed
     want = rows.float() @ q.values().float().t()

@@ -96,7 +96,9 @@ class CrossAttentionLaunch:
         """[tokens of the bucket, heads, d]; partial results hold what an earlier launch left."""
         self.out.fill_(float("nan"))
         k, v = torch.split(self.held, self.held.shape[1] // 2, dim=1)
-        cross_attend.cross_attend(self.q, k, v, self.tensors.seen, self.case.d**-0.5, self.out, self.workspace)
+        cross_attend.cross_attend(
+            self.q, k, v, self.tensors.cross_attention, self.case.d**-0.5, self.out, self.workspace
+        )
         return self.out.clone()
 
     def expected(self) -> Tensor:
@@ -153,6 +155,6 @@ def launched(case: CrossAttentionCase, device: torch.device, images: Tensor | No
     q = guards.like(q)
     held = guards.like(arena)[:, 2 * LAYER * width : 2 * (LAYER + 1) * width]
     out = guards.like(torch.full(tuple(q.shape), float("nan"), dtype=case.dtype))
-    room = cross_attend.span_results(buffers.tensors.seen, q, case.kv_heads)
+    room = cross_attend.span_results(buffers.tensors.cross_attention, q, case.kv_heads)
     room = cross_attend.SpanResults(*(guards.like(torch.full(t.shape, float("nan"))) for t in room))
     return CrossAttentionLaunch(case, buffers.tensors, q, held, clean, out, room, guards)

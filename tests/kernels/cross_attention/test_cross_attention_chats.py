@@ -63,4 +63,4 @@ def test_chats_that_see(
         assert_same([(g.outputs[0].token_ids, w) for g, w in zip(got, want, strict=True)])
     finally:
         llm.close()
-    assert launches["SeenItems"] >= 2 and launches[SingleCrossAttention.__name__] >= 2, launches
+    assert launches["CrossAttentionItems"] >= 2 and launches[SingleCrossAttention.__name__] >= 2, launches

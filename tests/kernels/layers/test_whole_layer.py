@@ -138,7 +138,7 @@ def test_bits_do_not_depend_on_who_arrives_last(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm": LAYER}, {"place": POST}, {"place": SANDWICH}, {"activation": "gelu"}, {"mlp": "plain"},
+    [{"norm": LAYER}, {"norm_placement": POST}, {"norm_placement": SANDWICH}, {"activation": "gelu"}, {"mlp": "plain"},
      {"residual_scale": 0.5}],
     ids=str,
 )  # fmt: skip
@@ -150,7 +150,7 @@ def test_other_layers_run_op_by_op(changes: dict[str, Any], device: torch.device
     layer.attention.bind(run.ready.cache)
     attn = run.ready.tensors.attn
     assert fused_layer.can_fuse(layer, run.x, attn)
-    other = LayerRun.layer.__globals__["Layer"](
+    other = LayerRun.layer.__globals__["DecoderLayer"](
         type("B", (), {"ops": ops, "comm": layer.attention.out.comm, "device": device, "values": True}), case.config
     )
     other.attention.bind(run.ready.cache)

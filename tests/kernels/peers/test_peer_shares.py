@@ -56,7 +56,7 @@ MISTAKES = {
     "nobody waits for messages": {"wait_for_all": no_wait},
     "nobody waits for sums": {"wait_for_sums": no_wait},
     "what is told of sums orders nothing": {"tell_sums": weak_tell},
-    "what is told of messages is seen on one card": {"tell": near_tell},
+    "what is told of messages is seen on one card": {"signal_peers": near_tell},
     "sums lie where messages do": {"sums_from": nowhere_else},
     "launches are not counted": {"advance": standing},
 }

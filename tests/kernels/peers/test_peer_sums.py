@@ -66,8 +66,8 @@ MISTAKES = {
     "nobody waits": {"wait_for_all": no_wait},
     "one rank is waited for": {"wait_for_all": one_wait},
     "messages have one half": {"half_of": one_half},
-    "what is told is seen on one card": {"tell": near_tell},
-    "what is told orders nothing": {"tell": weak_tell},
+    "what is told is seen on one card": {"signal_peers": near_tell},
+    "what is told orders nothing": {"signal_peers": weak_tell},
     "launches are not counted": {"advance": standing},
 }
 

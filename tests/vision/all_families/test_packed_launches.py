@@ -76,7 +76,7 @@ def requests_of(sizes: Any, records: Sequence[dict[str, Any]], longest: int) -> 
 
 def efficiency(config: ModelConfig, seed: int, count: int, longest: int) -> float:
     rank = Idle(plan_of(config))
-    engine = engine_of(rank.plan, rank, joined=config.text.bidirectional_images)
+    engine = engine_of(rank.plan, rank, bidirectional_images=config.text.bidirectional_images)
     drive(engine, requests_of(image_sizes(config, {}), list(image_chat(seed, count)), longest), CONCURRENT)
     assert rank.tally.images > count, "every item is encoded"
     return rank.tally.efficiency

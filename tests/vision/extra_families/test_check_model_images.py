@@ -59,7 +59,7 @@ def test_what_tokens_see_too_much_of_an_image_is_found(
 
     def changed_spans(spans: Any, *rest: Any) -> Any:
         return cross_attention_spans.compute_cross_attention(
-            [dataclasses.replace(span, shown=span.held) for span in spans], *rest
+            [dataclasses.replace(span, cross_attention_rows=span.arena_rows) for span in spans], *rest
         )
 
     monkeypatch.setattr(image_checks, "compute_cross_attention", changed_spans)

@@ -62,7 +62,7 @@ def cross_attend(
         q: [tokens, heads, d], the last two dimensions contiguous.
         k, v: [arena rows, KV heads x d] of one layer: columns of one tensor.
         out: like q, contiguous.
-        room: ``span_results``.
+        results: ``span_results``.
     """
     tokens, heads, d = q.shape
     lanes, groups = results.values.shape[2], k.shape[1] // d

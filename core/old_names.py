@@ -1,0 +1,417 @@
+"""Names that plug-ins of other packages may still import, and what they are called now.
+
+A plug-in that fails because of such a name ends the start with one line that names its successor.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+
+MODULES = {
+    "backends.conformance.device": "backends.conformance.device_probes",
+    "backends.conformance.family.by_hand": "backends.conformance.family.recompute",
+    "backends.conformance.family.oracle": "backends.conformance.family.transformers_oracle",
+    "backends.conformance.family.pictures": "backends.conformance.family.image_checks",
+    "backends.conformance.family.slots": "backends.conformance.family.vision_inputs",
+    "backends.conformance.family.suite": "backends.conformance.family.family_checks",
+    "backends.conformance.graphs": "backends.conformance.graph_checks",
+    "backends.conformance.ops": "backends.conformance.op_checks",
+    "backends.conformance.ops_parts": "backends.conformance.op_checks_layers",
+    "backends.conformance.ops_pooling": "backends.conformance.op_checks_pooling",
+    "backends.conformance.ops_quantised": "backends.conformance.op_checks_quantised",
+    "backends.conformance.ops_sampling": "backends.conformance.op_checks_sampling",
+    "backends.conformance.ops_vision": "backends.conformance.op_checks_vision",
+    "backends.conformance.programs": "backends.conformance.program_checks",
+    "backends.conformance.result": "backends.conformance.check_result",
+    "backends.conformance.rig": "backends.conformance.harness",
+    "backends.conformance.speed": "backends.conformance.launch_times",
+    "backends.conformance.subject": "backends.conformance.target",
+    "backends.conformance.tokens": "backends.conformance.answer_checks",
+    "backends.cpu.comm": "backends.cpu.gloo_comm",
+    "backends.cpu.quantised": "backends.cpu.int8_linear",
+    "backends.cpu.reference": "backends.cpu.reference_ops",
+    "backends.cpu.sampling": "backends.cpu.sampler",
+    "core.checkpoint.archive": "core.checkpoint.zip_directory",
+    "core.checkpoint.fields": "core.checkpoint.json_fields",
+    "core.checkpoint.kv_config": "core.checkpoint.kv_cache_config",
+    "core.checkpoint.opcodes": "core.checkpoint.pickle_reader",
+    "core.checkpoint.pooling": "core.checkpoint.pooling_config",
+    "core.checkpoint.reading": "core.checkpoint.config_reader",
+    "core.checkpoint.share": "core.checkpoint.stage_share",
+    "core.kv.spans": "core.kv.media_spans",
+    "core.launches.tensors": "core.launches.launch_tensors",
+    "core.layers.apart": "core.layers.replicated",
+    "core.layers.crossing": "core.layers.cross_attention",
+    "core.layers.experts": "core.layers.moe",
+    "core.layers.partial": "core.layers.partial_rotary",
+    "core.layers.rope": "core.layers.rotary_embedding",
+    "core.layers.source": "core.layers.weight_source",
+    "core.layout": "core.shared_constants",
+    "core.models.bin_file": "core.models.pytorch_bin",
+    "core.models.collected": "core.models.checkpoint_source",
+    "core.models.crossing": "core.models.cross_attention_decoder",
+    "core.models.loader": "core.models.weight_loader",
+    "core.models.packed_file": "core.models.packed_weights",
+    "core.models.passing": "core.models.stage_entry",
+    "core.nearest": "core.name_suggestions",
+    "core.quant.formats.raw": "core.quant.formats.raw_weight",
+    "core.quant.formats.table": "core.quant.formats.format_table",
+    "core.quant.formats.words": "core.quant.formats.bit_packing",
+    "core.quant.kv": "core.quant.kv_cache_format",
+    "core.quant.kv_codes": "core.quant.kv_cache_codes",
+    "core.quant.online": "core.quant.online_quant",
+    "core.quant.tensor": "core.quant.quantised_tensor",
+    "core.quant.writing.convert": "core.quant.writing.convert_checkpoint",
+    "core.quant.writing.files": "core.quant.writing.safetensors_writer",
+    "core.quant.writing.gptq": "core.quant.writing.gptq_rounding",
+    "core.quant.writing.rounding": "core.quant.writing.layer_rounding",
+    "core.quant.writing.stored": "core.quant.writing.source_checkpoint",
+    "multimodal.colours": "multimodal.normalisation",
+    "multimodal.deep": "multimodal.deepstack",
+    "multimodal.deep.config": "multimodal.deepstack.config",
+    "multimodal.deep.tower": "multimodal.deepstack.deepstack_tower",
+    "multimodal.errors": "multimodal.error_params",
+    "multimodal.gather": "multimodal.async_gather",
+    "multimodal.grids": "multimodal.patch_grids",
+    "multimodal.images.arrays": "multimodal.images.array_images",
+    "multimodal.images.cache": "multimodal.images.processor_cache",
+    "multimodal.images.decode": "multimodal.images.pil_decode",
+    "multimodal.images.decoder": "multimodal.images.image_decoder",
+    "multimodal.images.frontend": "multimodal.images.image_frontend",
+    "multimodal.images.header": "multimodal.images.image_header",
+    "multimodal.images.jobs": "multimodal.images.image_job",
+    "multimodal.images.limits": "multimodal.images.mm_processor_kwargs",
+    "multimodal.lines": "multimodal.pixtral_tower",
+    "multimodal.lines.config": "multimodal.pixtral_tower.config",
+    "multimodal.lines.model": "multimodal.pixtral_tower.model",
+    "multimodal.llava.clip": "multimodal.llava.clip_config",
+    "multimodal.near": "multimodal.position_interpolation",
+    "multimodal.options": "multimodal.media_options",
+    "multimodal.packing": "multimodal.patch_packing",
+    "multimodal.pixtral.fields": "multimodal.pixtral.pixtral_hf_config",
+    "multimodal.pixtral.names": "multimodal.pixtral.pixtral_weight_names",
+    "multimodal.qwen2_5_vl.packing": "multimodal.qwen2_5_vl.window_packing",
+    "multimodal.qwen2_vl.config_fields": "multimodal.qwen2_vl.qwen_vl_hf_config",
+    "multimodal.qwen2_vl.geometry": "multimodal.qwen2_vl.patch_geometry",
+    "multimodal.qwen2_vl.needs": "multimodal.qwen2_vl.image_budget",
+    "multimodal.qwen2_vl.preprocessing": "multimodal.qwen2_vl.preprocessor_config",
+    "multimodal.qwen2_vl.sizes": "multimodal.qwen2_vl.smart_resize",
+    "multimodal.qwen2_vl.tower": "multimodal.qwen2_vl.vision_tower",
+    "multimodal.qwen3_vl.pictures": "multimodal.qwen3_vl.processor",
+    "multimodal.sources.addresses": "multimodal.sources.url_rules",
+    "multimodal.sources.fetch": "multimodal.sources.http_fetch",
+    "multimodal.sources.loader": "multimodal.sources.media_loader",
+    "multimodal.stacks": "multimodal.mllama_tower",
+    "multimodal.stacks.config": "multimodal.mllama_tower.config",
+    "multimodal.stacks.model": "multimodal.mllama_tower.model",
+    "multimodal.stages": "multimodal.media_timing",
+    "multimodal.texts": "multimodal.hf_text_config",
+    "multimodal.tiles": "multimodal.vit",
+    "multimodal.tiles.config": "multimodal.vit.config",
+    "multimodal.tiles.fields": "multimodal.vit.hf_vision_config",
+    "multimodal.tiles.fine": "multimodal.vit.fixed_point_pixels",
+    "multimodal.tiles.model": "multimodal.vit.model",
+    "multimodal.tiles.processor": "multimodal.vit.processor",
+    "multimodal.uuids": "multimodal.media_uuids",
+    "multimodal.videos.clips": "multimodal.videos.hf_frame_sampling",
+    "multimodal.videos.file": "multimodal.videos.video_file",
+    "multimodal.videos.frontend": "multimodal.videos.video_frontend",
+    "multimodal.videos.items": "multimodal.videos.prepared_video",
+    "multimodal.videos.jobs": "multimodal.videos.video_job",
+    "multimodal.videos.sampling": "multimodal.videos.frame_sampling",
+    "multimodal.videos.spoken": "multimodal.videos.text_timestamps",
+    "multimodal.vit": "multimodal.vit.base_config",
+    "multimodal.vit_block": "multimodal.vit.vit_block",
+    "multimodal.workers": "multimodal.decode_workers",
+    "multimodal.workers.jobs": "multimodal.decode_workers.job_table",
+    "multimodal.workers.pipe": "multimodal.decode_workers.worker_messages",
+    "multimodal.workers.pool": "multimodal.decode_workers.worker_pool",
+    "multimodal.workers.process": "multimodal.decode_workers.worker_process",
+    "multimodal.workers.worker": "multimodal.decode_workers.worker_main",
+    "server.reasoning.forms": "server.reasoning.reasoning_formats",
+    "server.reasoning.parser": "server.reasoning.reasoning_parser",
+    "server.text.incremental": "server.text.incremental_parser",
+    "server.tools.forms": "server.tools.tool_parser_registry",
+    "server.tools.hermes": "server.tools.hermes_tool_parser",
+    "server.tools.llama3": "server.tools.llama3_tool_parser",
+    "server.tools.mistral": "server.tools.mistral_tool_parser",
+    "server.tools.parser": "server.tools.tool_parser",
+    "server.tools.pythonic": "server.tools.pythonic_tool_parser",
+    "server.tools.qwen3": "server.tools.qwen3_tool_parser",
+    "server.tools.qwen3_values": "server.tools.qwen3_parameters",
+}
+"""Modules of before, without ``trencadis.``, and where they are now."""
+
+NAMES = {
+    "CLASH": "UUID_CONFLICT",
+    "CROSSING": "CUT_WIDTHS",
+    "CellEntry": "TilePatchEmbed",
+    "CellExit": "TileProjector",
+    "Collected": "CheckpointSource",
+    "Columns": "ColumnParallelLinear",
+    "CrossDecoder": "CrossAttentionDecoder",
+    "CrossLayer": "CrossAttentionLayer",
+    "DeepTower": "DeepStackVisionConfig",
+    "Deepening": "DeepStackAdd",
+    "Described": "ParsedConfig",
+    "Dummy": "DummyWeights",
+    "Entry": "DecoderEntry",
+    "Exit": "DecoderExit",
+    "FILES": "PROCESSOR_FILES",
+    "FIXED": "FIXED_SIZE_MESSAGE",
+    "Fields": "JsonFields",
+    "FineEntry": "FixedPointPatchEmbed",
+    "Grid": "TileGrid",
+    "Head": "LMHead",
+    "Held": "DeviceShare",
+    "HermesParser": "HermesToolParser",
+    "ImageOutline": "ImageGeometry",
+    "Layer": "DecoderLayer",
+    "Leaving": "PendingSend",
+    "LineEntry": "PixtralPatchEmbed",
+    "LineExit": "PixtralProjector",
+    "LineModel": "PixtralModel",
+    "LineTower": "PixtralVisionConfig",
+    "Llama3Parser": "Llama3ToolParser",
+    "MOST_PIXELS": "MAX_SIDE_PIXELS",
+    "MOST_TILES": "MAX_TILES",
+    "Merger": "DeepStackMerger",
+    "MistralParser": "MistralToolParser",
+    "MixedEntry": "DeepStackPatchEmbed",
+    "MixedTower": "DeepStackTower",
+    "Named": "PickleName",
+    "PartlyTurned": "PartialRotarySource",
+    "PassedEntry": "StageEntry",
+    "Prepared": "PreparedImage",
+    "PythonicParser": "PythonicToolParser",
+    "Qwen3Parser": "Qwen3ToolParser",
+    "ReasoningForm": "ReasoningFormat",
+    "Rows": "RowParallelLinear",
+    "STEPS": "PLANE_WEIGHTS",
+    "Sampling": "SamplingHead",
+    "ScaledBlock": "LayerScaleBlock",
+    "SeeingOps": "CrossAttentionOps",
+    "SeenTensors": "CrossAttentionTensors",
+    "SiglipTower": "SiglipVisionConfig",
+    "Source": "WeightSource",
+    "Spoken": "AnswerContent",
+    "Square": "SquareImage",
+    "StackBlock": "MllamaVisionBlock",
+    "StackEntry": "MllamaPatchEmbed",
+    "StackTurn": "MllamaPostTileEmbedding",
+    "Stored": "MappedWeights",
+    "TAKEN": "DEFAULT_INTERMEDIATE_LAYERS",
+    "TAPS": "BICUBIC_TAPS",
+    "TURNING": "ROTATED",
+    "Table": "BucketTable",
+    "TakenRows": "PlaceholderRun",
+    "Thought": "ReasoningContent",
+    "TileModel": "TileVisionModel",
+    "TileProcessor": "TileImageProcessor",
+    "TileTower": "TileVisionConfig",
+    "TwoStackModel": "MllamaModel",
+    "TwoStackTower": "MllamaVisionConfig",
+    "UNIT": "TILE_ALIGNMENT",
+    "Usual": "ViTDefaults",
+    "UuidBook": "UuidRegistry",
+    "WholeParts": "ReplicatedBackend",
+    "aligned": "align_up",
+    "arena_rows": "arena_row_numbers",
+    "held_whole": "replicate_layers",
+    "installed": "installed_families",
+    "loaded": "import_object",
+    "processor_of": "build_processor",
+    "scaled": "scale_frequencies",
+    "spread": "scale_and_shift",
+    "together": "merge_or_separate",
+}
+"""Classes, functions and constants of any of these modules."""
+
+MEMBERS = {
+    "Attention": {"turned": "rotary_dim", "form": "kv_format"},
+    "CrossAttention": {"stored": "compute_arena_rows"},
+    "CrossAttentionOps": {"attend_pictures": "cross_attend", "attend_rows": "cross_attend_rows"},
+    "FixedPointPatchEmbed": {"values": "normalise_pixels"},
+    "HermesToolParser": {"grammar": "parse", "call": "call_rule", "walls": "stop_marks"},
+    "ImageGeometry": {"prepared": "make_prepared"},
+    "ImageNeeds": {"pictures": "images"},
+    "IncrementalParser": {
+        "grammar": "parse",
+        "ahead": "peek",
+        "sees": "match_literal",
+        "takes": "take_literal",
+        "until": "read_until",
+        "run_of": "read_run",
+        "_taken": "_take_events",
+    },
+    "KeepingOps": {"loaded": "finish_loading"},
+    "LayerScaleBlock": {"of_attention": "attention_scale", "of_mlp": "mlp_scale"},
+    "Linear": {"pack_apart": "pack_separately"},
+    "Memory": {"backed": "real_kv_bytes"},
+    "ModelConfig": {
+        "aligned": "alignment_unit",
+        "placed": "placeholder_token",
+        "placed_token": "template_token",
+        "own_towers": "encoder_data_parallel",
+        "sees": "encodes_images",
+    },
+    "PartialRotarySource": {"quantised": "take_quantised", "stacked": "take_stacked"},
+    "PlaceholderRun": {"shown": "visible_rows"},
+    "Pooler": {"load_words": "load_label_tokens"},
+    "Processor": {"sizes": "compute_geometry"},
+    "ReasoningFormat": {"parser": "make_parser", "state": "find_state"},
+    "RowParallelLinear": {"summed": "reduce"},
+    "TextConfig": {
+        "place": "norm_placement",
+        "turned": "rotary_dim",
+        "joined": "bidirectional_images",
+        "cross": "cross_attention_layers",
+    },
+    "TextRotary": {"far": "long_axis"},
+    "TilePatchEmbed": {"table": "position_table", "colours": "scale_shift", "values": "normalise_pixels"},
+    "TileProjector": {"enter": "linear_1", "leave": "linear_2"},
+    "TileVisionConfig": {
+        "crossing": "cut_widths",
+        "real": "real_slots",
+        "tile": "slots_per_tile",
+        "most_tiles": "max_tiles",
+        "places": "patch_positions",
+        "tokens": "rows_per_tile",
+        "exit_matrices": "projector_matrices",
+        "beside": "other_weights",
+        "out": "attention_out",
+    },
+    "TileVisionModel": {
+        "see": "patch_embed",
+        "tell": "projector",
+        "places": "load_position_table",
+        "constant_rows": "load_constant_rows",
+        "projected": "project_cells",
+    },
+    "ToolParser": {
+        "collected": "collect_value",
+        "call": "call_rule",
+        "calls": "calls_rule",
+        "amid": "free_text_rule",
+        "say": "add_content",
+        "say_blanks": "add_pending_blanks",
+        "start": "start_call",
+        "argue": "add_arguments",
+        "end": "end_call",
+        "accepts": "is_accepted_name",
+        "content_until": "read_content_until",
+        "attempt": "try_calls",
+        "call_objects": "read_call_objects",
+        "call_object": "read_call_object",
+        "value": "read_value",
+        "composite": "read_composite",
+        "string": "read_string",
+        "word": "read_word",
+        "walls": "stop_marks",
+        "joint": "call_separator",
+    },
+    "ViTBlock": {"names": "config", "qkv_at": "qkv_prefix"},
+    "ViTConfig": {
+        "stored": "count_weights",
+        "held": "count_rank_weights",
+        "exit_matrices": "projector_matrices",
+        "beside": "other_weights",
+        "embedded": "patch_embed_inputs",
+        "filled": "pads_to_unit",
+        "planes": "bytes_per_value",
+        "layers_at": "layer_prefix",
+        "out": "attention_out",
+        "columns": "mlp_in",
+        "down": "mlp_out",
+        "norm": "norm_weights",
+    },
+    "VideoProcessor": {"frames": "frame_limits"},
+    "WeightSource": {"quantised": "take_quantised", "stacked": "take_stacked"},
+}
+"""Methods, attributes and constructor arguments, by the name that the class has now."""
+
+
+def find_successors(error: BaseException) -> str:
+    """Returns "; OLD is called NEW now" for each renamed name that ``error`` is about; "" if there is none.
+
+    Args:
+        error: what importing or calling a plug-in raised: ImportError, AttributeError or TypeError.
+    """
+    if isinstance(error, ImportError):
+        pairs = [*_renamed_imports(error)]
+    elif isinstance(error, AttributeError):
+        pairs = [*_renamed_attribute(error)]
+    elif isinstance(error, TypeError):
+        pairs = [*_renamed_keyword(str(error))]
+    else:
+        pairs = []
+    return "".join(f"; {old} is called {new} now" for old, new in dict.fromkeys(pairs))
+
+
+def find_old_members(subject: type) -> str:
+    """As ``find_successors``, for the methods and attributes that a plug-in's class defines by their old names."""
+    pairs = [
+        (f"{subject.__name__}.{old}", new)
+        for base in subject.__mro__[1:]
+        for old, new in MEMBERS.get(base.__name__, {}).items()
+        if old in vars(subject) and base.__module__.startswith("trencadis.")
+    ]
+    return "".join(f"; {old} is called {new} now" for old, new in dict.fromkeys(pairs))
+
+
+def _renamed_imports(error: ImportError) -> Iterator[tuple[str, str]]:
+    """(old, new) of the module and of the names that the failing import statement asks for."""
+    statement = _failing_import(error)
+    module = (statement.module if isinstance(statement, ast.ImportFrom) else None) or error.name or ""
+    inside = module.removeprefix("trencadis.")
+    if not module.startswith("trencadis."):
+        return
+    if inside in MODULES:
+        yield module, f"trencadis.{MODULES[inside]}"
+    for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
+        if alias.name in NAMES:
+            yield alias.name, NAMES[alias.name]
+        elif f"{inside}.{alias.name}" in MODULES:
+            yield f"{module}.{alias.name}", f"trencadis.{MODULES[f'{inside}.{alias.name}']}"
+
+
+def _failing_import(error: ImportError) -> ast.stmt | None:
+    """The import statement that raised ``error``, read from its source; None if that cannot be found."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    if not frames or frames[-1].lineno is None:
+        return None
+    frame = frames[-1]
+    first, last = frame.lineno or 0, getattr(frame, "end_lineno", None) or frame.lineno or 0
+    lines = [linecache.getline(frame.filename, n).strip() for n in range(first, last + 1)]
+    try:
+        body = ast.parse(" ".join(lines)).body
+    except SyntaxError:
+        return None
+    return body[0] if body else None
+
+
+def _renamed_attribute(error: AttributeError) -> Iterator[tuple[str, str]]:
+    """(old, new) of an attribute that a module, a class or an instance of this package had."""
+    name, owner = error.name or "", error.obj
+    module = str(getattr(owner, "__name__", ""))
+    if module.startswith("trencadis."):
+        inside = f"{module}.{name}".removeprefix("trencadis.")
+        if inside in MODULES:
+            yield f"trencadis.{inside}", f"trencadis.{MODULES[inside]}"
+        elif name in NAMES:
+            yield name, NAMES[name]
+        return
+    for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        if name in MEMBERS.get(base.__name__, {}) and base.__module__.startswith("trencadis."):
+            yield f"{base.__name__}.{name}", MEMBERS[base.__name__][name]
+
+
+def _renamed_keyword(message: str) -> Iterator[tuple[str, str]]:
+    """(old, new) of a field that a constructor of this package no longer takes."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
+    if found is not None and found[2] in MEMBERS.get(found[1], {}):
+        yield f"{found[1]}({found[2]}=)", MEMBERS[found[1]][found[2]]
