@@ -172,7 +172,7 @@ TABLE: tuple[Env, ...] = (
     Env("TRENCADIS_HPU_EMULATOR_PROFILE", "str", "gaudi2", "the card that is emulated: gaudi2 or gaudi3"),
     Env("TRENCADIS_HPU_EMULATOR_KIND", "str", "compute", "compute: real values; meta: shapes and bytes alone"),
     Env("TRENCADIS_HPU_EMULATOR_HOST_MEMORY", "str", "512MiB", "host memory that an emulated card's KV cache may fill"),
-    Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-emulator.md"),
+    Env("TRENCADIS_HPU_EMULATOR_FAULTS", "str", "", "faults to inject, see docs/hpu-internals.md"),
     Env("TRENCADIS_CUDA_WHOLE_LAYERS", "bool", "true", "cuda: decoder layers of up to 16 rows in six launches"),
     Env("TRENCADIS_CUDA_PEER_SUMS", "bool", "false", "cuda: ranks sum up to 4 MiB over each other's memory"),
     Env("TRENCADIS_CUDA_TWIN", "bool", "false", "cuda: no card, its twin on the CPU, for tests, see docs/cuda.md"),
@@ -334,7 +334,7 @@ def _unknown(name: str, flags: Collection[str]) -> str:
 
 
 def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
-    """The table as ``docs/environment.md``.
+    """Returns the section of docs/configuration.md about environment variables.
 
     Args:
         flags: the variables that set a flag.
@@ -347,22 +347,19 @@ def markdown(flags: Iterable[Env], others: Iterable[Env] = ()) -> str:
         (REFUSED, "Refused"),
     )
     lines = [
-        "# Environment variables",
-        "",
-        "Made by `tools/gen_environment.py` from `core/envs.py` and the table of flags; do not edit.",
+        "## Environment variables",
         "",
         f"Booleans take `{' '.join(TRUE)}` and `{' '.join(FALSE)}`. "
-        "A flag wins over the file of `--config`, the file over the environment, the environment over the default. "
         "A variable that has no effect, or that nobody knows (`VLLM_*`, `TRENCADIS_*`), prints one line.",
     ]
     for effect, title in titles:
         rows = [e for e in every if e.effect == effect and not e.plugin]
         if rows:
-            lines += ["", f"## {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
+            lines += ["", f"### {title}", "", "| variable | kind | default | meaning |", "|---|---|---|---|"]
             lines += [f"| `{e.name}` | {e.kind} | {e.default or '-'} | {e.meaning} |" for e in rows]
-    lines += ["", "## Others of vLLM", "", _OTHERS, "", "| here | why | variables |", "|---|---|---|"]
+    lines += ["", "### Others of vLLM", "", _OTHERS, "", "| here | why | variables |", "|---|---|---|"]
     lines += _group_by_reason(others)
-    lines += ["", "## Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
+    lines += ["", "### Of Gaudi's plug-ins", "", _OF_PLUGINS, "", "| variable | here | meaning |", "|---|---|---|"]
     lines += [f"| `{e.name}` | {_here(e)} | {e.meaning} |" for e in every if e.plugin]
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,7 @@ version = release = trencadis.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["**/.*"]
 nitpicky = False
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True

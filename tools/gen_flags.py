@@ -1,4 +1,4 @@
-"""Writes docs/flags.md and docs/vllm-flags.md from tables, and the table of docs/models.md from the families."""
+"""Writes docs/configuration.md, and the tables of docs/migrating-from-vllm.md and docs/models.md, from the code."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trencadis.server.cli import list_models  # noqa: E402
-from trencadis.server.config.flag_docs import make_flags_page, vllm_flags_page  # noqa: E402
+from trencadis.server.config.flag_docs import make_configuration_page, make_migration_page  # noqa: E402
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "flags.md").write_text(make_flags_page())
-    (ROOT / "docs" / "vllm-flags.md").write_text(vllm_flags_page())
-    page = ROOT / "docs" / "models.md"
-    page.write_text(list_models.make_docs_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+    (ROOT / "docs" / "configuration.md").write_text(make_configuration_page())
+    for name, update in (("migrating-from-vllm", make_migration_page), ("models", list_models.make_docs_page)):
+        page = ROOT / "docs" / f"{name}.md"
+        page.write_text(update(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,5 +1,5 @@
 """Compiles the CUDA kernels ahead of time, without a GPU, and says what each needs: ``docs/kernels.csv``, and
-``docs/kernels.md`` for readers.
+the section *Kernels* of ``docs/cuda.md`` for readers.
 
     python tools/kernel_resources.py [--arch 80 86 89 90] [--kernels attend_decode ...] [--match TEXT] [--jobs 2]
                                      [--json FILE] [--write] [--seconds N] [--again] [--page]
@@ -41,10 +41,10 @@ from tools.compiled.table import (  # noqa: E402
     Report,
     Row,
     compiled_lines,
-    markdown,
     merged,
     rows,
     stored,
+    update_page,
     written,
 )
 
@@ -269,13 +269,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no compilation after so long")
     parser.add_argument("--again", action="store_true", help="compile what is known, too")
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
-    parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="write docs/kernels.csv and the section of docs/cuda.md")
     parser.add_argument(
-        "--page", action="store_true", help="write docs/kernels.md from docs/kernels.csv; compile nothing"
+        "--page", action="store_true", help="write the section of docs/cuda.md from docs/kernels.csv; compile nothing"
     )
     args = parser.parse_args()
     if args.page:
-        PAGE.write_text(markdown(stored()), encoding="utf-8")
+        PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), stored()), encoding="utf-8")
         return 0
     os.environ["TRITON_INTERPRET"] = "0"  # read when triton is imported, which is below
     import triton
@@ -301,7 +301,7 @@ def _write(lines: list[Row], args: argparse.Namespace) -> None:
     whole = args.seconds == float("inf") and not (args.kernels or args.match) and {*args.arch} == {*CARDS}
     kept = merged(lines, [] if whole else stored())
     DATA.write_text(written(kept), encoding="utf-8")
-    PAGE.write_text(markdown(kept), encoding="utf-8")
+    PAGE.write_text(update_page(PAGE.read_text(encoding="utf-8"), kept), encoding="utf-8")
     old = sum(not r.get("key") for r in kept)
     print(f"docs/kernels.csv: {len(lines)} launches compiled from these sources, {old} lines of earlier ones")
 

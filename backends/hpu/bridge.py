@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Bridge:
-    """Symbols by their names in the plug-in; docs/hpu-contract.md says where each was read.
+    """Symbols by their names in the plug-in; docs/hpu-internals.md says where each was read.
 
     Args:
         label: what users are shown.

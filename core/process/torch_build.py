@@ -83,14 +83,14 @@ def check_version(found: TorchBuild | None) -> str:
     if found is None:
         raise StartupError(
             f"torch is not installed in {sys.prefix}: `pip install 'trencadis[cpu]'`, or in a container with a torch "
-            "of its own, `make serve` or its own Python (docs/dependencies.md)"
+            "of its own, `make serve` or its own Python (docs/getting-started.md)"
         )
     have = found.numbers
     if have is not None and have < LEAST:
         raise StartupError(
             f"torch {found.version} is older than {_format_version(LEAST)}, the oldest that Trencadis runs on: take a "
             f"newer "
-            "one; a card's container brings its own, so start from that of a newer release (docs/dependencies.md)"
+            "one; a card's container brings its own, so start from that of a newer release (docs/getting-started.md)"
         )
     if have is not None and have > NEWEST:
         return f"torch {found.version} is newer than {_format_version(NEWEST)}, the newest that was tested"

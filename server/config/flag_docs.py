@@ -1,4 +1,4 @@
-"""The reference pages of flags and variables, made from the table of flags."""
+"""Reference pages of flags and variables: docs/configuration.md, and the table of docs/migrating-from-vllm.md."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from trencadis.server.config.vllm_flags.flag_row import FREE, MEANS, REFUSED, Fl
 from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
 
 HEAD = f"""\
-# Flags of `trencadis serve`
+# Configuration
 
-Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig`; do not edit.
+Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig` and from `core/envs.py`; do not edit.
+A flag wins over the file of `--config`, the file over the environment, the environment over the default. Flags that
+only vLLM has are listed in [Migrating from vLLM](migrating-from-vllm.md#flags-of-vllm).
+
+## Flags
 
 ```
 {USAGE}```
@@ -26,12 +30,17 @@ Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig
 """
 
 
-def make_flags_page() -> str:
-    """``docs/flags.md``."""
+def make_configuration_page() -> str:
+    """Returns docs/configuration.md: all flags by group, then all environment variables."""
+    return make_flags_section() + "\n" + envs.markdown(_list_flag_variables(), variables_of_vllm.TABLE)
+
+
+def make_flags_section() -> str:
+    """Returns the head of docs/configuration.md and its tables of flags."""
     lines = [HEAD]
     for owner, title in GROUPS.items():
         lines += [
-            f"## {title}",
+            f"### {title}",
             "",
             "| flag | value | default | bounds | variable | meaning |",
             "|---|---|---|---|---|---|",
@@ -42,15 +51,15 @@ def make_flags_page() -> str:
 
 
 VLLM_FLAGS_HEAD = """\
-# Flags of vLLM
+## Flags of vLLM
 
-Made by `tools/gen_flags.py` from the rows of `server/config/vllm_flags`; do not edit.
+Written by `tools/gen_flags.py` from the rows of `server/config/vllm_flags`; do not edit from here on.
 
-Command lines of vLLM 0.32, and of versions back to 0.6, carry over: what [Flags](flags.md) has works as it does there,
-and every other flag stands here. None is ignored in silence: a flag without effect prints one line that says why, and
-one that would change something stops the start, unless its value describes what happens anyway (vLLM's default, as a
-rule). `--help=FLAG` prints its row.
+These are the flags of vLLM 0.6 to 0.32 that are not in [Flags](configuration.md#flags). None is ignored in silence: a
+flag without effect prints one line that says why, and a flag that would change something stops the start, unless its
+value describes what happens anyway (as a rule vLLM's default). `--help=FLAG` prints its row.
 """
+BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
 VERDICTS = {
     MEANS: ("Done by flags of ours", "our flag"),
     FREE: ("Without effect", "why it changes no answer and no limit"),
@@ -58,12 +67,18 @@ VERDICTS = {
 }
 
 
-def vllm_flags_page() -> str:
-    """``docs/vllm-flags.md``."""
+def make_migration_page(text: str) -> str:
+    """Returns ``text``, which is docs/migrating-from-vllm.md, with its table of vLLM's flags made anew."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{make_vllm_flags_section()}\n{END}{rest.partition(END)[2]}"
+
+
+def make_vllm_flags_section() -> str:
+    """Returns the tables of vLLM's flags: done by flags of ours, without effect, refused."""
     lines = [VLLM_FLAGS_HEAD]
     for verdict, (title, column) in VERDICTS.items():
         rows = [part for row in ROWS.values() for part in _list_keys(row) if part.verdict == verdict]
-        lines += [f"## {title}", "", f"| flag | value | {column} | taken in silence |", "|---|---|---|---|"]
+        lines += [f"### {title}", "", f"| flag | value | {column} | taken in silence |", "|---|---|---|---|"]
         lines += [_format_vllm_flag(row) for row in sorted(rows, key=lambda row: row.name)]
         lines.append("")
     return "\n".join(lines)
@@ -80,11 +95,6 @@ def _format_vllm_flag(row: FlagRow) -> str:
     written = [row.written, *("-" + short for short, name in SHORT.items() if name == row.name)]
     silent = ", ".join(f"`{str(value).lower()}`" for value in row.neutral)
     return f"| {', '.join(f'`{name}`' for name in written)} | {row.kind} | {_escape_cell(row.why)} | {silent} |"
-
-
-def make_environment_page() -> str:
-    """``docs/environment.md``."""
-    return envs.markdown(_list_flag_variables(), variables_of_vllm.TABLE)
 
 
 def _format_row(flag: Flag) -> str:

@@ -70,8 +70,8 @@ def test_what_is_neutral_says_so_in_one_line() -> None:
 
 
 def test_the_page_has_them_in_one_table() -> None:
-    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    table = page.partition("## Of Gaudi's plug-ins")[2]
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("### Of Gaudi's plug-ins")[2]
     for env in envs.TABLE:
         assert (f"| `{env.name}` |" in table) is env.plugin, env.name
     assert table.count("| works") > 8 and table.count("| neutral |") > 40 and table.count("| refused (") > 12

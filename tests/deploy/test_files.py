@@ -67,7 +67,7 @@ def test_command_lines_are_ours(name: str, tmp_path: Path) -> None:
 
 def test_variables_are_ours() -> None:
     text = "\n".join(p.read_text() for p in DEPLOY.rglob("*") if p.is_file() and p.suffix != ".json")
-    known = (ROOT / "docs" / "environment.md").read_text()
+    known = (ROOT / "docs" / "configuration.md").read_text()
     for name in set(re.findall(r"\b(?:VLLM|TRENCADIS)_\w+", text)):
         assert f"`{name}`" in known or name in ("VLLM_API_KEY",), name
 

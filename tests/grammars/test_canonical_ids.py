@@ -81,7 +81,8 @@ def test_a_token_may_hold_the_end_of_forced_text_and_more(large: MaskedDraws) ->
 
 def test_words_with_one_beginning_are_written_as_each_of_them_is(masks: MaskedDraws) -> None:
     """A forced part of a word is written in other ids when the word goes on: ``Stor``, but ``S``, ``to``, ``red``."""
-    every = sorted(set(re.findall(r"[A-Za-z_]{4,}", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))))
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "design").glob("*.md")))
+    every = sorted(set(re.findall(r"[A-Za-z_]{4,}", text)))
     rng = random.Random(0)
     for _ in range(25):
         start = rng.randrange(len(every) - 8)

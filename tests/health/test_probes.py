@@ -1,4 +1,4 @@
-"""The table of docs/health.md, held against the routes over a real engine process; and the routes of sleep mode."""
+"""The table of docs/operating.md, held against the routes over a real engine process; and the routes of sleep mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trencadis.server.engine.supervisor import Supervisor
 from trencadis.server.http.app import create_app
 from trencadis.server.routes.http_settings import HttpSettings
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "health.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
 BODY = {"prompt": "a", "max_tokens": 2}
 PROBES = ("/live", "/health", "/ping", "/ready")
 
@@ -43,7 +43,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> ScriptedApp:
 
 def rows() -> dict[str, list[str]]:
     """Each state of the table with what it says of the four columns."""
-    found = re.findall(r"^\| (\w[^|]*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Health and sleep\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\w[^|]*?) \| (.*) \|$", section, re.MULTILINE)
     return {state: [cell.strip() for cell in cells.split("|")] for state, cells in found if state != "the server"}
 
 

@@ -1,4 +1,4 @@
-"""What graphs keep, by the formula, beside logs of warm-ups that were published (docs/hpu-contract.md, "Memory").
+"""What graphs keep, by the formula, beside logs of warm-ups that were published (docs/hpu-internals.md, "Memory").
 
 The logs are of vllm-fork and an 8B model on a Gaudi 2. Its source of that time cuts a layer before and after attention;
 which tensors are alive there was read in it, and that the residual stream counts twice is what the prompt graphs of the

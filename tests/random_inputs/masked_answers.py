@@ -27,7 +27,11 @@ SIZE = 20_000
 
 def open_large_tokenizer(folder: Path) -> Tokenizer:
     """A byte-level BPE of 20,000 entries, trained on the repository's documentation and source, and on compact JSON."""
-    files = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("core/**/*.py"))]
+    files = [
+        *sorted(ROOT.glob("docs/*.md")),
+        *sorted(ROOT.glob("docs/design/*.md")),
+        *sorted(ROOT.glob("core/**/*.py")),
+    ]
     texts = [file.read_text(encoding="utf-8") for file in files]
     texts += [json.dumps(schema_at(number), separators=(",", ":")) for number in range(2000)]
     return Tokenizer.from_checkpoint(write_text_checkpoint(folder, texts=texts, size=SIZE))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "design").glob("*.md"))]
 COMMAND = re.compile(r"((?:[A-Z_]+=\S+ )*)python( -P)? (?:-m (benchmarks[.\w]*)|(benchmarks/\w+\.py))([^`#\n]*)")
 
 

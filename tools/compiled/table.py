@@ -1,4 +1,4 @@
-"""What ``tools/kernel_resources.py`` compiled, as a data file (docs/kernels.csv) and a page (docs/kernels.md)."""
+"""What ``tools/kernel_resources.py`` compiled, as a data file (docs/kernels.csv) and a section of docs/cuda.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tools.compiled.digests import Known
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "kernels.md"
+DATA, PAGE = ROOT / "docs" / "kernels.csv", ROOT / "docs" / "cuda.md"
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,18 @@ FIELDS = (
 )  # fmt: skip
 Row = dict[str, str]
 
-HEAD = """# Kernels
+BEGIN, END = "<!-- made by tools/kernel_resources.py -->", "<!-- end of the table -->"
+HEAD = """## Kernels
 
 What the CUDA kernels need, compiled ahead of time without a GPU. Each compilation is a line of
 [kernels.csv](kernels.csv): tile, warps and stages; registers and stack of a thread (the stack is what spills, in
 bytes); shared memory of a program in KiB; and `held`, the share of its warps that a multiprocessor can hold at a
-time, limited by registers and shared memory. This page sums them up: the number of compilations, then the least and
+time, limited by registers and shared memory. This section sums them up: the number of compilations, then the least and
 the most of each figure. Shared memory of a program is at most 163 KiB on sm_80, 99 on sm_86, sm_89 and sm_120, 227 on
 sm_90 and sm_100, which `tiles.py` checks of every tile when it is imported. Nothing here is a speed.
 
 `python tools/kernel_resources.py --write` compiles what changed since (triton {version} made these lines). A line's key
-is of what was compiled; a line without one is of an earlier source. `--page` writes this page from the file.
+is of what was compiled; a line without one is of an earlier source. `--page` writes this section from the file.
 
 """
 
@@ -103,6 +104,12 @@ def rows(found: Sequence[Report], version: str) -> list[Row]:
         }
         for r in found
     ]  # fmt: skip
+
+
+def update_page(text: str, lines: Sequence[Row]) -> str:
+    """Returns ``text``, which is docs/cuda.md, with its section about kernels made from ``lines``."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{markdown(lines)}\n{END}{rest.partition(END)[2]}"
 
 
 def markdown(lines: Sequence[Row]) -> str:

@@ -48,7 +48,7 @@ PROFILES = {
         "Gaudi 3", int(126.5 * GIB), block_softmax=True, fp8_top=448.0, column="gaudi3", bandwidth=3.7e12
     ),
 }
-"""Sizes as logs of the two cards show them, of nominally 96 and 128 GiB: docs/hpu-contract.md says where."""
+"""Sizes as logs of the two cards show them, of nominally 96 and 128 GiB: docs/hpu-internals.md says where."""
 
 
 def profile(name: str) -> Profile:

@@ -52,7 +52,7 @@ class BlocksLaunch(nn.Module):
 class HpuBlockCopies:
     """``core.launches.host_block_copies.PlannedCopies``.
 
-    What the card orders by itself (docs/hpu-contract.md, Copies): an upload waits for launches that read its target, a
+    What the card orders by itself (docs/hpu-internals.md, Copies): an upload waits for launches that read its target, a
     launch for uploads of its inputs, a fetch for the launch that wrote its source. Nothing waits for a fetch: neither a
     launch that overwrites what it reads, nor an upload of what it brings. So the host waits for the fetches of one
     launch before the next upload or gathering; between two Steps they are done.

@@ -1,7 +1,7 @@
 """Which Gaudi plug-in is installed, over which torch, and whether the two belong together. Torch-free.
 
 Everything is read from files, so that nothing is imported before its variables are settled. The rules are those of the
-plug-in's own ``__init__`` (docs/hpu-contract.md), which would end in a traceback.
+plug-in's own ``__init__`` (docs/hpu-internals.md), which would end in a traceback.
 """
 
 from __future__ import annotations

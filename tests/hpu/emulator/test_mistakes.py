@@ -1,4 +1,4 @@
-"""Typical mistakes: each is refused by name, or shows as wrong values. All stand in docs/hpu-emulator.md."""
+"""Typical mistakes: each is refused by name, or shows as wrong values. All stand in docs/hpu-internals.md."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_constant_of_the_request(card: EmulatedDevice) -> None:
 
 
 def test_every_mistake_is_documented() -> None:
-    text = (ROOT / "docs/hpu-emulator.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/hpu-internals.md").read_text(encoding="utf-8")
     kernels = "float32-in-mode-fp32 causal-statistics huge-mask blind-query"
     others = f"""
         {kernels}

@@ -1,6 +1,6 @@
 """What the bridge's compiler does to a functional graph, as far as it decides what a card computes and copies.
 
-Facts of the bridge 1.19.0 (docs/hpu-contract.md says where each was read): operations are placed in a cluster or left
+Facts of the bridge 1.19.0 (docs/hpu-internals.md says where each was read): operations are placed in a cluster or left
 to eager execution; ``index_copy`` on a graph's input is put back in place under conditions; connected operations of
 a cluster are one recipe.
 """

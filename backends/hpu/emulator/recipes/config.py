@@ -1,6 +1,6 @@
 """``PT_HPU_RECIPE_CACHE_CONFIG`` as an emulated card reads it: where recipes are kept between starts.
 
-Torch-free; what the three fields mean stands in the bridge's list of variables (docs/hpu-contract.md). It stands for
+Torch-free; what the three fields mean stands in the bridge's list of variables (docs/hpu-internals.md). It stands for
 the plug-in's own reader, so it shares nothing with ``start/recipe_cache.py``, which checks the variable for the
 plug-in: a mistake there shows here, as it would on a card.
 """
