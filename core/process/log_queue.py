@@ -89,7 +89,7 @@ class LogQueue(logging.Handler):
 
     def _count_dropped(self, count: int) -> str:
         text = f"{count} lines of log were dropped, because nothing read stderr"
-        record = logging.LogRecord("trencadis.log", logging.WARNING, __file__, 0, text, None, None)
+        record = logging.LogRecord("log", logging.WARNING, __file__, 0, text, None, None)
         return self.format(record)
 
     def _write(self, text: str) -> None:

@@ -38,6 +38,7 @@ from trencadis.server.metrics.trace_metrics import TraceCollector
 from trencadis.server.page import page_routes as page_routes
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
+from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.records.tracing import TraceQueue
 from trencadis.server.routes import bucket_route, serving_chat, serving_completion, serving_models, serving_tokenization
@@ -138,6 +139,7 @@ def create_app(
 
 def _complete_service(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:
     """Gives ``service`` a source of images where it has none, and the limit of an engine that is up already."""
+    service.template_workers = TemplateWorkers()
     service.images = service.images or images
     if engine.info is not None:
         service.max_model_len = engine.info.max_model_len
