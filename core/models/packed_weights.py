@@ -8,12 +8,15 @@ piece what it is, where it begins and how long it is. Pieces follow in the order
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +41,10 @@ MOST = 64 << 20
 """Bytes of the longest header, and of one write."""
 
 
+PART = ".part"
+"""How the name of a file ends that is being written."""
+
+
 class KeptPiece(NamedTuple):
     """Bytes [start, start + size) of a file, and what they are."""
 
@@ -57,8 +64,11 @@ class PackedFile:
     def read(self) -> tuple[mmap.mmap, list[KeptPiece]] | None:
         """The file, mapped copy-on-write, and its pieces; None where none is there, whole and of this checkpoint."""
         try:
-            with self.path.open("rb") as f:
-                data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+            handle = open_private(self.path, os.O_RDONLY)
+            try:
+                data = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(handle)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -92,37 +102,55 @@ class PackedFile:
 
         Of several processes that would write it, one does. What goes wrong is logged and changes nothing.
         """
-        part = self.path.with_name(f"{self.path.name}.part")
         try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(part, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            locked = self.path.with_name(f"{self.path.name}.lock")
+            lock = open_private(locked, os.O_CREAT | os.O_RDWR)
         except OSError as error:
             log.warning("packed weights are not kept: %s", error)
             return False
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 log.info("packed weights: another process writes %s", self.path)
                 return False
-            self._write(handle, pieces)
-            part.replace(self.path)
+            try:
+                self._replace(pieces)
+            finally:
+                locked.unlink(missing_ok=True)
             return True
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             log.warning("packed weights are not kept: %s", error)
             return False
+        finally:
+            os.close(lock)
+
+    def _replace(self, pieces: Sequence[tuple[str, memoryview]]) -> None:
+        """Writes a file of a name that nobody can have prepared, and moves it to its place; the lock is held.
+
+        Raises:
+            OSError: nothing was changed.
+        """
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*{PART}"):
+            left.unlink()  # of a process that was killed while it wrote
+        handle, part = tempfile.mkstemp(PART, f"{self.path.name}.", self.path.parent)
+        try:
+            self._write(handle, pieces)
+            os.replace(part, self.path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
         finally:
             os.close(handle)
 
     def _write(self, handle: int, pieces: Sequence[tuple[str, memoryview]]) -> None:
         header, offsets = self._header(pieces)
-        free = shutil.disk_usage(self.path.parent).free + os.fstat(handle).st_size
+        free = shutil.disk_usage(self.path.parent).free
         size = offsets[-1] + len(pieces[-1][1])
         if size > free:
             raise OSError(f"{self.path.parent} has {free / 1e9:.2f} GB free, they take {size / 1e9:.2f}")
-        os.ftruncate(handle, 0)
         _put(handle, memoryview(header), 0)
         for start, (_, data) in zip(offsets, pieces, strict=True):
             _put(handle, data, start)
@@ -142,6 +170,35 @@ class PackedFile:
             if len(made) <= header_size:
                 return made, offsets
             header_size = align_up(len(made), START)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Opens a file that no other user can have put there, or be changing through another name.
+
+    The last part of ``path`` is not followed if it is a symbolic link, and a FIFO is not waited for.
+
+    Args:
+        flags: of ``os.open``; a file that is created can be read by this user alone.
+
+    Returns:
+        A file descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file with one name, of this user or of root.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(handle)
+    why = ""
+    if not stat.S_ISREG(found.st_mode):
+        why = "it is not a regular file"
+    elif found.st_uid not in (os.geteuid(), 0):
+        why = f"it belongs to the user {found.st_uid}"
+    elif found.st_nlink > 1:
+        why = "it has more than one name (hard links)"
+    if why:
+        os.close(handle)
+        raise PermissionError(f"{path}: {why}")
+    return handle
 
 
 def _is_inside(piece: KeptPiece, first: int, end: int) -> bool:
@@ -173,7 +230,7 @@ def packed_file(config: EngineConfig, rank: int = 0) -> PackedFile | None:
     label = model.parent.parent.name if model.parent.name == "snapshots" else model.name  # the hub's cache
     number = hashlib.sha256(json.dumps(_packing_key(config, model, rank), sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder).expanduser() / f"{label}-{number}.packed"
-    return PackedFile(path, tuple((file, stat.st_size, int(stat.st_mtime)) for file, stat in found))
+    return PackedFile(path, tuple((file, info.st_size, int(info.st_mtime)) for file, info in found))
 
 
 def _packing_key(config: EngineConfig, model: Path, rank: int) -> Mapping[str, Any]:

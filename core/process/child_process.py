@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trencadis.core import envs
+from trencadis.core.process.log_queue import flush_logs
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -64,5 +65,6 @@ def run(work: Callable[[socket.socket], int]) -> NoReturn:
     code = work(socket.socket(fileno=int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
+    flush_logs()
     # The tear-down of device libraries may fail or wait for ranks that are gone, so it is skipped.
     os._exit(code)

@@ -34,6 +34,7 @@ from trencadis.core.process import (
     prefetch,
     torch_build,
 )
+from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
 from trencadis.core.step import PixelNeed
@@ -103,6 +104,7 @@ class EngineProcess:
 
     def reader_ended(self, code: int) -> None:
         """Ends the process at once, because there is no client left to serve; called by the reader thread."""
+        flush_logs()
         os._exit(code)
 
     def __call__(

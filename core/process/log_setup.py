@@ -8,6 +8,8 @@ import logging
 import sys
 from typing import Any
 
+from trencadis.core.process.log_queue import LogQueue, flush_logs
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FORMAT = "%(levelname)s %(asctime)s [%(shortname)s] %(message)s"
 JSON = "json"
@@ -52,7 +54,8 @@ def setup(level: str, form: str = "text") -> None:
     Args:
         form: ``text`` or ``json``.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    flush_logs()  # lines of a queue that is replaced here
+    handler = LogQueue(sys.stderr)
     handler.setFormatter(JsonLines() if form == JSON else ShortNames(FORMAT, "%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -14,6 +14,7 @@ import msgspec
 
 from trencadis.core.errors import NotFound, Unavailable
 from trencadis.core.process import engine_messages
+from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.request import Delta, Request
 from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 from trencadis.server.engine.request_link import RequestLink
@@ -60,6 +61,7 @@ class FrontLink(RequestLink):
         finally:
             feeding.cancel()
         # Nothing that waits here can end well, and uvicorn would wait for it. A cancelled link does not come here.
+        flush_logs()
         os._exit(1)
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:

@@ -30,7 +30,7 @@ from trencadis.server.http.fair_admission import FairAdmissionMiddleware
 from trencadis.server.http.openapi import make_openapi
 from trencadis.server.http.request_middleware import RequestMiddleware, make_error_response
 from trencadis.server.http.unsupported_routes import describe_missing_path
-from trencadis.server.metrics.process_metrics import ProcessesCollector
+from trencadis.server.metrics.process_metrics import LogCollector, ProcessesCollector
 from trencadis.server.metrics.prometheus import PrometheusMetrics, ThroughputLog, make_preemption_warning
 from trencadis.server.metrics.sleep_metrics import SleepCollector
 from trencadis.server.metrics.tenant_metrics import TenantCollector
@@ -38,6 +38,7 @@ from trencadis.server.metrics.trace_metrics import TraceCollector
 from trencadis.server.page import page_routes as page_routes
 from trencadis.server.prompts.answer_parsers import AnswerParsers
 from trencadis.server.prompts.multimodal_inputs import CacheCounters, ImageSource
+from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.prompts.text_service import TextService
 from trencadis.server.records.tracing import TraceQueue
 from trencadis.server.routes import bucket_route, serving_chat, serving_completion, serving_models, serving_tokenization
@@ -138,6 +139,7 @@ def create_app(
 
 def _complete_service(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:
     """Gives ``service`` a source of images where it has none, and the limit of an engine that is up already."""
+    service.template_workers = TemplateWorkers()
     service.images = service.images or images
     if engine.info is not None:
         service.max_model_len = engine.info.max_model_len
@@ -147,6 +149,7 @@ def _register_collectors(
     metrics: PrometheusMetrics, settings: HttpSettings, engine: EngineClient, tenants: TenantRegistry | None
 ) -> None:
     """Figures beside the engine's: of tenants; of processes and of sleep, which the front of several tells."""
+    metrics.registry.register(LogCollector())
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
     if settings.shared is not None:

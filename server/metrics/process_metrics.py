@@ -11,6 +11,8 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trencadis.core.process.log_queue import find_log_queue
+
 API, FRONT, OTHER = "api", "front", "other"
 API_MODULE = "trencadis.server.cli.api.api_server_main"
 """What the command line of one of several API processes names; the word after the next is its index."""
@@ -103,3 +105,14 @@ def get_role(command: bytes) -> str:
     if API_MODULE in words[:-2]:
         return f"{API}-{words[words.index(API_MODULE) + 2]}"
     return next((role for module, role in ROLES.items() if module in words), OTHER)
+
+
+class LogCollector(Collector):
+    """``vllm:log_lines_dropped`` of this process."""
+
+    def collect(self) -> Iterator[Metric]:
+        """The counter as it is now."""
+        queue = find_log_queue()
+        family = CounterMetricFamily("vllm:log_lines_dropped", "lines of log that nothing read in time")
+        family.add_metric((), 0 if queue is None else queue.dropped)
+        yield family

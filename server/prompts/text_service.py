@@ -16,7 +16,7 @@ from trencadis.multimodal.media_options import NO_SCOPE, MediaPart, MediaScope
 from trencadis.multimodal.media_timing import record_media_times
 from trencadis.multimodal.placeholders import NumberedPlaceholders
 from trencadis.server.prompts import sampling_params
-from trencadis.server.prompts.chat_messages import PAIR_ROLES, MessageRules, parse_messages
+from trencadis.server.prompts.chat_messages import PAIR_ROLES, Conversation, MessageRules, parse_messages
 from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.multimodal_inputs import (
     ImageSource,
@@ -31,6 +31,7 @@ from trencadis.server.prompts.multimodal_inputs import (
 from trencadis.server.prompts.output_processor import ChoiceStream
 from trencadis.server.prompts.prompt import Prompt
 from trencadis.server.prompts.sampling_params import RequestLimits
+from trencadis.server.prompts.template_workers import TemplateWorkers
 from trencadis.server.protocol.json_values import check_json
 from trencadis.server.text.bounded_encoding import COUNTED, LONGEST_TOKEN, get_max_characters
 from trencadis.server.text.chat_template import ROLES, ChatTemplate, Rendering
@@ -84,6 +85,8 @@ class TextService:
         self.max_model_len = max_model_len or config.text.max_positions
         self.min_output_tokens = int(config.pooling is None)  # tokens that a prompt leaves to its answer
         self.template = template
+        self.template_workers: TemplateWorkers | None = None
+        """Where a server renders templates of requests; None: here, as a library's caller trusts its own."""
         self.eos = frozenset(config.eos or (() if tokenizer.eos is None else (tokenizer.eos,)))
         side = family_of(config.architecture).vision
         self._around = side.around if side is not None and any(side.around) else None
@@ -156,10 +159,15 @@ class TextService:
         if template is None or rules is None:
             raise BadRequest("This model has no chat template; give one with --chat-template.", param="messages")
 
+        rendered = await self._render_own_template(template, rules, messages, how)
+
         def read(check: Check) -> tuple[Sequence[MediaPart], list[int], str | None]:
-            conversation = parse_messages(messages, rules)
-            check()
-            text = template.render(conversation.messages, **how)
+            if rendered is not None:
+                conversation, text = rendered
+            else:
+                conversation = parse_messages(messages, rules)
+                check()
+                text = template.render(conversation.messages, **how)
             check()
             text = self._add_image_padding(text, marked=True) if self._around else text
             whole = self.tokenizer.unmark(text) if keep_text else None
@@ -175,6 +183,16 @@ class TextService:
             tokens = self._truncate_tokens(tokens, truncate, truncation_side)
         self._check_length(len(tokens), most)
         return Prompt(tokens, text, salt=scope.salt)
+
+    async def _render_own_template(
+        self, template: ChatTemplate, rules: MessageRules, messages: Sequence[Any], how: Rendering
+    ) -> tuple[Conversation, str] | None:
+        """The conversation and its marked text, where the request has a template and a server renders it; else None."""
+        source = how.get("chat_template")
+        if source is None or self.template_workers is None:
+            return None
+        conversation = await _run_maybe_off_loop(lambda check: parse_messages(messages, rules), messages)
+        return conversation, await self.template_workers.render(template.prepare(source, conversation.messages, how))
 
     async def make_raw_prompt(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jinja2
 
@@ -12,15 +15,17 @@ from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import BadRequest, StartupError
 from trencadis.server.text.bounded_encoding import MOST
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
-from trencadis.server.text.template_sandbox import TICK, make_environment, render
+from trencadis.server.text.template_sandbox import compile_source, make_environment, render
 
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 BOTH = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", TICK})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 CALL_ID = "call00000"
 """An id as every template takes it: some want nine characters."""
 PROBE = "probe of the content format"
+MOST_SECONDS = 10.0
+"""Seconds in which a checkpoint's template is compiled and renders what shows its form."""
 
 
 class Rendering(TypedDict, total=False):
@@ -39,6 +44,24 @@ class Rendering(TypedDict, total=False):
     documents: Sequence[Mapping[str, Any]] | None
     kwargs: Mapping[str, Any] | None
     chat_template: str | None
+
+
+class PreparedRendering(NamedTuple):
+    """A rendering by another process.
+
+    Attributes:
+        source: the template, with special tokens as marks.
+        values: JSON values that the template sees.
+        nonce: part of every mark.
+        marks: special token -> mark.
+        tag: where the text is to be cut; "": nowhere.
+    """
+
+    source: str
+    values: dict[str, Any]
+    nonce: str
+    marks: dict[str, str]
+    tag: str
 
 
 class ChatTemplate:
@@ -85,13 +108,35 @@ class ChatTemplate:
         if not sources:
             return None
         default = sources.get("default") or next(iter(sources.values()))
-        return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
+        with _limit_seconds(MOST_SECONDS):
+            return cls(default, tokenizer, content_format, {k: v for k, v in sources.items() if k != "default"})
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[Rendering]) -> str:
-        """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``chat.parse`` does it).
+        """The marked text of a conversation. Texts in ``messages`` must be scrubbed (``parse_messages`` does it).
 
         Raises:
             BadRequest: there is no message, the flags contradict each other, or the template refuses.
+        """
+        values, tag = self._make_values(messages, how)
+        source = how.get("chat_template")
+        template = self._default if not values["tools"] and source is None else self._pick(source)
+        return cut_at(tag, render(template, values))
+
+    def prepare(self, source: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> PreparedRendering:
+        """What a worker needs to render a conversation with the template ``source`` of a request.
+
+        Raises:
+            BadRequest: there is no message, or the flags contradict each other.
+        """
+        values, tag = self._make_values(messages, how)
+        tokenizer = self._tokenizer
+        return PreparedRendering(tokenizer.mark(tokenizer.scrub(source)), values, tokenizer.nonce, tokenizer.marks, tag)
+
+    def _make_values(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> tuple[dict[str, Any], str]:
+        """(the template's variables, a tag at whose place the text is to be cut or "").
+
+        Raises:
+            BadRequest: there is no message, or the flags contradict each other.
         """
         if not messages:
             raise BadRequest(EMPTY, param="messages")
@@ -106,15 +151,10 @@ class ChatTemplate:
             "documents": self.scrub(list(how.get("documents") or ())) or None,
             "add_generation_prompt": opens,
         }
-        source = how.get("chat_template")
-        template = self._default if not values["tools"] and source is None else self._pick(source)
-        return self._render_continued(template, values) if continues else render(template, values)
-
-    def _render_continued(self, template: jinja2.Template, values: dict[str, Any]) -> str:
-        """Rendered up to the end of the last message's text."""
-        tag = f"{self._tokenizer.nonce}.end"
-        _append(values["messages"][-1], tag + " ")
-        return _cut(render(template, values), tag)
+        tag = f"{self._tokenizer.nonce}.end" if continues else ""
+        if tag:
+            _append(values["messages"][-1], tag + " ")
+        return values, tag
 
     def scrub(self, value: Any) -> Any:
         """A JSON value of a user, without this process's nonce at any depth."""
@@ -157,10 +197,7 @@ class ChatTemplate:
             raise BadRequest(str(error), param="chat_template") from None
 
     def _compile(self, source: str) -> jinja2.Template:
-        try:
-            return self._env.from_string(self._tokenizer.mark(source))
-        except jinja2.TemplateError as error:
-            raise StartupError(f"The chat template is not valid: {' '.join(str(error).split())[:120]}") from None
+        return compile_source(self._env, self._tokenizer.mark(source))
 
     def _needs_text_arguments(self) -> bool:
         """Whether a call with an object for arguments fails or is printed as Python, and one with a text is not."""
@@ -189,6 +226,25 @@ class ChatTemplate:
             return "string"
         walked = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
         return "openai" if walked else "string"
+
+
+@contextmanager
+def _limit_seconds(seconds: float) -> Iterator[None]:
+    """Ends what runs inside with a StartupError once it takes too long; in the main thread alone, as signals work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise StartupError(f"The chat template takes longer than {seconds:.0f} s for a conversation of one word.")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _make_call_conversation(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
@@ -248,7 +304,14 @@ def _append(message: dict[str, Any], tag: str) -> None:
     raise BadRequest("continue_final_message needs a final message with text.", param="continue_final_message")
 
 
-def _cut(text: str, tag: str) -> str:
+def cut_at(tag: str, text: str) -> str:
+    """``text`` up to ``tag``, which stands at the end of a last message that is left open; "": all of it.
+
+    Raises:
+        BadRequest: the template drops that message.
+    """
+    if not tag:
+        return text
     end = text.rfind(tag)
     if end < 0:
         raise BadRequest("The chat template drops the final message's text.", param="continue_final_message")

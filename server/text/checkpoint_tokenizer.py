@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from trencadis.core.checkpoint.json_fields import read_json
 from trencadis.core.errors import StartupError
 from trencadis.server.text.bounded_encoding import encode_text, find_kept_end
+from trencadis.server.text.template_sandbox import unmark_text
 from trencadis.server.text.token_bytes import TokenBytes
 from trencadis.server.text.verbatim import make_verbatim
 
@@ -148,11 +149,7 @@ class Tokenizer:
 
     def unmark(self, text: str) -> str:
         """The readable form of a marked text."""
-        if self.nonce not in text:
-            return text
-        for special, mark in self.marks.items():
-            text = text.replace(mark, special)
-        return text
+        return unmark_text(text, self.nonce, self.marks)
 
     def claim(self, source: str) -> None:
         """Marks the added tokens that the operator's template ``source`` contains; typed ones are plain text."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jinja2
@@ -13,16 +16,26 @@ from jinja2 import nodes
 from jinja2.filters import do_replace
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-from trencadis.core.errors import BadRequest
+from trencadis.core.errors import BadRequest, StartupError
 
 MAX_OUTPUT = 16 << 20
 """Most characters of a rendered conversation."""
-MAX_LOOPS = 200_000
-"""Most iterations of one rendering, all loops together."""
+MAX_STEPS = 200_000
+"""Most iterations of loops and calls of one rendering, together."""
+STEP = 1024
+"""What one of them costs, in characters that filters and operators make: they share a budget."""
+MAX_SOURCE = 1 << 20
+"""Most characters of a template."""
 MAX_REPEAT = 1 << 20
 """Most items of a string or list that ``*`` makes."""
-TICK = "_loop_tick"
+MAX_WIDTH = 1 << 16
+"""Largest number that a filter or a method of a text takes: a width, an indentation, a count."""
+MAX_BITS = 4096
+"""Most bits of a whole number."""
+TICK = "_tick"
+CONCAT = "_concat"
 PLAIN = "_plain"
 FAILURES = (
     jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError
@@ -33,6 +46,34 @@ SEARCHES = frozenset({
     "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace",
 })  # fmt: skip
 """Methods of a text that search it for their first argument."""
+LONG_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{6}|\*)|\{[^}]*[0-9]{6}|\{[^{}]*:[^{}]*\{")
+"""A width in a format that may make a long text."""
+_LEFT: ContextVar[list[int] | None] = ContextVar("trencadis_template_budget", default=None)
+"""The characters that the rendering of this context may still make."""
+
+
+def spend(cost: int) -> None:
+    """Takes ``cost`` characters from the budget of the rendering; does nothing outside of one.
+
+    Raises:
+        TemplateRuntimeError: the budget is used up.
+    """
+    left = _LEFT.get()
+    if left is not None:
+        left[0] -= cost
+        if left[0] < 0:
+            raise jinja2.TemplateRuntimeError("it takes too many steps")
+
+
+def _check_size(size: int) -> None:
+    """Takes ``size`` characters from the budget; raises TemplateRuntimeError for more than ``MAX_OUTPUT``."""
+    if size > MAX_OUTPUT:
+        raise jinja2.TemplateRuntimeError("output too long")
+    spend(size)
+
+
+def _size_of(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -47,7 +88,10 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a budget: every iteration of a loop calls the rendering's ``TICK``.
+    """jinja2's sandbox with a budget: iterations, calls, and characters that operators, methods and filters make count.
+
+    A sandbox of jinja2's bounds neither time nor memory: numbers that are squared, texts that are doubled, wide formats
+    and macros that call each other would hold the process.
 
     The template's own tokens are marks, while texts of users hold tokens as typed. So comparisons drop the marks, and a
     search that does not find a mark searches for the token.
@@ -57,7 +101,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         unmark: returns the readable form of a text with marks.
     """
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, nonce: str, unmark: Callable[[str], str], **options: Any) -> None:
         super().__init__(**options)
@@ -65,13 +109,22 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._unmark = unmark
         self.filters[PLAIN] = self._plain
         self.filters["replace"] = self._replace
+        self.filters = {name: _bound_filter(name, function) for name, function in self.filters.items()}
+        self.filters[TICK], self.filters[CONCAT] = _tick, _concat
+        self.globals.pop("lipsum", None)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Makes a call of the template; searches of a text use the form that the text has."""
-        text = getattr(function, "__self__", None)
+        # jinja2 wraps the format of a text, and leaves other methods as they are.
+        text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if args and isinstance(text, str) and function.__name__ in SEARCHES:
             args = (self._as_in(text, args[0]), *args[1:])
-        return super().call(context, function, *args, **kwargs)
+        spend(STEP)
+        if isinstance(text, str):
+            _check_method(text, function.__name__, args, kwargs)
+        made = super().call(context, function, *args, **kwargs)
+        _check_size(_size_of(made) if isinstance(text, str) else 0)
+        return made
 
     def _as_in(self, text: str, wanted: Any) -> Any:
         return self._plain(wanted) if isinstance(wanted, str) and wanted not in text else wanted
@@ -89,17 +142,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Products and powers; refuses those that would build something huge."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" and numbers and (abs(left) > 1 << 16 or abs(right) > 64):
-            raise jinja2.TemplateRuntimeError("number too large")
-        if operator == "*" and not numbers:
+        if numbers:
+            _check_numbers(operator, left, right)
+        elif operator == "*":
             sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
             if isinstance(times, int) and len(sized) * times > MAX_REPEAT:
                 raise jinja2.TemplateRuntimeError("repetition too long")
-        return super().call_binop(context, operator, left, right)
+        elif operator == "+":
+            _check_size(_size_of(left) + _size_of(right))
+        elif isinstance(left, str) and LONG_WIDTH.search(left):
+            raise jinja2.TemplateRuntimeError("format too wide")
+        made = super().call_binop(context, operator, left, right)
+        if operator in "*%":
+            _check_size(_size_of(made))
+        return made
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> Any:
+        source = _ConcatenationsBounded().visit(source)
         for loop in source.find_all(nodes.For):
-            tick = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
+            tick = nodes.Filter(nodes.Const(0), TICK, [], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
         found: list[nodes.Compare | nodes.Test] = [*source.find_all(nodes.Compare), *source.find_all(nodes.Test)]
         for compared in found:
@@ -130,11 +191,36 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def make_environment(nonce: str, unmark: Callable[[str], str]) -> TemplateSandbox:
     """A sandbox with the filters and globals that chat templates of the hub use."""
     extensions = [GenerationTag, jinja2.ext.loopcontrols]
-    env = TemplateSandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    env.filters["tojson"] = _to_json
+    # Without the optimiser: it would compute constants of a hostile template while that is compiled.
+    env = TemplateSandbox(nonce, unmark, trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+    env.filters["tojson"] = _bound_filter("tojson", _to_json)
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return env
+
+
+def compile_source(environment: jinja2.Environment, marked: str) -> jinja2.Template:
+    """Compiles a template whose special tokens are marks.
+
+    Raises:
+        StartupError: it is not valid; one line.
+    """
+    if len(marked) > MAX_SOURCE:
+        raise StartupError(f"The chat template is longer than {MAX_SOURCE} characters.")
+    try:
+        return environment.from_string(marked)
+    except (*FAILURES, SyntaxError, MemoryError) as error:  # Python's own compiler refuses what is nested too deeply
+        why = "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else str(error)
+        raise StartupError(f"The chat template is not valid: {' '.join(why.split())[:120]}") from None
+
+
+def unmark_text(text: str, nonce: str, marks: Mapping[str, str]) -> str:
+    """The readable form of a marked text. ``marks``: special token -> mark."""
+    if nonce not in text:
+        return text
+    for special, mark in marks.items():
+        text = text.replace(mark, special)
+    return text
 
 
 def render(template: jinja2.Template, values: dict[str, Any]) -> str:
@@ -143,10 +229,13 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
     Raises:
         BadRequest: the template refuses the conversation, fails on it, or exceeds its budget.
     """
+    token = _LEFT.set([MAX_STEPS * STEP])
     try:
-        return "".join(_limit_output(template.generate({**values, TICK: _make_loop_counter()})))
+        return "".join(_limit_output(template.generate(values)))
     except FAILURES as error:
         raise BadRequest(_describe_template_error(error), param="messages") from None
+    finally:
+        _LEFT.reset(token)
 
 
 def _describe_template_error(error: Exception) -> str:
@@ -177,16 +266,117 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _make_loop_counter() -> Callable[[], None]:
-    left = MAX_LOOPS
+class _ConcatenationsBounded(NodeTransformer):
+    """Replaces ``a ~ b`` by a filter that looks at the lengths first. A template cannot give a filter another meaning,
+    as it can a variable."""
 
-    def tick() -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise jinja2.TemplateRuntimeError("too many loop iterations")
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        """``[a, b] | CONCAT``."""
+        self.generic_visit(node)
+        made = nodes.Filter(nodes.List(node.nodes), CONCAT, [], [], None, None)
+        made.set_lineno(node.lineno)
+        return made
 
-    return tick
+
+def _tick(value: int) -> int:
+    """One iteration of a loop."""
+    spend(STEP)
+    return value
+
+
+def _concat(parts: list[Any]) -> str:
+    texts = [part if isinstance(part, str) else str(part) for part in parts]
+    _check_size(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with a bound on the numbers that it takes, and on what it makes."""
+
+    @functools.wraps(function)  # keeps the attribute that says what jinja2 passes first
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        spend(STEP)
+        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        _check_widths(given[1:], kwargs)
+        if name == "format" and given and LONG_WIDTH.search(str(given[0])):
+            raise jinja2.TemplateRuntimeError("format too wide")
+        if name in PRODUCTS and given:
+            _check_size(PRODUCTS[name](given[0], *_texts(given[1:], kwargs)))
+        made = function(*args, **kwargs)
+        _check_size(_size_of(made))
+        return made
+
+    return bounded
+
+
+def _texts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [*args, *kwargs.values()]
+
+
+def _joined(parts: Any, *rest: Any) -> int:
+    """Most characters that ``join`` makes of texts."""
+    if not isinstance(parts, list | tuple | str):
+        return 0
+    return sum(map(_size_of, parts)) + len(parts) * sum(map(_size_of, rest))
+
+
+def _replaced(text: Any, *rest: Any) -> int:
+    """Most characters that ``replace`` makes."""
+    texts = [one for one in rest if isinstance(one, str)]
+    if len(texts) < 2 or not isinstance(text, str):
+        return _size_of(text)
+    count = text.count(texts[0]) if texts[0] else len(text) + 1
+    return len(text) + count * len(texts[1])
+
+
+def _indented(text: Any, *rest: Any) -> int:
+    """Most characters that ``indent`` makes."""
+    widths = [len(one) if isinstance(one, str) else one for one in rest if isinstance(one, str | int)]
+    lines = text.count("\n") + 1 if isinstance(text, str) else 1
+    return _size_of(text) + lines * max([4, *widths])
+
+
+def _dumped(value: Any, *rest: Any) -> int:
+    """A bound from below of what ``tojson`` makes with an indentation; the result is looked at besides."""
+    return _size_of(value) * max([0, *(one for one in rest if isinstance(one, int))])
+
+
+PRODUCTS: dict[str, Callable[..., int]] = {
+    "join": _joined, "replace": _replaced, "indent": _indented, "tojson": _dumped,
+}  # fmt: skip
+"""Filters whose result may be longer than all their arguments together -> its length."""
+
+
+def _check_widths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, int) and abs(one) > MAX_WIDTH:
+            raise jinja2.TemplateRuntimeError("number too large")
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TemplateRuntimeError for a method of a text that would make something huge."""
+    _check_widths(args, kwargs)
+    if name == "join" and args:
+        parts = args[0]
+        if isinstance(parts, list | tuple | str):
+            _check_size(_joined(parts, text))
+    elif name == "replace":
+        _check_size(_replaced(text, *args))
+    elif name in ("format", "format_map") and LONG_WIDTH.search(text):
+        raise jinja2.TemplateRuntimeError("format too wide")
+    elif name == "expandtabs":
+        _check_size(len(text) + text.count("\t") * max([8, *(a for a in args if isinstance(a, int))]))
+    elif name == "translate":
+        raise jinja2.TemplateRuntimeError("texts have no translate")
+
+
+def _check_numbers(operator: str, left: float, right: float) -> None:
+    """Raises TemplateRuntimeError for a power or product of whole numbers that would be huge."""
+    if operator == "**" and (abs(left) > 1 << 16 or abs(right) > 64):
+        raise jinja2.TemplateRuntimeError("number too large")
+    whole = isinstance(left, int) and isinstance(right, int)
+    if operator == "*" and whole and int(left).bit_length() + int(right).bit_length() > MAX_BITS:
+        raise jinja2.TemplateRuntimeError("number too large")
 
 
 def _limit_output(pieces: Iterator[str]) -> Iterator[str]:

@@ -219,13 +219,50 @@ def test_pieces_come_back_in_their_order(tmp_path: Path) -> None:
 def test_one_process_writes(tmp_path: Path) -> None:
     kept = small(tmp_path)
     kept.path.parent.mkdir()
-    part = kept.path.with_name("one.packed.part")
-    with part.open("wb") as other:
+    lock = kept.path.with_name("one.packed.lock")
+    with lock.open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert not kept.write(PIECES) and part.exists() and not kept.path.exists()
-    part.write_bytes(b"left by a process that was killed" * 1000)
-    assert kept.write(PIECES) and not part.exists()
-    assert kept.read() is not None
+        assert not kept.write(PIECES) and lock.exists() and not kept.path.exists()
+    left = kept.path.with_name("one.packed.abcd.part")
+    left.write_bytes(b"left by a process that was killed" * 1000)
+    assert kept.write(PIECES) and list(kept.path.parent.iterdir()) == [kept.path]
+    assert kept.read() is not None and kept.path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["one.packed", "one.packed.part", "one.packed.lock"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "folder"])
+def test_nothing_of_another_user_is_read_or_overwritten(name: str, kind: str, tmp_path: Path) -> None:
+    """A folder that others can write to: what they put there leads nowhere, and no start waits for it."""
+    kept, victim = small(tmp_path), tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    kept.path.parent.mkdir()
+    placed = kept.path.parent / name
+    if kind == "link":
+        placed.symlink_to(victim)
+    elif kind == "hard link":
+        placed.hardlink_to(victim)
+    elif kind == "fifo":
+        os.mkfifo(placed)
+    else:
+        placed.mkdir()
+    assert kept.read() is None
+    kept.write(PIECES)
+    assert victim.read_bytes() == b"precious"
+    if name != "one.packed.lock" and kind != "folder":
+        assert kept.read() is not None and not kept.path.is_symlink()
+
+
+def test_a_file_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = small(tmp_path)
+    assert kept.write(PIECES)
+    other = os.getuid() + 1
+    true_fstat = os.fstat
+    monkeypatch.setattr(
+        os, "fstat", lambda handle: os.stat_result([other if i == 4 else v for i, v in enumerate(true_fstat(handle))])
+    )
+    assert kept.read() is None and f"it belongs to the user {other}" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,7 @@ def test_json_lines_are_one_object_each(capsys: pytest.CaptureFixture[str]) -> N
         raise ValueError("of ours")
     except ValueError:
         log.exception("failed")
+    logging.getLogger().handlers[0].flush()
     first, second = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert first["message"] == "two\nlines and a surrogate \ud800 of x" and first["id"] == "a"
     assert first["level"] == "INFO" and first["logger"] == "server" and first["time"].endswith("Z")

@@ -20,7 +20,7 @@ from trencadis.core.progress import Warming  # noqa: E402
 from trencadis.server.admission import Admission  # noqa: E402
 from trencadis.server.engine.engine_client import EngineClient  # noqa: E402
 from trencadis.server.metrics import deprecated_metrics  # noqa: E402
-from trencadis.server.metrics.process_metrics import ROLES, ProcessesCollector  # noqa: E402
+from trencadis.server.metrics.process_metrics import ROLES, LogCollector, ProcessesCollector  # noqa: E402
 from trencadis.server.metrics.prometheus import PrometheusMetrics  # noqa: E402
 from trencadis.server.metrics.sleep_metrics import SleepCollector  # noqa: E402
 from trencadis.server.metrics.tenant_metrics import TenantCollector  # noqa: E402
@@ -47,7 +47,7 @@ GROUPS = {
     "Caches and memory": r"vllm:(kv_|prefix_|mm_|encoder_|cache_|images_enc)",
     "Shapes and graphs": r"vllm:(graph_|padding|recompiles|lazy_|warmup|device_info)",
     "Admission and tenants": r"vllm:(admission|tenant|media_err)",
-    "The server": r"vllm:(engine_|sleep_|server_|traces_|cpu_)",
+    "The server": r"vllm:(engine_|sleep_|server_|traces_|log_|cpu_)",
     "HTTP": r"http_",
 }
 HIDDEN = "Names that vLLM has given up, with `--show-hidden-metrics`"
@@ -106,6 +106,7 @@ def server_registry() -> CollectorRegistry:
     made = PrometheusMetrics("model", 4096, cast(EngineClient, engine), Admission(), config=EngineConfig(), hidden=True)
     made.on_stats(stats)
     made.registry.register(ProcessesCollector())
+    made.registry.register(LogCollector())
     account = SimpleNamespace(used=_Zeros(), own=0, rejected={"concurrency": 0})
     made.registry.register(TenantCollector(cast(TenantRegistry, SimpleNamespace(accounts={"ann": account}))))
     SleepCollector(made.registry, cast(EngineClient, engine))
