@@ -81,7 +81,7 @@ class RemoteRankState:
 
     def describe_end(self, why: str) -> str:
         """Describes how the rank ended, from its exit code or ``why``."""
-        if self.remote:
+        if self.remote or why:  # one that is silent does not end by itself
             return why or "it closed its connection"
         try:
             code = self.process.wait(PATIENCE)

@@ -84,8 +84,7 @@ class RankProcess:
         self.rendezvous = ""
         self.rank_info = RankInfo()
         self.steady = False
-        if target is not None:
-            HeartbeatThread(lambda: link.beat(self.steady))
+        HeartbeatThread(lambda: link.beat(self.steady))
 
     def listen(self, first: rank_messages.Down | None = None) -> None:
         """Starts the reader thread; ``first`` has been received already."""
