@@ -332,7 +332,7 @@ class MultiprocExecutor:
     def _beat(self) -> None:
         for child in self.children:
             link = child.link
-            if link is not None:
+            if link is not None and child.remote:  # local ranks end with the socket
                 link.beat(self._steady)
 
     def _watch(self, child: RemoteRankState) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +21,13 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_fingerprint import RankFingerprint
 from trencadis.core.executor.rank_info import RankInfo, threads_of
 from trencadis.core.links.link import Link, PlainLink
-from trencadis.core.process.child_process import environment
+from trencadis.core.process.child_process import CLEANUPS, environment
+
+FOLDER = "trencadis-ranks-"
+"""How the name of a folder begins over which the ranks of an engine meet."""
+
+LEFT_SECONDS = 3600.0
+"""Age from which a folder of a process that is gone is removed by the next start."""
 
 PATIENCE = 5.0
 """Seconds that ranks have to end by themselves before they are killed."""
@@ -81,7 +88,7 @@ class RemoteRankState:
 
     def describe_end(self, why: str) -> str:
         """Describes how the rank ended, from its exit code or ``why``."""
-        if self.remote:
+        if self.remote or why:  # one that is silent does not end by itself
             return why or "it closed its connection"
         try:
             code = self.process.wait(PATIENCE)
@@ -122,7 +129,9 @@ class LocalLauncher:
 
     def __init__(self, config: EngineConfig, world: int) -> None:
         self._config, self._world = config, world
-        self.folder = Path(tempfile.mkdtemp(prefix="trencadis-ranks-"))
+        _remove_left_folders()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        CLEANUPS.append(self.close)
 
     def describe_rank(self, number: int) -> RankInfo:
         """All ranks are here."""
@@ -136,7 +145,25 @@ class LocalLauncher:
 
     def close(self) -> None:
         """Removes the folder, which killed ranks cannot."""
+        if self.close in CLEANUPS:
+            CLEANUPS.remove(self.close)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove_left_folders() -> None:
+    """Removes folders of engines of this user that were killed: the name says whose process it was.
+
+    Those of the last hour stay: containers that share the folder do not see each other's processes.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        number = folder.name.removeprefix(FOLDER).partition("-")[0]
+        try:
+            found = folder.lstat()
+        except OSError:
+            continue
+        old = time.time() - found.st_mtime > LEFT_SECONDS and found.st_uid == os.geteuid()
+        if old and number.isdecimal() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_local_rank(config: EngineConfig, rank_info: RankInfo) -> RemoteRankState:

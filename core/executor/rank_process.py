@@ -32,7 +32,6 @@ from trencadis.core.links.keyed_link import HeartbeatThread
 from trencadis.core.links.link import Link, LinkClosed, PlainLink
 from trencadis.core.process import child_process, device_env, function_trace, log_setup, torch_build
 from trencadis.core.process.heap_trimmer import HeapTrimmer
-from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.progress import Progress, SilentProgress
 from trencadis.core.step import Step, StepOutput
 
@@ -84,8 +83,7 @@ class RankProcess:
         self.rendezvous = ""
         self.rank_info = RankInfo()
         self.steady = False
-        if target is not None:
-            HeartbeatThread(lambda: link.beat(self.steady))
+        HeartbeatThread(lambda: link.beat(self.steady))
 
     def listen(self, first: rank_messages.Down | None = None) -> None:
         """Starts the reader thread; ``first`` has been received already."""
@@ -120,8 +118,7 @@ class RankProcess:
         folder = folder_of(self.rendezvous)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        flush_logs()
-        os._exit(code)
+        child_process.exit_now(code)
 
     def send(self, message: rank_messages.Up) -> None:
         """Sends one message to the engine; several threads call it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trencadis.core.links.byte_stream import ByteStream
-from trencadis.core.links.link import LinkClosed
+from trencadis.core.links.link import BEAT, LinkClosed
 from trencadis.core.links.outbox import Outbox, Pieces
 
 HEADER = struct.Struct("<IB3xQ")
@@ -30,9 +30,6 @@ promising the next one in time."""
 
 BEATS_WITHOUT_READER = 4
 """Added to a beat: nothing has come since the last one. A link may be dropped in one direction only."""
-
-BEAT = 0.5
-"""Seconds between two signs of life."""
 
 MISSED = 10
 """Beats that may be missing; then the other process counts as dead."""

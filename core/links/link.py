@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -10,6 +11,15 @@ from typing import Protocol
 from trencadis.core.links.outbox import Outbox
 
 HEADER = struct.Struct("<I")
+
+BEAT_LOADING, BEAT_STEADY = 0xFFFFFFFE, 0xFFFFFFFF
+"""In the place of a message's size: signs of life. One that is steady promises the next in time."""
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+
+MISSED_LOCALLY = 8
+"""Beats of a process of this machine that may be missing; then it counts as dead: it is stopped, or holds its lock."""
 
 
 class LinkClosed(Exception):
@@ -36,7 +46,7 @@ class Link(Protocol):
         ...
 
     def beat(self, steady: bool) -> None:
-        """A sign of life, where the link needs one. ``steady``: others follow every ``keyed.BEAT`` seconds."""
+        """A sign of life, where the link needs one. ``steady``: others follow every ``BEAT`` seconds."""
         ...
 
     def close(self) -> None:
@@ -45,10 +55,14 @@ class Link(Protocol):
 
 
 class PlainLink:
-    """Frames of a little-endian uint32, the message's size, and the message, over a socket pair."""
+    """Frames of a little-endian uint32, the message's size, and the message, over a socket pair.
+
+    The system closes the socket of a process that ends; beats show one that is stopped.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._steady = False  # the other process has promised beats
         self._outbox = Outbox(sock.send, sock.sendall)
 
     def send(self, body: bytes) -> None:
@@ -57,12 +71,17 @@ class PlainLink:
             raise LinkClosed
 
     def receive(self) -> bytearray:
-        """The next message."""
-        (size,) = HEADER.unpack(self._receive_exactly(HEADER.size))
-        return self._receive_exactly(size)
+        """The next message. Silence of ``MISSED_LOCALLY`` beats, once they are promised, ends the link."""
+        while True:
+            (size,) = HEADER.unpack(self._receive_exactly(HEADER.size))
+            if size < BEAT_LOADING:
+                return self._receive_exactly(size)
+            self._steady = size == BEAT_STEADY
 
     def beat(self, steady: bool) -> None:
-        """Nothing: the system closes the socket of a process that ends."""
+        """Sends a sign of life, unless something waits to be sent, which is one."""
+        if self._outbox.idle:
+            self._outbox.put(lambda: (HEADER.pack(BEAT_STEADY if steady else BEAT_LOADING),), 0)
 
     def close(self) -> None:
         """Closes it; close() alone would wake neither a thread that receives nor the other process."""
@@ -74,13 +93,24 @@ class PlainLink:
         left = memoryview(data)
         while left:
             try:
+                if self._steady:
+                    self._await_data()
                 got = self.sock.recv_into(left)
-            except OSError:
+            except (OSError, ValueError):  # ValueError: closed by another thread
                 raise LinkClosed from None
             if not got:
                 raise LinkClosed
             left = left[got:]
         return data
+
+    def _await_data(self) -> None:
+        """Waits until something can be received; raises LinkClosed after too many missing beats."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        for _ in range(MISSED_LOCALLY):  # one by one: while this process is stopped too, its clock goes on
+            if poll.poll(BEAT * 1000):
+                return
+        raise LinkClosed(f"no sign of life for {MISSED_LOCALLY * BEAT:g} s")
 
 
 def shut_socket(sock: socket.socket) -> None:

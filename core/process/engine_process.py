@@ -34,7 +34,6 @@ from trencadis.core.process import (
     prefetch,
     torch_build,
 )
-from trencadis.core.process.log_queue import flush_logs
 from trencadis.core.progress import Progress
 from trencadis.core.request import Delta, Request
 from trencadis.core.step import PixelNeed
@@ -104,8 +103,7 @@ class EngineProcess:
 
     def reader_ended(self, code: int) -> None:
         """Ends the process at once, because there is no client left to serve; called by the reader thread."""
-        flush_logs()
-        os._exit(code)
+        child_process.exit_now(code)
 
     def __call__(
         self, name: str, detail: str = "", fraction: float = 0.0, done: int = 0, total: int = 0, eta: float = 0.0

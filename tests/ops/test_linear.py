@@ -64,7 +64,8 @@ def test_packed_linear_sees_only_sizes_and_answers_like_torch(
         torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2)
     assert seen <= set(SIZES)
     seen.clear()
-    assert CpuOps().linear(torch.empty(0, 32, dtype=dtype), packed).shape == (0, 24) and seen == {0}
+    assert CpuOps().linear(torch.empty(0, 32, dtype=dtype), packed).shape == (0, 24)
+    assert seen <= {0}, "kernels of our own may take it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

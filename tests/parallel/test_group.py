@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +25,13 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.executor import rank_launcher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 from trencadis.core.executor.rank_errors import RankDied, RankFailed
 from trencadis.core.executor.rank_info import can_share, check_size, threads_of
 from trencadis.core.executor.rank_launcher import LocalLauncher
+from trencadis.core.links import link
+from trencadis.core.process import child_process
 
 FACTORY = "tests.fakes.ranks:make"
 SOON = 5.0
@@ -129,11 +134,52 @@ def test_a_rank_that_dies_in_a_capture_says_in_which(group: Any) -> None:
     assert not caught.value.capture, "a capture that has ended is not to blame"
 
 
+def test_a_stopped_rank_is_dead_after_seconds_and_a_busy_one_is_not(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process keeps its socket; its beats stop, while those of one that is within a step go on."""
+    monkeypatch.setattr(link, "BEAT", 0.25)
+    silence = link.MISSED_LOCALLY * link.BEAT
+    ranks = group("sleep@1")
+    for number in (0, 3):
+        ranks.submit(full_step(number)).result()
+    time.sleep(2 * silence)
+    assert ranks._failure is None, "the step of rank 1 lasts, but it beats"
+    ranks.children[1].process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 5 * silence
+    while ranks._failure is None:
+        assert time.monotonic() < end, "nothing noticed the stopped rank"
+        time.sleep(0.01)
+    with pytest.raises(RankDied, match=r"rank 2 died: no sign of life for 2 s"):
+        ranks.submit(full_step(4)).result()
+
+
+def test_the_next_start_removes_what_killed_engines_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    prefix = rank_launcher.FOLDER
+    names = {f"{prefix}{gone.pid}-a": False, f"{prefix}{os.getpid()}-b": True,
+             f"{prefix}{gone.pid}-new": True, f"{prefix}x-c": True, "other": True}  # fmt: skip
+    for name in names:
+        (tmp_path / name).mkdir()
+        if not name.endswith("new"):
+            os.utime(tmp_path / name, (0, 0))
+    launcher = LocalLauncher(EngineConfig(), 2)
+    assert {name: (tmp_path / name).exists() for name in names} == names and launcher.folder.parent == tmp_path
+    assert launcher.close in child_process.CLEANUPS
+    launcher.close()
+    assert not launcher.folder.exists() and launcher.close not in child_process.CLEANUPS
+
+
 PARENT = """
 import time
 from tests.fakes import ranks as fake_ranks
 from trencadis.core.config import EngineConfig
 from trencadis.core.executor.rank_launcher import LocalLauncher
+from trencadis.core.links import link
+from trencadis.core.process import child_process
+from trencadis.core.executor import rank_launcher
 from trencadis.core.executor.multiproc_executor import MultiprocExecutor
 config = EngineConfig(policy="sleep@1", tensor_parallel_size=3)
 ranks = MultiprocExecutor(config, "tests.fakes.ranks:make")
