@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+"""Characters that a terminal or a reader of lines takes for something else than text."""
 
 MAX_MESSAGE = 199
 """Longest message that is sent to a client, in characters."""
@@ -128,7 +132,14 @@ class DeadlineExceeded(TrencadisError):
 
 
 class StartupError(Exception):
-    """Ends the start-up with one line for the terminal and exit code 2."""
+    """Ends the start-up with one line for the terminal and exit code 2.
+
+    Line feeds and other control characters become spaces: a checkpoint's names stand in such lines, and must not forge
+    others or move the cursor.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(CONTROL.sub(" ", message).encode("utf-8", "backslashreplace").decode())
 
 
 BY_STATUS: dict[int, type[TrencadisError]] = {

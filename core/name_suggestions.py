@@ -6,6 +6,9 @@ import difflib
 import re
 from collections.abc import Iterable
 
+LONGEST = 200
+"""Most characters of a name that is compared: the time grows with their square."""
+
 LIKE = 0.75
 """Least share of equal letters of a word and its misspelling."""
 
@@ -16,6 +19,8 @@ def suggest_name(written: str, names: Iterable[str]) -> str:
     Names are compared word by word: as a whole, --max-lora-rank shares more letters with --max-log-len than many a typo
     with the intended name. If two or more words are written, one may be missing.
     """
+    if len(written) > LONGEST:
+        return ""
     words = _words(written)
     found = [(score, name) for name in names if (score := _alike(words, _words(name)))]
     return max(found)[1] if found else ""

@@ -6,6 +6,7 @@ here knows are listed for one line of warning. A missing key has transformers' d
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,21 @@ NEUTRAL = frozenset(
 """Keys that change no result of any family, or that others read: generation's, pooling's, the tokenizer's."""
 
 
+def check_regular_files(folder: Path) -> None:
+    """Raises StartupError if a file of a checkpoint is a FIFO, a socket or a device, which a reader might wait for."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        try:
+            mode = entry.stat().st_mode
+        except OSError:  # a link that leads nowhere
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise StartupError(f"{entry} is not a regular file")
+
+
 def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Reads ``path``/config.json (and generation_config.json for the EOS ids).
 
@@ -137,6 +153,7 @@ def load_config(path: Path, quantization: str = "", overrides: Mapping[str, Any]
             way than asked or in one that is not implemented, or a value is not implemented; the line says what the
             checkpoint holds and what is supported.
     """
+    check_regular_files(path)
     raw = read_json(path / "config.json")
     if raw is None:
         raise StartupError(

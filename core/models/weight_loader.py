@@ -105,6 +105,12 @@ def open_weights(
     return DummyWeights(seed) if load_format == "dummy" else MappedWeights(path, load_format, populate)
 
 
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError
+)  # fmt: skip
+"""What a header raises that was not written for a tensor: shapes beyond all numbers, a list in the place of a name."""
+
+
 def read_file(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one file, mapped copy-on-write, so that pages are read when first used.
 
@@ -127,8 +133,8 @@ def _read_safetensors(file: Path, maps: list[mmap.mmap]) -> Iterator[tuple[str, 
         for name, entry in header.items():
             if name != "__metadata__":
                 yield name, _view(name, entry, data, 8 + length, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{file} is not a readable safetensors file ({error})") from None
+    except UNREADABLE as error:
+        raise StartupError(f"{file} is not a readable safetensors file ({str(error)[:200]})") from None
 
 
 def _view(name: str, entry: dict[str, Any], data: mmap.mmap, base: int, size: int) -> Tensor:

@@ -83,7 +83,9 @@ class Tokenizer:
             made = cls(spec, named)
             made.folder = path
             return made
-        except Exception as error:  # the library raises bare Exception for a bad file
+        except BaseException as error:  # the library raises bare Exception for a bad file, and panics for some
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise StartupError(f"{path}/tokenizer.json cannot be read: {str(error)[:120]}") from None
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ from trencadis.assets import demo_path
 from trencadis.core.checkpoint.config_reader import load_config
 from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
+from trencadis.core.models.weight_loader import read_file
 from trencadis.multimodal.qwen2_vl.image_budget import image_needs
 from trencadis.multimodal.qwen2_vl.processor import Qwen2VLImageProcessor
 from trencadis.server.prompts.generation_config import SamplingDefaults
 from trencadis.server.prompts.text_service import TextService
+from trencadis.server.text import checkpoint_tokenizer
 from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 FILES = (
@@ -89,3 +93,70 @@ def test_a_template_that_is_no_text_is_named(copied: Path) -> None:
         (copied / "chat_template.json").write_bytes(damage)
         with pytest.raises(StartupError, match=part):
             read(copied)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_a_start_waits_for_no_fifo(name: str, copied: Path) -> None:
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    with pytest.raises(StartupError, match=f"{name} is not a regular file"):
+        load_config(copied)
+
+
+def test_a_name_of_a_checkpoint_forges_no_line(copied: Path) -> None:
+    value = json.loads((copied / "config.json").read_text())
+    value["architectures"] = ["A\nERROR 01-01 00:00:00 [server] forged\x1b[2J\u2028"]
+    (copied / "config.json").write_text(json.dumps(value))
+    with pytest.raises(StartupError) as refused:
+        load_config(copied)
+    assert "A ERROR 01-01" in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert "\x1b" not in str(refused.value)
+
+
+def test_a_name_of_a_megabyte_is_refused_at_once(copied: Path) -> None:
+    value = json.loads((copied / "config.json").read_text())
+    value["architectures"] = ["A" * 1_000_000]
+    (copied / "config.json").write_text(json.dumps(value))
+    begun = time.monotonic()
+    with pytest.raises(StartupError) as refused:
+        load_config(copied)
+    assert len(str(refused.value)) < 10_000 and time.monotonic() - begun < 10
+
+
+HEADERS = {
+    "an infinite shape": {"dtype": "F32", "shape": [float("inf"), 2], "data_offsets": [0, 4]},
+    "a shape beyond all numbers": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]},
+    "no number": {"dtype": "F32", "shape": [float("nan")], "data_offsets": [0, 4]},
+    "offsets that are no numbers": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]},
+    "a type that is a list": {"dtype": [], "shape": [1], "data_offsets": [0, 4]},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_was_not_written_for_a_tensor(name: str, tmp_path: Path) -> None:
+    header = json.dumps({"weight\nERROR forged": HEADERS[name]}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
+    with pytest.raises(StartupError) as refused:
+        list(read_file(file, []))
+    assert "is not a readable safetensors file" in str(refused.value) and len(str(refused.value).splitlines()) == 1
+
+
+def test_a_header_of_brackets_is_refused(tmp_path: Path) -> None:
+    header = b'{"a":' * 100_000
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(StartupError, match="is not a readable safetensors file"):
+        list(read_file(file, []))
+
+
+def test_a_tokenizer_whose_library_panics_is_unreadable(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As the library's, which derives from BaseException."""
+
+    def panic(spec: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(checkpoint_tokenizer, "_load_tokenizer", panic)
+    with pytest.raises(StartupError, match=r"tokenizer\.json cannot be read: called"):
+        Tokenizer.from_checkpoint(copied)

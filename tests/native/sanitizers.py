@@ -41,10 +41,10 @@ import sys
 from pathlib import Path
 import pytest
 from trencadis.backends.cpu.native import library
-load, own = library.load, Path(library.__file__).parent
-library.load = lambda folder: load(Path(sys.argv[1]) if folder == own else folder)
-library.found.cache_clear()
-assert library.found().library is not None, library.found().why
+load, own = library.open_library, Path(library.__file__).parent
+library.open_library = lambda folder: load(Path(sys.argv[1]) if folder == own else folder)
+library.load_library.cache_clear()
+assert library.load_library().library is not None, library.load_library().why
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--durations=3", *sys.argv[2:]]))
 """
 
