@@ -11,7 +11,7 @@ from trencadis.core.errors import StartupError
 
 @dataclass(frozen=True)
 class HpuSettings:
-    """How a launch is computed and cut.
+    """Settings of how a launch is computed and cut.
 
     Args:
         fp32_softmax: text attention computes its softmax in float32; by default only for families whose

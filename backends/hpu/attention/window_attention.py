@@ -46,7 +46,7 @@ class WindowContext(NamedTuple):
 
 
 class PerWindow(NamedTuple):
-    """What is computed from a launch's inputs for each distinct window of the model's layers."""
+    """Attention inputs of a launch, computed for each distinct window of the model's layers."""
 
     slot: Tensor
     windows: tuple[int, ...]
@@ -83,8 +83,7 @@ def attend_fresh(
 
 
 def prepare_context(attn: ContextAttn, window: int, size: int, kernels: AttentionKernels) -> WindowContext:
-    """Lists the blocks of ``size`` tokens within the window of the first token; builds masks over them and the chunk.
-    """
+    """Lists the blocks of ``size`` tokens within the window of the first token; builds masks over them and the chunk."""
     count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
     near_blocks = min(blocks, -(-(window - 1) // size) + 1)
     position = torch.arange(max(count, near_blocks * size), device=attn.slot.device, dtype=torch.int32)

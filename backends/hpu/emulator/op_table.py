@@ -1,4 +1,4 @@
-"""Which operations a release of the bridge runs on the card, and which of them its compiler leaves out of graphs.
+"""Tables of the operations that a release of the bridge runs on the card, and that its compiler leaves out of graphs.
 
 The tables are in ``ops/``, one file per release, made by ``tools/gen_hpu_ops.py`` from the published lists. For some
 operations they list the supported dtypes; for the others a closed library decides, so that any dtype passes here.

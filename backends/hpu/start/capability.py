@@ -1,4 +1,4 @@
-"""What a Gaudi process will run on, found before torch is imported: stack, mode, cards, and what is missing."""
+"""The stack that a Gaudi process will run on, found before torch is imported: versions, mode, cards, and what is missing."""
 
 from __future__ import annotations
 
