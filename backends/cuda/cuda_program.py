@@ -15,7 +15,9 @@ from trencadis.core.buckets import Bucket
 
 
 class AttentionLibrary(Protocol):
-    """A library that computes attention in place of this engine's kernels (``libraries.ops.AttentionLibraryAdapter``)."""
+    """A library that computes attention in place of this engine's kernels
+    (``libraries.ops.AttentionLibraryAdapter``).
+    """
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
         """Wraps ``body`` with the library's set-up; ``buffers`` call back for each launch that it must plan."""

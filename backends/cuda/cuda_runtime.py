@@ -98,7 +98,9 @@ class CudaRuntime:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def _lock_pages(self, size: int) -> Tensor | None:
-        """Allocates uint8 [size] on pages of its own, locked as long as a tensor uses them; None if the driver refuses."""
+        """Allocates uint8 [size] on pages of its own, locked as long as a tensor uses them; None if the driver
+        refuses.
+        """
         whole = -(-size // PAGE) * PAGE
         held: Any = np.empty(whole + PAGE, np.uint8)
         begin = -held.ctypes.data % PAGE

@@ -116,7 +116,9 @@ class HpuBackend:
         return self.bridge.compilations(self._fallbacks)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of zeros on the card; an emulated card backs large tensors page by page as they are written."""
+        """Returns a tensor of zeros on the card; an emulated card backs large tensors page by page as they are
+        written.
+        """
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:

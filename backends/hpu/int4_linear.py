@@ -44,7 +44,9 @@ class PackedWeight4:
 
 
 def packed4_weight(q: QTensor, bias: Tensor | None, device: torch.device) -> PackedWeight4 | None:
-    """Packs a weight of 4 bits, whose tensors are on the host; returns None if the card's operation does not take it."""
+    """Packs a weight of 4 bits, whose tensors are on the host; returns None if the card's operation does not take
+    it.
+    """
     rows, columns = q.shape
     groups = q.scale.shape[1]
     if q.scheme.bits != 4 or q.shared or columns % groups or not packs4(rows, columns, columns // groups):

@@ -23,7 +23,9 @@ class StoredPiece(NamedTuple):
 
 
 def pieces(rows: int, sizes: Sequence[int] = PIECES) -> Iterator[StoredPiece]:
-    """Yields pieces of one of ``sizes`` that cover ``rows`` > 0 rows; the last one may repeat rows of the one before."""
+    """Yields pieces of one of ``sizes`` that cover ``rows`` > 0 rows; the last one may repeat rows of the one
+    before.
+    """
     size = max(p for p in sizes if p <= rows)
     for start in range(0, rows, size):
         begun = min(start, rows - size)

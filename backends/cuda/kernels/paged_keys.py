@@ -112,7 +112,9 @@ def attend_reach(
     run, queries, keys, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one tile."""
+    """Returns ``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one
+    tile.
+    """
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         run = attend_keys(

@@ -24,10 +24,14 @@ FEW = 512
 
 
 def lanes_of(tokens: int, alike: bool) -> int:
-    """Returns query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any length."""
+    """Returns query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any
+    length.
+    """
     return SHORT if alike or tokens < FEW else LONG
 
 
 def cross_attention_lanes(single: bool) -> int:
-    """Returns query heads times tokens of a block that uses cross-attention; ``single``: launches of one token per row."""
+    """Returns query heads times tokens of a block that uses cross-attention; ``single``: launches of one token per
+    row.
+    """
     return DRAWN if single else READ

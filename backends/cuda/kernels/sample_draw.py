@@ -50,7 +50,9 @@ def compact(index, chosen, lane):
 
 @triton.jit
 def passing(mass, before, goal, lane):
-    """Returns (first lane whose running sum passes ``goal``, sum before it, last lane of positive mass, sum before it)."""
+    """Returns (first lane whose running sum passes ``goal``, sum before it, last lane of positive mass, sum before
+    it).
+    """
     running = before + tl.cumsum(mass, 0)
     some = mass > 0
     first = tl.min(tl.where(some & (running > goal), lane, FAR), 0)

@@ -101,7 +101,9 @@ def _attend_slices(
     fp32: bool,
     kernels: AttentionKernels,
 ) -> Tensor:
-    """Returns float32 [1, h, T, d]: attends to the chunk itself first, then to each slice, for every range of queries."""
+    """Returns float32 [1, h, T, d]: attends to the chunk itself first, then to each slice, for every range of
+    queries.
+    """
 
     def part(start: int, stop: int, keys: Tensor, values: Tensor, visible: Tensor | None) -> AttentionPart:
         some = q[:, :, start:stop]

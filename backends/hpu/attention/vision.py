@@ -42,7 +42,9 @@ def attend_windows(
 def attend_images(
     q: Tensor, k: Tensor, v: Tensor, seg: MaskedSegments, scale: float, fp32: bool, kernels: AttentionKernels, cut: Cut
 ) -> Tensor:
-    """Computes attention [s, h, d] over whole images, a tile of queries at a time, each with a mask made in the graph."""
+    """Computes attention [s, h, d] over whole images, a tile of queries at a time, each with a mask made in the
+    graph.
+    """
     count, mode = q.shape[0], softmax_mode(q.dtype, fp32, "None")
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
     size = plain_rows(count) if kernels.sdpa is None else mask_rows(count)

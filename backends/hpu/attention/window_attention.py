@@ -83,7 +83,9 @@ def attend_fresh(
 
 
 def prepare_context(attn: ContextAttn, window: int, size: int, kernels: AttentionKernels) -> WindowContext:
-    """Lists the blocks of ``size`` tokens within the window of the first token; builds masks over them and the chunk."""
+    """Lists the blocks of ``size`` tokens within the window of the first token; builds masks over them and the
+    chunk.
+    """
     count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
     near_blocks = min(blocks, -(-(window - 1) // size) + 1)
     position = torch.arange(max(count, near_blocks * size), device=attn.slot.device, dtype=torch.int32)

@@ -61,7 +61,9 @@ class AddressSpace:
         self._add(at, size)
 
     def extend(self, count: int) -> bool:
-        """Grows the workspace to ``count`` bytes; returns False if the hole below it is too small for the difference."""
+        """Grows the workspace to ``count`` bytes; returns False if the hole below it is too small for the
+        difference.
+        """
         more = _align_up(count) - (self.total - self._floor)
         if more <= 0:
             return True

@@ -140,7 +140,9 @@ class EmulatedDevice:
         return self._apply(function, name, args, kwargs)
 
     def _run_alone(self, name: str, leaves: list[Any]) -> None:
-        """Counts an operation outside of launches: in lazy mode it is a recipe, per offset of the views that it reads."""
+        """Counts an operation outside of launches: in lazy mode it is a recipe, per offset of the views that it
+        reads.
+        """
         if self.lazy:
             offsets = tuple(t.storage_offset() for t in leaves if isinstance(t, DeviceTensor))
             self.clock.run_recipe(("alone", name, offsets, *map(leaf_key, leaves)), 1)

@@ -49,7 +49,9 @@ class LaunchTrace:
 
 
 def key(tree: Any) -> Hashable:
-    """Returns the key of a graph: shape, strides and offset of tensors, hashes of other values; containers are walked."""
+    """Returns the key of a graph: shape, strides and offset of tensors, hashes of other values; containers are
+    walked.
+    """
     if isinstance(tree, dict):
         return tuple((name, key(value)) for name, value in tree.items())
     if isinstance(tree, list | tuple):
@@ -60,7 +62,9 @@ def key(tree: Any) -> Hashable:
 
 
 def copy_inputs(target: Any, source: Any) -> None:
-    """Copies tensors in dicts, lists and tuples from ``source`` to ``target``; those in other objects are not copied."""
+    """Copies tensors in dicts, lists and tuples from ``source`` to ``target``; those in other objects are not
+    copied.
+    """
     if isinstance(target, dict):
         for name, value in target.items():
             copy_inputs(value, source[name])
@@ -112,7 +116,9 @@ class HpuGraphs:
         return self._trace("step", args, kwargs).outputs
 
     def _trace(self, kind: str, args: Any, kwargs: Any) -> LaunchTrace:
-        """Returns the figures of a launch on a card without values; ``kind``: the kind of fault that may be injected."""
+        """Returns the figures of a launch on a card without values; ``kind``: the kind of fault that may be
+        injected.
+        """
         device, name = self.device, key((args, kwargs))
         found = self.traced.get(name)
         if found is None:

@@ -19,7 +19,9 @@ from trencadis.backends.hpu.emulator.protocols import RecipeScope
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """A row of a recording that stands for ``mark_step``; ``fresh``: the layer's own bytes that cross this cut first."""
+    """A row of a recording that stands for ``mark_step``; ``fresh``: the layer's own bytes that cross this cut
+    first.
+    """
 
     fresh: int
 
@@ -114,7 +116,9 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def signature(layer: Any) -> Hashable:
-    """Returns the class of a layer and the key of each of its attributes: shapes of tensors, numbers, functions, parts."""
+    """Returns the class of a layer and the key of each of its attributes: shapes of tensors, numbers, functions,
+    parts.
+    """
     found: list[Hashable] = [type(layer).__qualname__]
     for name, value in vars(layer).items():
         if name == "ops" or name == "comm":

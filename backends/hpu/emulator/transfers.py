@@ -19,7 +19,9 @@ GARBAGE = 123
 
 @dataclass
 class CopyCounts:
-    """Counts of copies to the card, of copies to the host, and of those that went through the driver's staging memory."""
+    """Counts of copies to the card, of copies to the host, and of those that went through the driver's staging
+    memory.
+    """
 
     up: int = 0
     down: int = 0

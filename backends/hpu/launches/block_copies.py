@@ -1,4 +1,6 @@
-"""Copies of KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole tensors."""
+"""Copies of KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole
+tensors.
+"""
 
 from __future__ import annotations
 

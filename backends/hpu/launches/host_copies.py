@@ -20,7 +20,9 @@ AREAS = 2
 
 
 class StagingArea:
-    """Pinned host memory that uploads read. It grows to the largest upload, and is reused once its last upload has run."""
+    """Pinned host memory that uploads read. It grows to the largest upload, and is reused once its last upload has
+    run.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -101,7 +103,9 @@ class StaticInputs:
 
 
 class HostOutputPool:
-    """Pool of pinned host memory for outputs, by shape and dtype; each piece belongs to one result until that is read."""
+    """Pool of pinned host memory for outputs, by shape and dtype; each piece belongs to one result until that is
+    read.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge

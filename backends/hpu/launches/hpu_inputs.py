@@ -73,7 +73,9 @@ def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
 
 
 def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
-    """Builds the arrays of a text launch. FRESH: the tokens of row r start at r * T. CONTEXT and DECODE: as they come."""
+    """Builds the arrays of a text launch. FRESH: the tokens of row r start at r * T. CONTEXT and DECODE: as they
+    come.
+    """
     count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
     position, start = _token_positions(bucket, x), padded_start(count) if form.shared else count
 

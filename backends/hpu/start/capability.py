@@ -1,4 +1,6 @@
-"""The stack that a Gaudi process will run on, found before torch is imported: versions, mode, cards, and what is missing."""
+"""The stack that a Gaudi process runs on, found before torch is imported: versions, mode, cards, and what is
+missing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Finds the Gaudis of this machine, and which of them this process may use. Torch-free; reads files, uses no library."""
+"""Finds the Gaudis of this machine, and which of them this process may use. Torch-free; reads files, uses no
+library.
+"""
 
 from __future__ import annotations
 

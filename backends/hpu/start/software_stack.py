@@ -127,7 +127,9 @@ def lazy_offered(plugin: str | None, torch: str | None) -> bool:
 
 
 def compiles(torch: str | None) -> bool:
-    """Returns True if torch's compiler traces every launch as one graph and shares compiled code between equal layers."""
+    """Returns True if torch's compiler traces every launch as one graph and shares compiled code between equal
+    layers.
+    """
     found = torch_build.numbers(torch)
     return found is None or found >= COMPILES_FROM
 

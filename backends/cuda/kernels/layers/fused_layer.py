@@ -55,7 +55,9 @@ class FusedLayer:
         return skinny_gemm.product(x, single_weight(linear), self._arrived, before, gate), stream
 
     def _reduce_and_add(self, x: Tensor, linear: Linear, stream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns (x, residual) after a product whose ranks' parts are summed; one rank adds it to the stream at once."""
+        """Returns (x, residual) after a product whose ranks' parts are summed; one rank adds it to the stream at
+        once.
+        """
         if linear.comm.world == 1:
             return skinny_gemm.product(x, single_weight(linear), self._arrived, residual=stream), None
         made = skinny_gemm.product(x, single_weight(linear), self._arrived)
@@ -103,7 +105,9 @@ def _fits(layer: DecoderLayer, x: Tensor) -> bool:
 
 
 def _dense(linear: Linear, x: Tensor) -> bool:
-    """Returns True for a single dense weight of x's dtype whose rows begin on 16 bytes, within the number of counters."""
+    """Returns True for a single dense weight of x's dtype whose rows begin on 16 bytes, within the number of
+    counters.
+    """
     if len(linear.weights) != 1 or not isinstance(linear.weights[0], PlainWeight):
         return False
     w = linear.weights[0]

@@ -208,7 +208,9 @@ def _step(
     acc, value, weight, feature, at, there, inside, factor, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
     N: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Returns ``acc`` plus the product of one step; masks only where a shape needs them, since they narrow the loads."""
+    """Returns ``acc`` plus the product of one step; masks only where a shape needs them, since they narrow the
+    loads.
+    """
     address = weight + feature.to(tl.int64)[:, None] * COLUMNS + at[None, :]
     if FEATURES % N == 0 and COLUMNS % STEP == 0:
         held = tl.load(address)

@@ -57,7 +57,9 @@ class SavedRecipes:
         return whole
 
     def keep(self, key: Hashable, ops: int) -> None:
-        """Stores a compiled recipe. If the folder cannot be written, one warning is logged and nothing more is stored."""
+        """Stores a compiled recipe. If the folder cannot be written, one warning is logged and nothing more is
+        stored.
+        """
         if not self._writes:
             return
         path = self._path(key)
