@@ -76,7 +76,9 @@ Work = Callable[..., Sequence[Tensor]]
 
 
 class OpBody:
-    """A program body that ignores its inputs: it applies ``work`` to fixed operands and copies the results to ``outs``."""
+    """A program body that ignores its inputs: it applies ``work`` to fixed operands and copies the results to
+    ``outs``.
+    """
 
     def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
         self.work, self.operands, self.outs = work, operands, outs

@@ -1,4 +1,6 @@
-"""A checkpoint in transformers, float32 on the CPU: its logits, the outputs of its parts, and its configuration keys."""
+"""A checkpoint in transformers, float32 on the CPU: its logits, the outputs of its parts, and its configuration
+keys.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +244,9 @@ class TransformersOracle:
 
 
 def _make_tile_mask(image: ProcessedImage, marks: Tensor) -> Tensor:
-    """Returns int64 [1, n, 1, tiles]: tokens from an image's mark on see the tiles that it fills, those before it none."""
+    """Returns int64 [1, n, 1, tiles]: tokens from an image's mark on see the tiles that it fills, those before it
+    none.
+    """
     behind = marks.cumsum(0) > 0
     return (behind[:, None] * image.inputs["aspect_ratio_mask"].reshape(1, -1))[None, :, None].long()
 
