@@ -1,4 +1,4 @@
-"""The reference pages of flags and variables, made from the table of flags."""
+"""Makes the reference pages of flags and variables from the table of flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Made by `tools/gen_flags.py` from the fields of `EngineConfig` and `ServerConfig
 
 
 def make_flags_page() -> str:
-    """``docs/flags.md``."""
+    """Makes ``docs/flags.md``."""
     lines = [HEAD]
     for owner, title in GROUPS.items():
         lines += [
@@ -59,7 +59,7 @@ VERDICTS = {
 
 
 def vllm_flags_page() -> str:
-    """``docs/vllm-flags.md``."""
+    """Makes ``docs/vllm-flags.md``."""
     lines = [VLLM_FLAGS_HEAD]
     for verdict, (title, column) in VERDICTS.items():
         rows = [part for row in ROWS.values() for part in _list_keys(row) if part.verdict == verdict]
@@ -70,7 +70,7 @@ def vllm_flags_page() -> str:
 
 
 def _list_keys(row: FlagRow) -> Iterator[FlagRow]:
-    """A row, and those of its keys."""
+    """Yields a row, and the rows of its keys."""
     yield row
     for key in row.keys:
         yield replace(key, name=f"{row.name}.{key.name}")
@@ -83,7 +83,7 @@ def _format_vllm_flag(row: FlagRow) -> str:
 
 
 def make_environment_page() -> str:
-    """``docs/environment.md``."""
+    """Makes ``docs/environment.md``."""
     return envs.markdown(_list_flag_variables(), variables_of_vllm.TABLE)
 
 
@@ -98,7 +98,7 @@ def _format_row(flag: Flag) -> str:
 
 
 def _format_bounds(flag: Flag) -> str:
-    """Where the upper end is only there to catch nonsense, the lower one says enough."""
+    """Formats the bounds of a flag; only the lower one if the upper one just rejects absurd values."""
     bound = flag.bound
     if bound is None or -bound.least > MOST:
         return ""
@@ -114,7 +114,7 @@ def _format_default(flag: Flag) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Text of a table's cell."""
+    """Escapes a text for a table cell."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "\\{")
 
 
