@@ -49,7 +49,8 @@ class Bounds:
 
 
 class Admission:
-    """Counts admitted requests, tokens and pixels, and refuses requests that would exceed a bound. For one event loop.
+    """Counts admitted requests, tokens and pixels, and refuses requests that would exceed a bound. For one event
+    loop.
     """
 
     def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -141,7 +141,8 @@ def check_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def make_function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """A tool as chat has it; templates print all of it, so only what chat's clients send is kept.
+    """Returns a tool in chat's form; only the fields that chat's clients send are kept, since templates print all of
+    it.
 
     Args:
         parameters: the key of its schema.

@@ -145,12 +145,14 @@ class ServerLifecycle:
             self.stop_now()
 
     def drain(self, terminated: bool) -> None:
-        """Handles the first SIGINT or SIGTERM: stops taking requests and waits for the running ones."""
+        """Handles the first SIGINT or SIGTERM: stops accepting requests and waits for the running ones."""
         self.systemd.notify_stopping()
         self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
     async def _drain(self, delay: float) -> None:
-        """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
+        """Accepts requests for another ``delay`` seconds, since load balancers notice a failing probe late; then
+        drains.
+        """
         supervisor, seconds = self.supervisor, float(self.settings.server.shutdown_timeout)
         if delay and supervisor.accepting:
             supervisor.leave()
@@ -192,7 +194,7 @@ class ServerLifecycle:
 
 
 class SingleProcessServer(ServerLifecycle):
-    """One process: the app runs in it too."""
+    """A server of one process, which runs the app too."""
 
     def __init__(self, settings: Settings, supervisor: Supervisor | Fleet, app: FastAPI, sock: socket.socket) -> None:
         from trencadis.server.http.uvicorn_server import make_server
@@ -249,7 +251,7 @@ class SingleProcessServer(ServerLifecycle):
 
 
 def get_reload_calls(certificates: Certificates | None, state: AppState | None) -> Sequence[Callable[[], None]]:
-    """What an API process reads again when it is asked to: certificates and keys."""
+    """Returns the functions that read certificates and keys again."""
     again = [] if certificates is None else [certificates.reload]
     if state is not None and state.tenants is not None:
         again.append(state.tenants.reload)
