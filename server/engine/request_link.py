@@ -34,8 +34,8 @@ class RemotePixels(Sequence[Pixels]):
     """Placeholder for the pixels of a request that another process holds.
 
     Args:
-        count: number of media.
-        on_need: called with the link and the index of a medium whose pixels it needs.
+        media: number of media.
+        need: called with the link and the index of a medium whose pixels it needs.
     """
 
     def __init__(self, media: int, need: Callable[[RequestLink, int], None]) -> None:

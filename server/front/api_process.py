@@ -194,24 +194,24 @@ class ApiProcess:
         return None
 
     def leave(self, seconds: int) -> None:
-        """Tells it to finish its answers and to exit."""
+        """Asks the process to finish its answers and to exit."""
         self.leaving, self._leave_seconds = True, seconds
         self._leaving_event.set()
         if self.channel is not None:
             self.channel.write(ipc_messages.LeaveOrder(seconds))
 
     def kill(self) -> None:
-        """Ends the process at once, and reaps it."""
+        """Kills the process and reaps it."""
         if self.handle is not None:
             with contextlib.suppress(OSError):
                 self.handle.kill()
             self.handle.wait()
 
     def close(self) -> None:
-        """Ends the process, also where ``run`` never ran.
+        """Ends the process, even if ``run`` never ran.
 
-        While it runs its socket stays open: ``run`` ends with what it reads there, and nobody is told of a descriptor
-        that is closed under the event loop.
+        While ``run`` runs the socket stays open: ``run`` ends with the end of file there, while the event loop would
+        not notice a descriptor that is closed under it.
         """
         self.leaving = True
         self._leaving_event.set()

@@ -1,4 +1,4 @@
-"""An engine in an actor as the server sees it: a process that can be killed, and a socket."""
+"""The server's handle of an engine in a Ray actor: a process that can be killed, and a socket."""
 
 from __future__ import annotations
 
