@@ -118,7 +118,7 @@ def make_separated_rule(writer: GrammarWriter, items: Sequence[tuple[str, bool]]
 
 
 def make_list_rule(writer: GrammarWriter, items: Sequence[str], many: bool) -> str:
-    """The rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
+    """Writes the rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
     each = writer.add_rule(" | ".join(items))
     more = f"({quoted(', ')} {each})*" if many else ""
     return writer.add_rule(f"{quoted('[')} {each} {more} {quoted(']')}")
