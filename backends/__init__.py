@@ -1,1 +1,1 @@
-"""Devices. Each subpackage is one backend; the CPU is the reference that the others inherit."""
+"""The backends: one subpackage per device; the CPU backend is the reference that the others inherit from."""

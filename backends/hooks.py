@@ -25,6 +25,6 @@ class Hooks:
 
 
 def hooks_of(backend: Any) -> Hooks:
-    """The hooks of ``backend``; without the attribute, no hooks."""
+    """Returns the hooks of ``backend``; empty hooks if it has no such attribute."""
     found = getattr(backend, "hooks", None)
     return found if isinstance(found, Hooks) else Hooks()

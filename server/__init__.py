@@ -1,1 +1,1 @@
-"""The command line, the OpenAI API and the processes behind it."""
+"""The command line, the OpenAI API and the server's processes."""

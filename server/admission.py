@@ -1,4 +1,4 @@
-"""The bounded queue: limits the requests, tokens and pixels inside the server."""
+"""The bounded queue: limits the requests, tokens and pixels in the server at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trencadis.server.tenants.rate_limits import CURRENT, TenantAccount
 
 NAMES = ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_pixels")
 RATE_WINDOW = 60.0
-"""Seconds over which departures count."""
+"""Seconds over which the rate of finished requests is measured."""
 MAX_RETRY_AFTER = 120
 """Largest Retry-After, in seconds."""
 
 
 class Amounts(NamedTuple):
-    """What is charged, in the order of ``NAMES``."""
+    """Requests, tokens and pixels that are charged, in the order of ``NAMES``."""
 
     requests: int = 0
     tokens: int = 0
@@ -33,8 +33,10 @@ NOTHING = Amounts()
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be inside at a time, running or waiting. A resized pixel takes 6 bytes of this process: three colours
-    for each of two frames."""
+    """Limits of what may be in the server at a time, running or waiting.
+
+    A resized pixel takes 6 bytes of this process: three colours for each of two frames.
+    """
 
     requests: int = 2048
     tokens: int = 8 << 20
@@ -42,18 +44,20 @@ class Bounds:
     body_bytes: int = 1 << 30
 
     def get_amounts(self) -> Amounts:
-        """The bounds of what tickets charge."""
+        """Returns the bounds of the amounts that tickets charge."""
         return Amounts(self.requests, self.tokens, self.pixels)
 
 
 class Admission:
-    """Counts what is inside and refuses what would exceed a bound. For one event loop."""
+    """Counts admitted requests, tokens and pixels, and refuses requests that would exceed a bound. For one event
+    loop.
+    """
 
     def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds or Bounds()
         self.bodies = BodyBudget(self.bounds.body_bytes)
         self.together: AbstractContextManager[object] = nullcontext()
-        """Within it, what was looked at does not change before it is charged."""
+        """Context manager inside which counters do not change between a check and the charge."""
         self._inside = [0, 0, 0]
         self.rejected = dict.fromkeys(NAMES, 0)
         self._clock = clock
@@ -61,16 +65,16 @@ class Admission:
 
     @property
     def inside(self) -> list[int]:
-        """What tickets hold, in the order of ``NAMES``."""
+        """Amounts that all tickets hold, in the order of ``NAMES``."""
         return self._inside
 
     @property
     def own(self) -> list[int]:
-        """Those of this process, where several count together."""
+        """Amounts that tickets of this process hold, if several processes count together."""
         return self._inside
 
     def enter(self, requests: int = 1) -> Ticket:
-        """A ticket for ``requests`` choices; charge tokens and pixels once they are known.
+        """Returns a ticket for ``requests`` choices; charge tokens and pixels once they are known.
 
         Raises:
             BadRequest: the request alone exceeds a bound.
@@ -85,9 +89,9 @@ class Admission:
 
     @contextmanager
     def hold_early_ticket(self) -> Iterator[None]:
-        """Holds the place of one choice for a request that waits before its route knows what it needs.
+        """Holds a ticket for one choice, for a request that waits before its route knows what it needs.
 
-        The ticket that the route asks for is this one; if none asks, nothing stays charged.
+        The route's ``enter`` returns this ticket; if it is never called, nothing stays charged.
 
         Raises:
             QueueFull: as ``enter``.
@@ -105,7 +109,9 @@ class Admission:
                 ticket.leave()
 
     def check(self, wanted: Amounts, held: Amounts = NOTHING) -> None:
-        """Raises as ``enter`` does where ``wanted`` does not fit, for a caller that holds ``held`` already."""
+        """Raises as ``enter`` does if ``wanted`` does not fit, in addition to the amounts ``held`` by the same
+        caller.
+        """
         for i, (inside, more, bound) in enumerate(zip(self.inside, wanted, self.bounds.get_amounts(), strict=True)):
             if held[i] + more > bound:
                 # The request alone exceeds the bound, so waiting would not help.
@@ -114,24 +120,23 @@ class Admission:
                 raise self._make_queue_full(i, inside + more - bound)
 
     def _make_queue_full(self, which: int, excess: int) -> QueueFull:
-        """Counts a refusal because of ``excess`` of ``NAMES[which]``."""
+        """Counts a refusal because of ``excess`` of ``NAMES[which]``, and returns its exception."""
         self.rejected[NAMES[which]] += 1
         wait = self.estimate_retry_after(which, excess)
         return QueueFull(f"The queue is full ({NAMES[which]}); try again later.", retry_after=wait)
 
     def take(self, wanted: Amounts) -> None:
-        """Counts what ``check`` has let in."""
+        """Adds amounts that ``check`` has accepted."""
         self._inside = [a + b for a, b in zip(self._inside, wanted, strict=True)]
 
     def release(self, held: Amounts) -> None:
-        """Releases what a ticket held."""
+        """Releases the amounts of a ticket."""
         self.take(Amounts(*(-n for n in held)))
         self._left.append((self._clock(), held))
 
     def estimate_retry_after(self, which: int, excess: int) -> int:
-        """Seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` leaves at the last minute's rate.
-
-        Before anything has left, a guess that grows with the requests inside.
+        """Returns seconds for Retry-After: the time in which ``excess`` of ``NAMES[which]`` will be released at the
+        last minute's rate. Before anything has been released, an estimate that grows with the number of requests.
         """
         self._drop_old_releases()
         gone = sum(held[which] for _, held in self._left)
@@ -148,7 +153,7 @@ class Admission:
 
 @dataclass
 class Ticket:
-    """What one HTTP request holds, until ``leave``."""
+    """Amounts that one HTTP request holds until ``leave``."""
 
     admission: Admission
     held: Amounts = NOTHING
@@ -156,7 +161,7 @@ class Ticket:
     account: TenantAccount | None = None
 
     def charge(self, *, requests: int = 0, tokens: int = 0, pixels: int = 0) -> None:
-        """Holds more, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
+        """Charges more amounts, or raises as ``Admission.enter`` does; does nothing after ``leave``."""
         if self.left:
             return
         held, wanted = self.held, Amounts(requests, tokens, pixels)
@@ -168,7 +173,7 @@ class Ticket:
         self.held = Amounts(held.requests + requests, held.tokens + tokens, held.pixels + pixels)
 
     def _spend(self, account: TenantAccount, wanted: Amounts) -> None:
-        """Charges the request's tenant, whose limits are looked at before anything is held."""
+        """Charges the request's tenant, before any amount is held; raises if a limit of the tenant is reached."""
         if wanted.tokens:
             account.take("tokens_per_minute", wanted.tokens)
         if wanted.pixels:
@@ -188,11 +193,11 @@ class Ticket:
 
 
 _EARLY: ContextVar[Ticket | None] = ContextVar("trencadis_early_ticket", default=None)
-"""What the request of this task holds before its route has asked for a ticket."""
+"""The ticket of this task's request before its route calls ``enter``."""
 
 
 def claim_early_ticket(ticket: Ticket, requests: int) -> Ticket:
-    """The early ticket of this task, which is its route's from now on, for ``requests`` choices."""
+    """Returns the early ticket of this task for ``requests`` choices; it now belongs to the route."""
     _EARLY.set(None)
     try:
         ticket.charge(requests=requests - ticket.held.requests)
@@ -206,7 +211,7 @@ class BodyBudget:
     """Limits the bytes of request bodies, from their arrival until their media are prepared. For one event loop.
 
     Args:
-        bound: most bytes at a time; a single body is always admitted.
+        bound: maximum bytes at a time; a single body is always admitted.
     """
 
     def __init__(self, bound: int = 1 << 30) -> None:
@@ -216,21 +221,21 @@ class BodyBudget:
 
     @property
     def inside(self) -> int:
-        """Bytes of all bodies."""
+        """Bytes of all bodies in memory."""
         return self._inside
 
     def add(self, count: int) -> None:
-        """Counts bytes that came, or went."""
+        """Adds ``count`` bytes; negative: removes them."""
         self._inside += count
 
     def open(self) -> BodyCharge:
-        """The account of one request."""
+        """Opens the account of one request."""
         return BodyCharge(self)
 
 
 @dataclass
 class BodyCharge:
-    """Bytes of one body: those in memory, and all that have come."""
+    """Bytes of one body: those in memory, and all that have been received."""
 
     budget: BodyBudget
     held: int = 0
@@ -238,14 +243,14 @@ class BodyCharge:
     done: bool = False
 
     def check_free(self, count: int) -> None:
-        """Raises QueueFull where other bodies leave no room for ``count`` bytes more; charges nothing."""
+        """Raises QueueFull if other bodies leave no room for ``count`` more bytes; charges nothing."""
         budget = self.budget
         if budget.inside + count > budget.bound and budget.inside > self.held:
             budget.rejected += 1
             raise QueueFull("Too many large requests are being read; try again later.", retry_after=1)
 
     def charge(self, count: int) -> None:
-        """``count`` bytes more have come.
+        """Charges ``count`` more bytes that were received.
 
         Raises:
             QueueFull: other bodies leave no room for them.
@@ -256,12 +261,12 @@ class BodyCharge:
             self.budget.add(count)
 
     def give(self, count: int) -> None:
-        """``count`` bytes of them are gone."""
+        """Releases ``count`` bytes."""
         if not self.done:
             self.held -= count
             self.budget.add(-count)
 
     def leave(self) -> None:
-        """The bytes are gone; a second call does nothing."""
+        """Releases all bytes; a second call does nothing."""
         self.budget.add(-self.held)
         self.held, self.done = 0, True

@@ -1,6 +1,6 @@
 """Checks of answers: chunked prompts with and without images, then decoding, against the CPU in float32.
 
-Prompts are prefilled in two chunks, or whole where their tokens see each other, and decoded together; the device reads
+Prompts are prefilled in two chunks, or whole if their tokens see each other, and decoded together; the device reads
 each decoded token from its slot.
 """
 
@@ -29,30 +29,30 @@ from trencadis.core.models import registry
 from trencadis.core.step import PENDING, BidirectionalSpan, Draw, Encode, ImageRows, Reset, Row, Sample, Step
 
 TIE_GAP = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Answers may diverge at a tie: where the reference's two best log-probabilities are closer than this."""
+"""Per dtype: answers may diverge at a tie, where the reference's two best log-probabilities are closer than this."""
 
 TEXTS = (
     "Who are you?", "What colour is the sky?", "Count from one to five.", "Say hello to my friend.",
     "How many circles are there?", "What is in the picture?", "Describe the picture.", "What can you do?",
 )  # fmt: skip
 HEIGHT, WIDTH = 224, 168
-"""Pixels of the images."""
+"""Size of the images in pixels."""
 
 MOST_TOKENS = 100
-"""Most tokens of an image in a prompt here; others answer texts alone."""
+"""Maximum tokens of an image in a prompt here; models that need more are checked with texts only."""
 
 DECODED, DECODED_QUICK = 16, 6
 
 
 @dataclass
 class CheckedPrompt:
-    """One prompt, and its answer once it has one.
+    """One prompt, with its answer once it is computed.
 
     Args:
         positions: int32 [3, tokens].
         start: offset of the image's tokens; -1 without an image.
         pixels: uint8 [patches, patch values] of the image.
-        gaps: by token, how far the best log-probability is above the second, if computed.
+        gaps: per token, the difference between the two best log-probabilities, if computed.
     """
 
     ids: list[int]
@@ -64,7 +64,7 @@ class CheckedPrompt:
 
 
 def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
-    """Prompts in the checkpoint's chat form; every other one has an image if the model takes images."""
+    """Returns prompts in the checkpoint's chat format; every other one has an image if the model takes images."""
     tokenizer: Any = Tokenizer.from_file(str(path / "tokenizer.json"))
     found, outline = [], image_outline(config)
     for i, text in enumerate(TEXTS[:count]):
@@ -86,17 +86,20 @@ def prompts(config: ModelConfig, path: Path, count: int) -> list[CheckedPrompt]:
 
 
 def image_outline(config: ModelConfig) -> Any:
-    """What an image becomes (``multimodal.processor.ImageGeometry``); None without a tower, or with too many tokens."""
+    """Returns the size of an image in tokens and slots (``multimodal.processor.ImageGeometry``).
+
+    None without a vision tower, or if an image has too many tokens.
+    """
     if config.vision is None:
         return None
     made = registry.image_sizes(config, {})(HEIGHT, WIDTH)
     if made.layout:
-        made = made.item  # one tile, its rows in order
+        made = made.item  # only one tile, with its rows in order
     return made if made.tokens <= MOST_TOKENS else None
 
 
 def _positions(config: ModelConfig, outline: Any, length: int, start: int) -> NDArray[np.int32]:
-    """Positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
+    """Returns positions, int32 [3, length], of a prompt with an image whose tokens begin at ``start``."""
     side = registry.family_of(config.architecture).vision
     if side is None or not side.positions:
         return np.tile(np.arange(length, dtype=np.int32), (3, 1))
@@ -106,7 +109,7 @@ def _positions(config: ModelConfig, outline: Any, length: int, start: int) -> ND
 
 
 def _image(config: ModelConfig, outline: Any, seed: int) -> NDArray[np.uint8]:
-    """Flat tiles of colour: uint8 [real slots, values]."""
+    """Returns an image of flat coloured tiles: uint8 [real slots, values]."""
     assert config.vision is not None
     rng, values = np.random.default_rng(seed), config.vision.slot.values
     tiles = rng.integers(0, 256, (outline.grid[1] * outline.grid[2], 12), dtype=np.uint8)
@@ -155,7 +158,7 @@ class PromptRunner:
         return np.arange(2 + i * self.tokens, 2 + (i + 1) * self.tokens, dtype=np.int32)
 
     def _blocks(self, i: int, tokens: int) -> tuple[int, ...]:
-        """The row's block ids, shuffled: blocks of a row need not be consecutive."""
+        """Returns the row's block ids, shuffled, since blocks of a row need not be consecutive."""
         own = [2 + i * self.per_row + (j * 7) % self.per_row for j in range(self.per_row)]
         return tuple(own[: -(-tokens // self.block)])
 
@@ -182,7 +185,7 @@ class PromptRunner:
 
 
 def _with_uniform(sample: Sample, row: int, step: int) -> Sample:
-    """The sample with the row's own random number, if it draws."""
+    """Returns the sample with the row's own random number, if it draws."""
     uniform = float(np.random.default_rng([row, step]).uniform(0.02, 0.98))
     return replace(sample, uniform=uniform) if sample.temperature else sample
 
@@ -193,13 +196,13 @@ def _with_sample(row: Row, sample: Sample) -> Row:
 
 ARGMAX = Sample()
 ARGMAX_WITH_LOGPROBS = Sample(full=True, logprobs=0)
-"""For the reference: its log-probabilities show which answers are ties."""
+"""Sampling of the reference: its log-probabilities show which answers are ties."""
 FILTERED_DRAW = Sample(0.8, 40, 0.95, 0.01, 0.2, 0.1, 1.1, full=True)
 
 
 @lru_cache(maxsize=8)
 def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[CheckedPrompt, ...]:
-    """The CPU's answers, computed once per process."""
+    """Returns the CPU's answers, computed once per process."""
     from trencadis.backends.cpu import make_backend
 
     target = CheckTarget("cpu", make_backend, path)
@@ -213,7 +216,7 @@ def _reference(path: Path, count: int, decoded: int, sample: Sample) -> tuple[Ch
 def _answer_both(
     target: CheckTarget, mine: Sample, theirs: Sample
 ) -> tuple[Sequence[CheckedPrompt], Sequence[CheckedPrompt]]:
-    """The prompts as the backend answers them, and as the reference does."""
+    """Answers the prompts on the backend and on the reference; returns both."""
     count, decoded = (SEQS, DECODED_QUICK) if target.quick else (len(TEXTS), DECODED)
     wanted = _reference(target.checkpoint, count, decoded, theirs)
     backend = target.backend()

@@ -18,11 +18,11 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """One check.
+    """Result of one check.
 
     Args:
-        asks: the rule, from the check's docstring.
-        figure: what it measured.
+        asks: the rule that it tests, from the check's docstring.
+        figure: the measured value.
         reason: why it failed or was skipped.
     """
 
@@ -36,12 +36,12 @@ class Result:
 
 @dataclass
 class Report:
-    """All checks of one backend.
+    """Results of all checks of one backend.
 
     Args:
         label: the backend's name for its device.
-        inherited: ops that it takes from ReferenceOps unchanged.
-        notes: of the backend, for the reader.
+        inherited: ops that it inherits from ReferenceOps unchanged.
+        notes: notes of the backend, for the reader.
     """
 
     backend: str
@@ -52,30 +52,30 @@ class Report:
     results: list[Result] = field(default_factory=list)
 
     def count(self, status: str) -> int:
-        """How many checks have this status."""
+        """Returns how many checks have this status."""
         return sum(r.status == status for r in self.results)
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return self.count(FAIL) == 0
 
     def failures(self) -> list[str]:
-        """Names of the checks that failed."""
+        """Returns the names of the checks that failed."""
         return [r.name for r in self.results if r.status == FAIL]
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the report as a dict for ``--json``."""
         return {**asdict(self), "passed": self.passed}
 
     def summary(self) -> str:
-        """The last line that is printed."""
+        """Returns the last line that is printed: counts and seconds."""
         words = ((PASS, "passed"), (FAIL, "failed"), (SKIP, "skipped"))
         counts = ", ".join(f"{self.count(status)} {word}" for status, word in words)
         return f"{self.backend}: {counts}; {sum(r.seconds for r in self.results):.1f} s"
 
 
 def line(result: Result) -> str:
-    """One check as a line of text."""
+    """Formats one check as a line of text."""
     detail = result.reason if result.status != PASS else result.figure
     return f"{result.status:4}  {result.name:24} {detail or result.asks}"

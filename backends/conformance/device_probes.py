@@ -1,4 +1,4 @@
-"""Probes of ``trencadis check-device`` over the backend's protocol: ops, copies, a graph, a collective."""
+"""Probes of ``trencadis check-device`` through the backend's protocol: ops, copies, a graph, a collective."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trencadis.core.backend import Backend
 
 
 def probes(name: str, checkpoint: Path, index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, what to run) on card ``index`` of a device; running one returns a figure, or raises.
+    """Yields (name, function to run) for card ``index`` of a device; the function returns a figure, or raises.
 
     Raises:
-        StartupError: no such backend, or one that cannot be made.
+        StartupError: there is no such backend, or it cannot be made.
     """
     of = replace(make_target(name, checkpoint, quick=True), index=index)
     backend = of.backend()
@@ -35,7 +35,7 @@ def probes(name: str, checkpoint: Path, index: int = 0) -> Iterator[tuple[str, C
 
 
 def copies(backend: Backend) -> str:
-    """8 MB to the device and back."""
+    """Copies 8 MB to the device and back."""
     host = torch.arange(2 << 20, dtype=torch.int32)
     target = backend.zeros(host.shape, host.dtype)
     backend.synchronize()
@@ -53,14 +53,14 @@ def copies(backend: Backend) -> str:
 
 
 def graph(of: CheckTarget, backend: Backend) -> str:
-    """Launches that are captured and replayed with other values."""
+    """Captures launches and replays them with other values."""
     if not backend.policy.captures:
         raise Skipped("this device has no graphs")
     return program_checks.replay(of)
 
 
 def collective(backend: Backend) -> str:
-    """A sum over a group of one, through the library that several ranks use."""
+    """Sums over a group of one, through the library that several ranks use."""
     name = {"cpu": "gloo", "cuda": "nccl"}.get(backend.device.type, "")
     if not name or not torch.distributed.is_available():
         raise Skipped("no library of collectives is known for this device")

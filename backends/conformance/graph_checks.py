@@ -28,7 +28,7 @@ from trencadis.core.memory.ledger import GraphSettings, MemoryInUse, MemorySplit
 
 MIB = 1 << 20
 SLACK = 2 * MIB
-"""Most bytes by which figures of memory may differ: allocators round to pages."""
+"""Maximum difference in bytes between figures of memory: allocators round to pages."""
 
 
 def memory(target: CheckTarget) -> str:
@@ -54,7 +54,9 @@ def memory(target: CheckTarget) -> str:
 
 
 def _is(program: Any, state: ProgramState) -> bool:
-    """A function, because mypy narrows ``program.state`` and does not see calls change it."""
+    """Compares the state in a function of its own, since mypy narrows ``program.state`` and does not see calls
+    change it.
+    """
     return bool(program.state is state)
 
 
@@ -99,7 +101,9 @@ def release(target: CheckTarget) -> str:
 
 
 def _captures(harness: Harness, buckets: list[Bucket], budget: int) -> GraphCaptures:
-    """Captures for compiled ``buckets``, with ``budget`` bytes for each pool and a price of 1 byte for each graph."""
+    """Makes the captures for compiled ``buckets``, with ``budget`` bytes for each pool and a price of 1 byte per
+    graph.
+    """
     backend: Any = harness.backend
     plan = Plan(backend.policy, buckets=tuple(sorted(buckets)), block_size=harness.block)
     manager = GraphManager(backend, harness.bodies, plan)
@@ -163,7 +167,7 @@ def rollback(target: CheckTarget) -> str:
         harness.backend.fill(program, inputs)
         wanted = harness.launch(program, "run", real)
         if captures.attempt(bucket):
-            continue  # its cost was too small to measure
+            continue  # its size was too small to measure
         done += 1
         if not _is(program, ProgramState.COMPILED):
             raise CheckFailed(f"{bucket}: {program.state.name} after rollback, not COMPILED")
@@ -223,7 +227,7 @@ def out_of_memory_in_step(target: CheckTarget) -> str:
 
 
 def _runs_out(bucket: Bucket, program: Any, what: str) -> None:
-    """Calls ``program.what()``, which must raise what the engine recognises as out of memory."""
+    """Calls ``program.what()``, which must raise an error that the engine recognises as out of memory."""
     try:
         getattr(program, what)()
     except Exception as error:

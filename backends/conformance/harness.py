@@ -1,7 +1,7 @@
-"""The test harness: a real model with a small engine's tensors, which launches any bucket with poisoned padding.
+"""The test harness: a real model with a small engine's tensors, for launches of any bucket with poisoned padding.
 
 Poison is NaN in SINK (KV block, arena row, hidden row of padding), junk in slot 0, and random legal values in every
-padded position. Launches leave space for padding in each axis if their bucket allows it.
+padded position. Launches leave room for padding in each axis if their bucket allows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def edit(tensor: Any, change: Callable[[Any], None]) -> None:
 
 
 def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
-    """The plan of a small engine; for a device without buckets, a plan that rounds needs."""
+    """Returns the plan of a small engine; for a device without buckets, a plan that rounds needs."""
     tile, most = tile_of(config), most_slots(tile_of(config))
     limits = ShapeLimits(
         SEQS, STEP_TOKENS, 16 * block, block, image_slots=tile or (IMAGE_SLOTS if config.vision else 0),
@@ -52,9 +52,10 @@ def plan_of(backend: Any, config: ModelConfig, block: int) -> Plan:
 
 
 def all_buckets(plan: Plan, stage: Stage, tile: int = 0) -> list[Bucket]:
-    """Every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by alignment.
+    """Returns every bucket of ``stage`` that a need within the limits can get; a plan without lists rounds by
+    alignment.
 
-    ``tile``: as ``tile_of``.
+    ``tile``: from ``tile_of``.
     """
     if plan.buckets:
         return list(plan.of(stage))
@@ -68,7 +69,7 @@ def all_buckets(plan: Plan, stage: Stage, tile: int = 0) -> list[Bucket]:
 
 
 def spread_buckets(buckets: list[Bucket], count: int) -> list[Bucket]:
-    """``count`` buckets of each variant, evenly spaced over the list, both ends included."""
+    """Returns ``count`` buckets of each variant, evenly spaced over the list, including both ends."""
     found: list[Bucket] = []
     for variant in sorted({b.variant for b in buckets}):
         of = [b for b in buckets if b.variant == variant]
@@ -104,18 +105,18 @@ class Harness:
 
     @property
     def slot(self) -> SlotForm:
-        """The form of a slot of VISION."""
+        """The form of a slot of VISION launches."""
         return self.config.vision.slot if self.config.vision is not None else NO_SLOT
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages of the device that the model has."""
+        """The stages that both the device and the model have."""
         policy = self.backend.policy
         offered = [s for s in policy.axes if s in policy.alignment]
         return [s for s in offered if s is not Stage.VISION or self.config.vision is not None]
 
     def body(self, bucket: Bucket) -> Any:
-        """The function that programs of this bucket run."""
+        """Returns the function that programs of this bucket run."""
         return self.bodies[body_of(bucket)]
 
     # Persistent tensors
@@ -131,7 +132,7 @@ class Harness:
         p, rng, parts = self.model.persistent, np.random.default_rng(5), self.config.row_parts
         spoiled = np.random.default_rng(6)
         bad = np.nan if poison else 0.0
-        flat = [cache for kv in p.kv for cache in kv[:2]]  # whole: views are not written to between launches
+        flat = [cache for kv in p.kv for cache in kv[:2]]  # the whole tensors: views are not written between launches
         areas: Any = (
             *((t, by_block(t, self.block).shape, 0, SINK_BLOCK) for t in flat),
             (p.arena, p.arena.shape, slice(parts), slice(SINK_ROW * parts, (SINK_ROW + 1) * parts)),
@@ -153,7 +154,7 @@ class Harness:
             yield tensor, torch.from_numpy(values)
 
     def snapshot(self, bucket: Bucket) -> list[Any]:
-        """Copies of everything that a launch may change and padding must not."""
+        """Returns copies of all tensors that a launch may change, without the parts that padding may touch."""
         p = self.model.persistent
         if bucket.stage is Stage.VISION:
             return [p.arena.cpu()[2 * self.config.row_parts :].clone()]
@@ -162,14 +163,14 @@ class Harness:
         return [p.hidden.cpu()[1:].clone(), *(cache.cpu()[2:].clone() for cache in self._caches())]
 
     def zero_is_zero(self) -> bool:
-        """Whether ZERO, which padding reads and nothing may write, is still zero."""
+        """Returns True if ZERO, which padding reads and no launch may write, is still zero."""
         p = self.model.persistent
         return not p.arena.cpu()[: self.config.row_parts].any() and not any(
             cache.cpu()[0].any() for cache in self._caches()
         )
 
     def _caches(self) -> list[torch.Tensor]:
-        """Keys and values of every layer, by block."""
+        """Returns keys and values of every layer, by block."""
         return [by_block(cache, self.block) for kv in self.model.persistent.kv for cache in kv[:2]]
 
     # One bucket
@@ -193,7 +194,7 @@ class Harness:
         return change is not None
 
     def inputs(self, bucket: Bucket, rng: np.random.Generator) -> tuple[Any, int]:
-        """Inputs for a launch of ``bucket``, and their number of rows."""
+        """Returns inputs for a launch of ``bucket``, and their number of rows."""
         if bucket.stage is Stage.VISION:
             made, self.used = make_inputs(self.model, self.config, bucket.dims[0], rng)
             return made, 0
@@ -216,7 +217,7 @@ class Harness:
 
 
 def _arrays(head: Any) -> list[Any]:
-    """Copies of the head's arrays: the next launch may overwrite a fetched one."""
+    """Returns copies of the head's arrays, since the next launch may overwrite a fetched one."""
     if isinstance(head, PoolOutput):
         return [torch.from_numpy(np.array(head.values))]
     values = (head.token, head.logprob, head.rank, head.top_id, head.top_logprob)
@@ -224,7 +225,7 @@ def _arrays(head: Any) -> list[Any]:
 
 
 def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> list[Row]:
-    """As many rows and tokens as fit with space for padding in every axis, if possible."""
+    """Returns as many rows and tokens as fit, with room for padding in every axis if possible."""
     free = iter(2 + rng.permutation(BLOCKS))
 
     def row(slot: int, context: int, count: int) -> Row:
@@ -251,7 +252,7 @@ def _rows(bucket: Bucket, rng: np.random.Generator, vocab: int, size: int) -> li
 
 
 def _make_ragged_rows(row: Callable[[int, int, int], Row], tokens: int, rows: int) -> list[Row]:
-    """Chunks of several tokens first, with and without context, then single tokens."""
+    """Returns chunks of several tokens first, with and without context, then single tokens."""
     rows = min(rows, tokens)
     long = tokens - rows + 1
     return [row(1, 0 if rows % 2 else 21, long), *(row(1 + i, 9 * i, 1) for i in range(1, rows))]
@@ -264,7 +265,7 @@ def _junk_text(harness: Harness, x: Any, inputs: Any, rng: np.random.Generator) 
     pad = x.out_row.cpu().numpy() == 0
 
     def scatter(tensor: Any, low: int, high: int) -> None:
-        padded = np.ones(tensor.shape[-1], bool)  # the start of a launch may be padded further than its rows
+        padded = np.ones(tensor.shape[-1], bool)  # the start of a launch may be padded to more than its rows
         padded[: len(pad)] = pad
 
         def change(values: Any) -> None:

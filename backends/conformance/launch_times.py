@@ -1,4 +1,4 @@
-"""Launch times of each stage, for information: this check never fails."""
+"""Launch times of each stage, for information; this check never fails."""
 
 from __future__ import annotations
 

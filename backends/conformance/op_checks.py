@@ -1,4 +1,4 @@
-"""Checks of each op against the reference, inside a launch of the backend and through its own ``fill``.
+"""Checks of each op against the reference, inside a launch of the backend and with its own ``fill``.
 
 The reference computes in float32 from operands rounded to the backend's dtype; each dtype has a tolerance.
 """
@@ -24,7 +24,7 @@ from trencadis.core.launches.persistent_tensors import by_block
 from trencadis.core.step import Int32, Reset, StepInputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest error per dtype, as a share of the result's largest magnitude."""
+"""Largest allowed error per dtype, as a share of the result's largest magnitude."""
 
 OPS = (
     "pack_weight", "linear", "rms_norm", "layer_norm", "silu_mul", "act", "act_mul", "pack_experts", "experts",
@@ -35,7 +35,7 @@ TEXT = (Stage.PREFILL, Stage.FRESH, Stage.CONTEXT, Stage.DECODE)
 
 
 def list_inherited_ops(ops: Any) -> list[str]:
-    """Names of the ops that ``ops`` takes from ReferenceOps unchanged."""
+    """Returns the names of the ops that ``ops`` inherits from ReferenceOps unchanged."""
     return [n for n in OPS if getattr(type(ops), n, None) is getattr(ReferenceOps, n)]
 
 
@@ -46,7 +46,7 @@ def check_close(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) ->
         The largest error as a share of the largest magnitude.
 
     Raises:
-        CheckFailed: another shape, a value that is not finite, or an error above the tolerance of ``dtype``.
+        CheckFailed: the shape differs, a value is not finite, or the error exceeds the tolerance of ``dtype``.
     """
     found, wanted = found.cpu(), wanted.cpu()
     if found.shape != wanted.shape:
@@ -66,7 +66,7 @@ def check_close(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) ->
 
 
 def error_summary(errors: Sequence[float]) -> str:
-    """The figure of a check that compares tensors."""
+    """Returns the figure of a check that compares tensors."""
     return f"error at most {max(errors, default=0.0):.1e}, {len(errors)} comparisons"
 
 
@@ -76,7 +76,9 @@ Work = Callable[..., Sequence[Tensor]]
 
 
 class OpBody:
-    """A program body that ignores its inputs: it computes ``work`` of fixed operands and copies results to ``outs``."""
+    """A program body that ignores its inputs: it applies ``work`` to fixed operands and copies the results to
+    ``outs``.
+    """
 
     def __init__(self, work: Work, operands: list[Tensor], outs: list[Tensor]) -> None:
         self.work, self.operands, self.outs = work, operands, outs
@@ -90,12 +92,12 @@ def vs_reference(
     target: CheckTarget, setup: Callable[[Any, Callable[[Tensor], Tensor]], Work], *operands: Tensor,
     close: Callable[[str, Tensor, Tensor, torch.dtype], float] | None = None,
 ) -> list[float]:  # fmt: skip
-    """Runs one op in a launch of the backend and by the reference.
+    """Runs one op in a launch of the backend and on the reference.
 
     Args:
         setup: (ops, put) -> the work of the launch; ``put`` moves a tensor to the device and its dtype.
-        operands: of the work, any shape; floats are rounded to the backend's dtype.
-        close: what compares results; None: ``check_close``.
+        operands: operands of the work, any shape; floats are rounded to the backend's dtype.
+        close: function that compares results; None: ``check_close``.
 
     Returns:
         The errors of the results (see ``check_close``).
@@ -110,7 +112,7 @@ def vs_reference(
         return rounded(t).float() if t.is_floating_point() else t
 
     with torch.no_grad():
-        # Copies: an op may work in place.
+        # Copies, because an op may work in place.
         wanted = setup(ReferenceOps(), wide)(*(wide(t).clone() for t in operands))
         outs = [backend.zeros(t.shape, dtype if t.is_floating_point() else t.dtype) for t in wanted]
         work = setup(backend.ops, lambda t: rounded(t).to(backend.device))
@@ -196,7 +198,7 @@ def scatter_rows(target: CheckTarget) -> str:
 
 
 class AttentionCheck:
-    """A body of rope_store and attend; activations are looked up by token id, so that padding has some too."""
+    """A body of rope_store and attend; activations are looked up by token id, so that padding has activations too."""
 
     def __init__(
         self, backend: Any, target: CheckTarget, dtype: torch.dtype, block: int, windows: tuple[int, ...] = (0,)
@@ -240,11 +242,11 @@ class AttentionCheck:
 def attention(
     target: CheckTarget, windows: tuple[int, ...] = (0,), spans: bool = False
 ) -> list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]:
-    """(bucket, tokens, the backend's body, the reference's body), for buckets of every text stage.
+    """Runs buckets of every text stage; returns (bucket, tokens, the backend's body, the reference's body) of each.
 
     Args:
-        windows: attended with one after the other, as layers of a model do.
-        spans: every other row's tokens see each other; in the rest the later half does.
+        windows: sliding windows, used one after the other, as by the layers of a model.
+        spans: True: in every other row all tokens see each other, in the rest the later half.
     """
     found = []
     other_backend = None if windows == (0,) and not spans else target.backend_with(windows, spans)
@@ -300,7 +302,7 @@ def attend(target: CheckTarget) -> str:
 
 
 def compare_launches(target: CheckTarget, ran: list[tuple[Bucket, int, AttentionCheck, AttentionCheck]]) -> str:
-    """The figure of launches that ``attention`` made."""
+    """Compares the launches that ``attention`` made, and returns the figure."""
     errors = []
     for bucket, n, mine, wanted in ran:
         for window, one, other in zip(mine.windows, mine.outs, wanted.outs, strict=True):

@@ -1,4 +1,4 @@
-"""Ops of decoders that are put together from parts: layer norms, activations, experts, cross-attention."""
+"""Checks of the ops of decoders that are built from parts: layer norms, activations, experts, cross-attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 
 IMAGE_ROWS, UNITS = 70, np.array([4, 0, 2], np.int32)
-"""Arena rows of an image, and the images of an arena of five that a launch sees, which is planned for one more."""
+"""Arena rows of an image, and the images that a launch sees, out of an arena of five; the launch is planned for one
+more.
+"""
 
 
 def layer_norm(target: CheckTarget) -> str:
@@ -39,7 +41,7 @@ def layer_norm(target: CheckTarget) -> str:
     hidden = target.model.text.hidden
     errors: list[float] = []
     for rows in (1, 19):
-        # Away from zero, so that a deviation that is not taken from the mean shows.
+        # Far from zero, so that a deviation computed without the mean shows.
         x, residual = 3 + randn(rows, hidden), 2 * randn(rows, hidden, seed=1)
         weight, bias = randn(hidden, seed=2), randn(hidden, seed=3)
         errors += vs_reference(target, lambda ops, put: lambda a, w, b: ops.layer_norm(a, w, b, 1e-2), x, weight, bias)
@@ -85,7 +87,7 @@ def act_mul(target: CheckTarget) -> str:
 def experts(target: CheckTarget) -> str:
     """Each token takes its best experts, by their shares as they are or divided by their sum; padding takes some too.
 
-    Scores differ clearly, so that rounding them moves no choice. One expert that nobody chooses overflows.
+    Scores differ clearly, so that rounding does not change the choice. One expert that is never chosen overflows.
     """
     hidden, inner, count, rows = target.model.text.hidden, 24, 5, 19
     gate_up = [randn(2 * inner, hidden, seed=i) / hidden**0.5 for i in range(count)]
@@ -108,12 +110,12 @@ def experts(target: CheckTarget) -> str:
 
 
 def _spread(rows: int, width: int) -> Tensor:
-    """Tokens of sizes that differ."""
+    """Returns tokens of different magnitudes."""
     return randn(rows, width, seed=rows) * (1 + torch.arange(rows)[:, None] % 3)
 
 
 def _by_kind(name: str, kind: str) -> Any:
-    """The op ``name`` with its activation, as ``vs_reference`` takes it."""
+    """Returns the set-up of op ``name`` with its activation, for ``vs_reference``."""
     return lambda ops, put: lambda x: [getattr(ops, name)(x, kind)]
 
 
@@ -173,7 +175,7 @@ def cross_attend(target: CheckTarget) -> str:
 
 
 def _make_cross_attention(tokens: int) -> CrossAttentionInputs:
-    """Tokens that see none, some or all of the images, up to three times."""
+    """Returns tokens that see none, some or all of the images, up to three times."""
     rng = np.random.default_rng(tokens)
     reach = rng.integers(1, IMAGE_ROWS + 1, (tokens, len(UNITS))) * (rng.random((tokens, len(UNITS))) < 0.6)
     reach[0, 0] = IMAGE_ROWS

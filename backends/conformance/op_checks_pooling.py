@@ -1,4 +1,4 @@
-"""POOL against the reference: sums by group, a class head over them, and what is not finite."""
+"""Checks POOL against the reference: sums by group, a class head over them, and non-finite values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trencadis.backends.conformance.op_checks import Work, error_summary, randn,
 from trencadis.backends.conformance.target import CheckTarget
 
 GROUPS = (1, 2, 2, 2, 3, 1, 4, 0, 0)
-"""Of nine rows: groups of several rows, one whose rows are not adjacent, and padding."""
+"""Group of each of nine rows: groups of several rows, one whose rows are not adjacent, and padding."""
 
 
 def pool(target: CheckTarget) -> str:

@@ -16,7 +16,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import FLOATS8, Scheme
 
 ROUNDED = {"int": 2e-2, "float": 4e-2}
-"""Largest error of a row, as a share of its norm, where activations are rounded to 8 bits of a kind."""
+"""Largest allowed error of a row, as a share of its norm, if activations are rounded to 8 bits of a kind."""
 
 SCHEMES = (
     Scheme(8), Scheme(8, activations="token"), Scheme(8, group=32), Scheme(4, group=32), Scheme(4, group=64),
@@ -49,7 +49,7 @@ def quantised_linear(target: CheckTarget) -> str:
 
 
 def _weight(weight: Tensor, scheme: Scheme) -> QTensor:
-    """Rounded as weights are that load; zero points are those of another range."""
+    """Quantises a weight as loading does; asymmetric schemes get arbitrary zero points."""
     q = online_quant.quantise(weight, scheme, torch.float32)
     if scheme.symmetric:
         return q
@@ -58,13 +58,13 @@ def _weight(weight: Tensor, scheme: Scheme) -> QTensor:
 
 
 def _move_weight(q: QTensor, bias: Tensor, host: bool) -> QTensor:
-    """Where a loader would leave it (``host``: not on the device), in the type of ``bias``."""
+    """Puts a weight where a loader would leave it (``host``: not on the device), with the dtype of ``bias``."""
     found = replace(q, dtype=bias.dtype)
     return found if host or bias.device.type == "cpu" else found.moved(bias.device)
 
 
 def _check_near(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, scheme: Scheme) -> float:
-    """``check_close``; activations of 8 bits, and groups that are rounded again, are compared by rows."""
+    """Runs ``check_close``; 8-bit activations, and groups that are rounded again, are compared by rows instead."""
     try:
         return check_close(what, found, wanted, dtype)
     except CheckFailed:

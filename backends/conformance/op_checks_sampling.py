@@ -1,4 +1,4 @@
-"""SAMPLE and RESET against the reference: tokens, log-probabilities, ranks, and the state that they leave."""
+"""Checks SAMPLE and RESET against the reference: tokens, log-probabilities, ranks, and the resulting state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trencadis.core.step import Bias, Reset, Sample
 
 
 class SamplingCheck:
-    """SAMPLE, by its variant, or RESET over given logits and state."""
+    """A body of SAMPLE, by its variant, or of RESET over given logits and state."""
 
     def __init__(self, backend: Any, logits: Tensor, state: SamplerState, variant: str) -> None:
         self.ops, self.logits, self.state, self.variant = backend.ops, logits, state, variant

@@ -1,4 +1,4 @@
-"""The ops of the vision tower against the reference; masks come through the backend's own ``fill``."""
+"""Checks the ops of the vision tower against the reference; masks come from the backend's own ``fill``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trencadis.core.buckets import Stage
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 VALUES = 768
-"""Values of a slot where the model has no tower."""
+"""Values of a slot if the model has no vision tower."""
 
 NEAR = 4
-"""Rows of a table that a position between them is made of."""
+"""Number of table rows that a position between them is interpolated from."""
 
 
 class VisionOpBody:
@@ -109,7 +109,7 @@ def interpolate(target: CheckTarget) -> str:
     share = torch.rand(64, NEAR, generator=generator) * (torch.arange(64) < 60)[:, None]
 
     def setup(ops: Any, put: Any) -> Work:
-        held = share.to(put(torch.zeros(1)).device)  # float32 whatever the backend's type
+        held = share.to(put(torch.zeros(1)).device)  # float32 whatever the backend's dtype is
         return lambda table, rows: [ops.interpolate(table, rows, held)]
 
     return error_summary(vs_reference(target, setup, randn(48, 72, seed=5), near))

@@ -21,7 +21,7 @@ PER_STAGE, PER_STAGE_QUICK = 12, 3
 
 
 def make_harness(target: CheckTarget, backend: Any = None) -> Harness:
-    """A new backend with the model. Backends are not shared: a process may hold one device at a time."""
+    """Makes a new backend with the model. Backends are not shared: a process may hold one device at a time."""
     harness = Harness(target.model, backend or target.backend(), target.block_size)
     if not harness.backend.values:
         raise Skipped("this device computes shapes only (Backend.values is False): there is nothing to compare")
@@ -29,7 +29,7 @@ def make_harness(target: CheckTarget, backend: Any = None) -> Harness:
 
 
 def pick_buckets(harness: Harness, target: CheckTarget, most: int = PER_STAGE) -> list[Bucket]:
-    """Up to ``most`` buckets of each stage."""
+    """Returns up to ``most`` buckets of each stage."""
     count = min(most, PER_STAGE_QUICK) if target.quick else most
     found = [
         b for stage in harness.stages for b in spread_buckets(all_buckets(harness.plan, stage, harness.tile), count)
@@ -40,7 +40,7 @@ def pick_buckets(harness: Harness, target: CheckTarget, most: int = PER_STAGE) -
 
 
 def filled_program(harness: Harness, bucket: Bucket, seed: int = 3) -> tuple[Any, Any, int]:
-    """(a program, the inputs that fill it, the number of rows)."""
+    """Returns (a filled program, its inputs, the number of rows)."""
     inputs, real = harness.inputs(bucket, np.random.default_rng(seed))
     program = harness.backend.program(bucket, harness.body(bucket))
     harness.backend.fill(program, inputs)
@@ -48,7 +48,7 @@ def filled_program(harness: Harness, bucket: Bucket, seed: int = 3) -> tuple[Any
 
 
 def equal_bits(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists of tensors are equal bit for bit."""
+    """Returns True if two lists of tensors are equal bit for bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -210,16 +210,16 @@ def shapes(target: CheckTarget) -> str:
 
 
 def _small_need(bucket: Bucket) -> Bucket:
-    """A need of one row or window that fits the bucket."""
+    """Returns the need of one row or window that fits the bucket."""
     dims = {Stage.VISION: (min(bucket.dims[0], 64),), Stage.PREFILL: (1, 1), Stage.FRESH: (1, 1), Stage.CONTEXT: (1, 1)}
     small = dims.get(bucket.stage, (1,) * len(bucket.dims))
     if bucket.stage is Stage.VISION:
-        return bucket  # model.pack pads to the bucket itself
+        return bucket  # model.pack pads to the bucket's size
     return Bucket(bucket.stage, small, bucket.variant)
 
 
 def _check_first_op(bucket: Bucket, recorded_shapes: Counter[Any]) -> None:
-    """The first op of a body must run over as many tokens, slots or rows as the bucket has."""
+    """Raises CheckFailed unless the first op of a body runs over as many tokens, slots or rows as the bucket has."""
     sampling = "draw" if bucket.variant == "draw" else "sample"
     first = {Stage.VISION: "patches", Stage.SAMPLE: sampling, Stage.RESET: "reset", Stage.POOL: "pool"}.get(
         bucket.stage, "embed"
@@ -235,12 +235,12 @@ def _check_first_op(bucket: Bucket, recorded_shapes: Counter[Any]) -> None:
 
 
 def _check_compilations(harness: Harness, target: CheckTarget) -> str:
-    """Once every bucket has run, further launches must not compile."""
+    """Raises CheckFailed if launches still compile after every bucket has run; returns a part of the figure."""
     backend = harness.backend
     buckets = pick_buckets(harness, target, 3)
     programs = {b: filled_program(harness, b)[0] for b in buckets}
     for bucket, program in programs.items():
-        # Filled again: buckets may share the memory of their inputs.
+        # Filled again, because buckets may share the memory of their inputs.
         backend.fill(program, harness.inputs(bucket, np.random.default_rng(4))[0])
         harness.prepare(False)
         program.compile()

@@ -70,7 +70,7 @@ CHECKS: dict[str, Check] = {
     "tokens.sampled": answer_checks.random_sampling,
     "speed": launch_times.speed_sheet,
 }
-"""By name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
+"""Checks by name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
 
 
 def run(target: CheckTarget, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:
@@ -93,7 +93,7 @@ def run(target: CheckTarget, only: Iterable[str] = (), tell: Callable[[Result], 
 
 
 def run_check(name: str, check: Callable[[Target], str], target: Target) -> Result:
-    """Runs one check. Whatever it raises, except Skipped, is a failure of what is checked."""
+    """Runs one check. Any exception except Skipped counts as a failure."""
     asks = (check.__doc__ or "").strip().splitlines()[0]
     begun = time.perf_counter()
     status, figure, reason = PASS, "", ""

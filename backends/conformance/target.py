@@ -1,4 +1,4 @@
-"""The backend under test: how to make it, its checkpoint, and the CPU reference beside it."""
+"""The backend under test: its constructor, its checkpoint, and the CPU reference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CheckTarget:
     """One backend and the checkpoint that it is checked with.
 
     Args:
-        name: what ``--device`` takes.
-        make: ``make_backend`` of the package.
-        policy: name of the backend's policy; "": the one that it serves with.
+        name: value of ``--device``.
+        make: ``make_backend`` of the backend's package.
+        policy: name of the backend's policy; "": its serving policy.
         quick: test fewer shapes of each stage.
-        index: of the card.
+        index: number of the card.
     """
 
     name: str
@@ -47,30 +47,30 @@ class CheckTarget:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """The checkpoint's configuration."""
+        """Configuration of the checkpoint."""
         return load_config(self.checkpoint)
 
     def backend(self, **options: str) -> Backend:
-        """A new instance, configured like an engine's at start-up."""
+        """Makes a new instance, configured as an engine configures it at start-up."""
         return self.make(self._config({"policy": self.policy, **options}, self.dtype))
 
     def policy_of(self, field: str) -> bool:
-        """A switch of the device's policy, as it is before a model is known."""
+        """Returns a switch of the device's policy, as it is before a model is known."""
         return bool(getattr(self.make(self._config({"policy": self.policy}, self.dtype)).policy, field))
 
     def reference(self, upto: bool = False) -> Backend:
-        """The CPU backend with reference ops, in float32."""
+        """Returns the CPU backend with reference ops, in float32."""
         return make_backend(replace(self._config({"ops": "reference", "policy": ""}, torch.float32), upto=upto))
 
     def backend_with(self, windows: tuple[int, ...] = (0,), upto: bool = False) -> Backend:
-        """As ``backend``, for a model whose layers have these windows, or whose tokens see keys after their own
-        position.
+        """Makes a backend for a model whose layers have these windows, or (``upto``) whose tokens see keys after
+        their own position.
         """
         return self.make(replace(self._config({"policy": self.policy}, self.dtype), windows=windows, upto=upto))
 
     @cached_property
     def block_size(self) -> int:
-        """The smallest block size of the device, so that few tokens fill many blocks."""
+        """Smallest block size of the device, so that few tokens fill many blocks."""
         probe = self.make(self._config({"policy": self.policy}, self.dtype, 0))
         sizes = probe.policy.block_sizes
         if not sizes:
@@ -91,10 +91,10 @@ class CheckTarget:
 def make_target(
     name: str, checkpoint: Path, *, dtype: str = "auto", policy: str = "", quick: bool = False
 ) -> CheckTarget:
-    """The backend of ``--device NAME``. dtype ``auto`` is float32 if it supports that.
+    """Returns the target for ``--device NAME``. dtype ``auto`` is float32 if the backend supports it.
 
     Raises:
-        StartupError: no such backend, or one that lacks ``pick_dtype`` or ``pick_policy``.
+        StartupError: there is no such backend, or it lacks ``pick_dtype`` or ``pick_policy``.
     """
     make = seam.load(name)
     package = import_module(make.__module__)
@@ -106,7 +106,7 @@ def make_target(
 
 
 def _dtype(package: Any, asked: str) -> torch.dtype:
-    """``auto``: float32, else the device's default."""
+    """Resolves a dtype; ``auto``: float32 if supported, else the device's default."""
     try:
         found: torch.dtype = package.pick_dtype("float32" if asked == "auto" else asked, "bfloat16")
     except StartupError:

@@ -1,4 +1,4 @@
-"""The CPU backend, which is also the reference of the others."""
+"""The CPU backend, which is also the reference for the other backends."""
 
 from trencadis.backends.cpu.backend import CpuBackend
 from trencadis.backends.cpu.cpu_dtypes import pick_dtype
@@ -9,5 +9,5 @@ __all__ = ["make_backend", "pick_dtype", "pick_policy"]
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """``core.backend.load("cpu")``."""
+    """Builds the CPU backend for ``core.backend.load("cpu")``."""
     return CpuBackend(cfg)

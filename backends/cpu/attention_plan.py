@@ -16,7 +16,7 @@ from trencadis.backends.cpu.native.decode_attention import SingleTokenRows
 from trencadis.core.backend import Attn
 
 GROUP_SLACK, GROUP_RATIO = 32, 1.25
-"""A decode group ends at a row longer than ratio x shortest + slack, so that a long row does not pad the others."""
+"""A decode group ends before a row longer than ratio x shortest + slack, so that a long row does not pad the others."""
 
 Where = slice | Tensor
 """Token slots of the cache: a slice if blocks are consecutive, so that nothing is copied; else int64 indices."""
@@ -24,9 +24,9 @@ Where = slice | Tensor
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """A row of several tokens [start, stop) that follow ``context`` stored ones.
+    """A row of several tokens [start, stop) after ``context`` stored ones.
 
-    ``where`` holds the keys that a token sees, from position ``first`` on. ``upto``: int32 [tokens] as in ``Attn``;
+    ``where`` gives the slots of all visible keys, from position ``first`` on. ``upto``: int32 [tokens] as in ``Attn``;
     None: each token's own position. ``whole``: every token sees all keys.
     """
 
@@ -40,11 +40,11 @@ class ChunkSpan:
 
     @property
     def count(self) -> int:
-        """Tokens of the row in this launch."""
+        """Number of the row's tokens in this launch."""
         return self.stop - self.start
 
     def to_flash_span(self, keys: Where) -> flash.Span:
-        """As the library's kernel takes it, with the slots of ``where``."""
+        """Returns the span in the form that the library's kernel takes, with the slots of ``where``."""
         return flash.Span(slice(self.start, self.stop), keys, self.first, self.context, self.upto, self.whole)
 
 
@@ -56,12 +56,14 @@ class Group:
     count: int
     where: Where  # [count * length]
     length: int
-    mask: Tensor | None  # bool [count, 1, 1, length]; None where all rows have that length
+    mask: Tensor | None  # bool [count, 1, 1, length]; None if all rows have that length
 
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """All rows of a launch; ``surplus``: some tokens belong to no request. ``singles``: for the library's kernel."""
+    """All rows of a launch. ``surplus``: some tokens belong to no request. ``singles``: rows for the library's
+    kernel.
+    """
 
     spans: list[ChunkSpan] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -80,7 +82,7 @@ class CpuAttn(Attn):
 
 
 def get_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0, native: bool = False) -> AttendPlan:
-    """The launch's plan; ``CpuAttn`` keeps it, other tensors are planned anew."""
+    """Returns the launch's plan; ``CpuAttn`` caches it, other tensors are planned each time."""
     if not isinstance(attn, CpuAttn):
         return make_plan(attn, block_size, grouped, window, native)
     made = attn.plans.get((grouped, window, native))
@@ -93,9 +95,9 @@ def make_plan(attn: Attn, block_size: int, grouped: bool = True, window: int = 0
     """Plans from lengths and block tables.
 
     Args:
-        grouped: rows of one token are attended to together.
-        window: keys that a token sees, itself included; 0: all.
-        native: rows of one token are for the library's kernel, which gathers nothing.
+        grouped: rows of one token are attended together.
+        window: keys that a token sees, including its own; 0: all.
+        native: rows of one token are left to the library's kernel, which gathers nothing.
     """
     starts: NDArray[np.int32] = attn.row_start.numpy()
     context: NDArray[np.int32] = attn.context.numpy()
@@ -116,7 +118,7 @@ def _groups(
     single: list[int], starts: NDArray[np.int32], context: NDArray[np.int32], blocks: NDArray[np.int32],
     block_size: int, window: int,
 ) -> Iterator[Group]:  # fmt: skip
-    """Rows of one token each, in groups."""
+    """Yields rows of one token each, in groups."""
     for rows in (
         _group_similar_lengths(single, np.minimum(context + 1, window) if window else context + 1) if single else ()
     ):
@@ -124,7 +126,9 @@ def _groups(
 
 
 def _group_similar_lengths(single: list[int], key_counts: NDArray[np.int32]) -> Iterator[list[int]]:
-    """Rows of one token in groups that see about as many keys; ``key_counts``: how many each row of the launch sees."""
+    """Yields rows of one token in groups with similar numbers of keys; ``key_counts``: visible keys of each row of the
+    launch.
+    """
     single.sort(key=lambda row: int(key_counts[row]))
     first = 0
     for i in range(1, len(single) + 1):
@@ -157,7 +161,7 @@ def _span(
 
 
 def _extend_visibility(span: ChunkSpan, upto: Tensor, length: int, window: int) -> ChunkSpan:
-    """``span``, whose tokens see as far as ``upto`` says, where that is further than themselves."""
+    """Returns ``span`` with the visibility in ``upto``, if some token sees further than its own position."""
     if bool((upto == torch.arange(span.context, length)).all()):
         return span
     return replace(span, upto=upto, whole=int(upto.min()) == length - 1 and not 0 < window < length)
@@ -184,7 +188,7 @@ def _group(
 def _gather_slots(
     blocks: NDArray[np.int32], begin: NDArray[np.int64], lengths: NDArray[np.int64], longest: int, block_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """``Group.where`` and ``Group.mask`` of several rows, whose keys lie at positions [begin, lengths)."""
+    """Returns ``Group.where`` and ``Group.mask`` of several rows, whose keys are at positions [begin, lengths)."""
     if begin.any():
         positions = begin[:, None] + np.arange(longest)
         lengths = lengths - begin
@@ -199,14 +203,14 @@ def _gather_slots(
 
 
 def _indices(blocks: NDArray[np.int32], length: int, block_size: int) -> NDArray[np.int64]:
-    """[rows, length] token slots of the first ``length`` tokens of each row."""
+    """Returns token slots [rows, length] of the first ``length`` tokens of each row."""
     held = blocks[:, : -(-length // block_size)].astype(np.int64)
     slots = held[:, :, None] * block_size + np.arange(block_size)
     return np.ascontiguousarray(slots.reshape(len(blocks), -1)[:, :length])
 
 
 def _slots_from(blocks: NDArray[np.int32], first: int, stop: int, block_size: int) -> Where:
-    """Token slots of positions [first, stop) of a row."""
+    """Returns the token slots of positions [first, stop) of a row."""
     if not first:
         return _where(blocks, stop, block_size)
     skipped = first // block_size
@@ -215,7 +219,7 @@ def _slots_from(blocks: NDArray[np.int32], first: int, stop: int, block_size: in
 
 
 def slice_slots(where: Where, start: int, stop: int) -> Where:
-    """Slots ``start`` to ``stop`` of ``where``."""
+    """Returns slots ``start`` to ``stop`` of ``where``."""
     if isinstance(where, slice):
         return slice(where.start + start, where.start + stop)
     return where[start:stop]

@@ -1,4 +1,4 @@
-"""The CPU as a backend."""
+"""The backend for the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("trencadis.engine")
 
 
 def requested_cpus() -> tuple[str, int]:
-    """Where threads are to run, and how many CPUs of a rank stay free, by the environment."""
+    """Returns the environment's settings: the CPUs to bind threads to, and how many CPUs of a rank stay free."""
     return envs.get(BIND) or "auto", envs.get_int(RESERVED) or 0
 
 
@@ -79,26 +79,28 @@ class CpuBackend:
         return wanted
 
     def compilations(self) -> int:
-        """Nothing is compiled."""
+        """Returns 0: nothing is compiled."""
         return 0
 
     def cpu_threads(self) -> int:
-        """Threads that compute now: those that the system keeps from running are left out."""
+        """Returns the threads that compute now, without those that the system keeps from running."""
         return self._count if self.thread_use is None else self.thread_use.in_use
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Anonymous mapped memory: the system gives zero pages as they are written. torch.zeros writes them all."""
+        """Returns zeros in anonymous mapped memory, whose pages the system adds as they are written; torch.zeros
+        writes them all.
+        """
         count = math.prod(shape)
         if count == 0:
             return torch.zeros(tuple(shape), dtype=dtype)
         return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The same memory, which stands in for that of a host (policy ``padded``)."""
+        """Returns ordinary memory in place of a device's host memory (policy ``padded``)."""
         return self.zeros(shape, dtype)
 
     def in_order(self, copies: Callable[[], None]) -> None:
-        """At once: launches have run when they return."""
+        """Runs the copies at once: launches have finished when they return."""
         copies()
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CpuProgram:
@@ -112,4 +114,4 @@ class CpuBackend:
         return CpuPending(out, rows)
 
     def synchronize(self) -> None:
-        """The CPU is always done."""
+        """Does nothing: launches have finished when they return."""

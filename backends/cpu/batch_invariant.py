@@ -1,10 +1,10 @@
 """Ops that give a token the same bits whatever else is in the batch (``--batch-invariant``).
 
 A matrix product may sum a row in another order when the number of rows changes, attention when the number of queries
-does, and an elementwise function may differ between the vectorised middle and the end of what a thread was given.
-Here own products multiply where the CPU has them, else rows are padded to a multiple of ``policy.invariant_rows``.
-Attention runs over tiles of queries at fixed positions of a row, and functions that are not correctly rounded get
-pieces too small to be divided among threads. This is slower.
+does, and an elementwise function may differ between the vectorised middle and the end of a thread's part. Here own
+products multiply if the CPU has them, else rows are padded to a multiple of ``policy.invariant_rows``. Attention runs
+over tiles of queries at fixed positions of a row, and functions that are not correctly rounded get pieces too small to
+be divided among threads. This is slower.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FIXED_ROWS = 64
 """Rows of each product of a weight whose bits depend on the number of rows."""
 
 GRAIN = 32768
-"""Elements above which torch divides an elementwise function among threads."""
+"""Number of elements above which torch divides an elementwise function among threads."""
 
 LANES = 64
-"""A multiple of the elements that a vectorised function takes at a time."""
+"""A multiple of the number of elements that a vectorised function processes at a time."""
 
 PROBES = (ROWS, 3 * ROWS, 64, 320)
-"""Row counts that a weight is tried with before it is accepted."""
+"""Row counts with which a weight is tested before it is accepted."""
 
 
 class ProbedOps(ReferenceOps):
@@ -53,13 +53,13 @@ class ProbedOps(ReferenceOps):
         self._probed: set[tuple[int, int, torch.dtype]] = set()
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """Raises StartupError if the device's library gives a row other bits in another product."""
+        """Packs a weight; raises StartupError if the device's library gives a row other bits in another product."""
         packed = super().pack_weight(weight, bias)
         self._probe_once(packed, weight.dtype, weight.dtype, weight.device)
         return packed
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """Raises StartupError as ``pack_weight`` does."""
+        """Packs a quantised weight; raises StartupError as ``pack_weight`` does."""
         packed = super().pack_quantised(q, bias)
         self._probe_once(packed, q.data.dtype, q.dtype, q.data.device)
         return packed
@@ -85,9 +85,9 @@ class ProbedOps(ReferenceOps):
 
 
 class InvariantOps(ProbedOps, CpuOps):
-    """``core.backend.Ops`` for CPU tensors, the same bits in any batch.
+    """Implements ``core.backend.Ops`` for CPU tensors so that a token gets the same bits in any batch.
 
-    Own products give each row its own sums. Where oneDNN multiplies, rows are padded to a multiple of ``ROWS``; a
+    Own products give each row its own sums. If oneDNN multiplies, rows are padded to a multiple of ``ROWS``; a
     weight for which that is not enough (oneDNN's products on AMX tiles) is multiplied in calls of ``FIXED_ROWS`` rows.
     """
 
@@ -155,12 +155,14 @@ class InvariantOps(ProbedOps, CpuOps):
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
-        """Always masked, so that padding in another window of the launch cannot choose another code path."""
+        """Computes windows always masked, so that padding in another window of the launch cannot select another code
+        path.
+        """
         whole = torch.full((len(q) // WINDOW_SLOTS,), WINDOW_SLOTS, dtype=torch.int32) if real is None else real
         return super()._torch_windows(q, k, v, whole, scale)
 
     def _sdpa_windows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Window by window: on AMX, torch's attention packs keys or not by how many windows there are."""
+        """Computes window by window: on AMX, whether torch's attention packs keys depends on the number of windows."""
         assert mask is not None
         alone = super()._sdpa_windows
         each = [alone(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask[i : i + 1], scale) for i in range(len(q))]
@@ -168,7 +170,7 @@ class InvariantOps(ProbedOps, CpuOps):
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
-    """``x`` with rows of zeros behind, up to a multiple of ``rows``."""
+    """Pads ``x`` with rows of zeros at the end, up to a multiple of ``rows``."""
     surplus = -len(x) % rows
     return functional.pad(x, (0, 0, 0, surplus)) if surplus else x
 
@@ -178,7 +180,7 @@ def _pieces(x: Tensor, rows: int) -> list[Tensor]:
 
 
 def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary in single products, sums and differences, which round the same wherever they are computed."""
+    """Applies rotary in single products, sums and differences, which round the same wherever they are computed."""
     half = x.shape[-1] // 2
     cos, sin = rotary.cos.to(x.dtype)[:, None], rotary.sin.to(x.dtype)[:, None]
     first, second = x[..., :half], x[..., half:]
@@ -190,10 +192,10 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, window: int, out: Tensor) -> None:
-    """Attention of one row's tokens [n, h, d], in tiles at fixed positions, over k and v.
+    """Computes attention of one row's tokens [n, h, d], in tiles at fixed positions, over k and v, into ``out``.
 
     Tile i sees (i + 1) * TILE keys, stored or not, without whole tiles before the window; missing keys are zeros and
-    masked. Where tokens see further than their own position, every tile sees the row's end.
+    masked. If tokens see further than their own position, every tile sees the row's end.
     """
     n, heads, d = q.shape
     groups, context, stop = k.shape[1], span.context, span.context + n
@@ -225,7 +227,7 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, span: ChunkSpan, scale: float, 
 
 
 def _pad_to_tiles(stored: Tensor, start: int, stop: int) -> Tensor:
-    """[ceil(stop / TILE) * TILE, g, d]: the stored tokens from ``start`` on, zeros around them."""
+    """Returns the stored tokens from ``start`` on, with zeros around them: [ceil(stop / TILE) * TILE, g, d]."""
     out = stored.new_zeros(-(-stop // TILE) * TILE, *stored.shape[1:])
     out[start:stop] = stored
     return out

@@ -1,4 +1,4 @@
-"""A bucket on the CPU: host arrays become padded tensors, and a body is called with them."""
+"""The program of a bucket on the CPU: pads host arrays to tensors and calls a body with them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class CpuProgram:
-    """``core.backend.Program`` without capture: each fill makes new tensors, except for a persistent batch that only
-    advanced.
+    """Implements ``core.backend.Program`` without capture.
+
+    Each fill makes new tensors, except for a persistent batch that has only advanced.
     """
 
     bucket: Bucket
@@ -63,10 +64,10 @@ class CpuProgram:
     bytes: int = 0
     inputs: Any = None
     source: Inputs | None = None
-    """What ``inputs`` were made of, if it may come again."""
+    """The arrays that ``inputs`` were made of, if they may be filled in again."""
 
     def fill(self, inputs: Inputs, block_size: int, upto: bool) -> None:
-        """Makes tensors of a launch's arrays; ``upto``: ``BackendConfig.upto``."""
+        """Makes the tensors of a launch from its arrays; ``upto``: ``BackendConfig.upto``."""
         if inputs is self.source:
             self.inputs = _refresh(self.inputs, inputs, block_size)
             return
@@ -77,11 +78,11 @@ class CpuProgram:
         self.source = inputs if comes_again else None
 
     def compile(self) -> None:
-        """Nothing to compile."""
+        """Compiles nothing; only changes the state."""
         self.state = max(self.state, ProgramState.COMPILED)
 
     def rehearse(self) -> None:
-        """Costs nothing that could be measured before the first fill."""
+        """Does nothing: before the first fill there is nothing to measure."""
 
     def run(self) -> Any:
         if self.thread_use is not None:
@@ -92,7 +93,7 @@ class CpuProgram:
         return out
 
     def capture(self) -> None:
-        """Nothing to capture; the policy says so (``captures``)."""
+        """Does nothing: there are no graphs, as the policy says (``captures``)."""
 
     def replay(self) -> Any:
         return self.run()
@@ -103,7 +104,7 @@ class CpuProgram:
 
 
 def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = False) -> Any:
-    """The stage's tensors at the bucket's size; ``upto``: ``BackendConfig.upto``."""
+    """Returns the stage's tensors at the bucket's size; ``upto``: ``BackendConfig.upto``."""
     match inputs:
         case StepInputs():
             count, rows = bucket.dims if bucket.stage is Stage.PREFILL else (bucket.dims[0], bucket.dims[0])
@@ -114,15 +115,16 @@ def make_tensors(bucket: Bucket, inputs: Inputs, block_size: int, upto: bool = F
         case VisionInputs():
             return _vision(inputs, bucket.dims[0])
         case HeadInputs():
-            # A copy, because a program holds its inputs until its next fill.
+            # Copied, because a program holds its inputs until its next fill.
             return HeadTensors(*map(torch.from_numpy, head(inputs, bucket.dims[0], inputs.masks.copy())))
         case _:
             return _make_rare_tensors(bucket, inputs)
 
 
 def _refresh(made: Any, x: Inputs, block_size: int) -> Any:
-    """Updates the tensors of an unchanged persistent batch in place; the launch that read them has returned. It is
-    written in place: the launch that read it has returned.
+    """Updates the tensors of an unchanged persistent batch in place.
+
+    That is safe because the launch that read them has returned.
     """
     if isinstance(x, HeadInputs):
         made.uniform.numpy()[: len(x.uniform)] = x.uniform
@@ -147,7 +149,9 @@ def _make_rare_tensors(bucket: Bucket, inputs: ResetInputs | PoolInputs) -> Any:
 
 
 def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> TextTensors:
-    """Surplus tokens form the last row: they read ZERO, are stored in SINK, and their hidden state goes to row 0."""
+    """Builds the tensors of a text launch. Surplus tokens form the last row: they read ZERO, are stored in SINK, and
+    their hidden state goes to row 0.
+    """
     real, real_rows = len(x.tokens), len(x.context)
     row_start = np.full(rows + 2, real, np.int32)
     row_start[: real_rows + 1] = x.row_start[: real_rows + 1]
@@ -165,7 +169,7 @@ def _text(x: StepInputs, count: int, rows: int, block_size: int, upto: bool) -> 
 
 
 def _attn(block_size: int, *parts: Tensor | None) -> CpuAttn:
-    """The fields of ``Attn`` in their order, without a plan yet."""
+    """Builds ``CpuAttn`` from the fields of ``Attn`` in order, without a plan yet."""
     made = CpuAttn(*parts)  # type: ignore[arg-type]
     made.block_size = block_size
     return made
@@ -177,14 +181,16 @@ def _make_cross_attention(x: StepInputs, count: int, bucket: Bucket) -> CrossAtt
 
 
 def _blocks(x: StepInputs, rows: int) -> Tensor:
-    """[rows, width]: block tables, then ZERO blocks; where it can, a view, since a launch has run when it returns."""
+    """Returns block tables, then ZERO blocks, [rows, width]; a view if possible, since a launch has finished when it
+    returns.
+    """
     if x.table is not None and rows <= len(x.table):
         return torch.from_numpy(x.table[:rows, : x.blocks.shape[1]])
     return _pad(x.blocks, rows, x.blocks.shape[1], value=ZERO_BLOCK)
 
 
 def _vision(x: VisionInputs, slots: int) -> VisionTensors:
-    """Padding windows write to the SINK row."""
+    """Builds the tensors of a VISION launch. Padding windows write to the SINK row."""
     (segment, real), padding_window = (
         windows(x, slots),
         None if x.padding_window is None else flag_padding_windows(x, slots),
@@ -203,7 +209,7 @@ def _vision(x: VisionInputs, slots: int) -> VisionTensors:
 
 
 def _with_interpolation(made: VisionTensors, x: VisionInputs, slots: int) -> VisionTensors:
-    """``made`` with rows of the table of positions."""
+    """Adds the rows of the position table and their weights to ``made``."""
     near, share = pad_interpolation(x, slots)
     assert near is not None and share is not None
     return made._replace(position_rows=torch.from_numpy(near), position_weights=torch.from_numpy(share))

@@ -1,8 +1,8 @@
-"""Experts on the CPU: which of them a token takes, the product over all of them, and the one over those that are hit.
+"""Experts on the CPU: the routing of tokens, the product over all experts, and the product over chosen experts only.
 
 The product over all is the specification: it has static shapes and reads nothing on the host, so that a device which
-records graphs inherits it. Gates and ups of all experts are one wide matrix and downs another; what a token did not
-choose is zero between them.
+records graphs can inherit it. Gates and ups of all experts are one wide matrix and downs another; between them, values
+of experts that a token did not choose are zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from trencadis.core.backend import Weight
 
 ROWS = 8192
-"""Most rows (tokens times experts) that the product over all holds at a time."""
+"""Maximum rows (tokens times experts) that the product over all experts holds at a time."""
 
 
 @dataclass
@@ -43,13 +43,15 @@ class SeparateExperts:
 
 
 def join_experts(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> JoinedExperts:
-    """From gate_up [2 inner, hidden] and down [hidden, inner] of each expert."""
+    """Joins gate_up [2 inner, hidden] and down [hidden, inner] of each expert."""
     inner = down[0].shape[1]
     return JoinedExperts(torch.cat(list(gate_up)), torch.cat([d.t() for d in down]), len(down), inner)
 
 
 def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """(shares float32 [n, top], experts int64 [n, top]) of scores [n, count]; the softmax is over all of them."""
+    """Returns (shares float32 [n, top], experts int64 [n, top]) for scores [n, count]; the softmax is over all
+    experts.
+    """
     found = scores.float().softmax(-1).topk(top)
     shares = found.values
     if normalise:
@@ -60,7 +62,9 @@ def route_tokens(scores: Tensor, top: int, normalise: bool) -> tuple[Tensor, Ten
 def run_all_experts(
     ops: Any, x: Tensor, scores: Tensor, w: JoinedExperts, top: int, normalise: bool, kind: str
 ) -> Tensor:
-    """``core.backend.Ops.experts`` by all experts, ``ROWS`` rows at a time; shares of experts not chosen are zero."""
+    """Implements ``core.backend.Ops.experts`` over all experts, ``ROWS`` rows at a time; other experts have share
+    zero.
+    """
     shares, chosen = route_tokens(scores, top, normalise)
     n = len(x)
     every = torch.zeros((n, w.count), dtype=torch.float32, device=x.device).scatter(1, chosen, shares)
@@ -72,7 +76,7 @@ def run_all_experts(
         gate_up = functional.linear(x, w.gate_up[first * 2 * w.inner : last * 2 * w.inner])
         made = ops.act_mul(gate_up.reshape(n * count, 2 * w.inner), kind).view(n, count, w.inner)
         share = every[:, first:last, None]
-        # Not a product alone: an expert that nobody chose may overflow, and infinity times zero is no number.
+        # Not only a product: an expert that no token chose may overflow, and infinity times zero is NaN.
         taken = torch.where(share > 0, made * share.to(x.dtype), 0.0).to(x.dtype)
         part = taken.view(n, count * w.inner) @ w.down[first * w.inner : last * w.inner]
         out = part if out is None else out + part
@@ -83,7 +87,7 @@ def run_all_experts(
 def run_chosen_experts(
     ops: Any, x: Tensor, scores: Tensor, w: SeparateExperts, top: int, normalise: bool, kind: str
 ) -> Tensor:
-    """As ``run_all_experts``, but loops over experts and reads only the weights of experts that a token chose.
+    """Computes the same as ``run_all_experts``, but loops over experts and reads only the weights of chosen ones.
 
     A token's sum runs from its best expert to its least, whatever the other tokens chose.
     """

@@ -1,4 +1,4 @@
-"""Ranks over gloo: sums, which add in the order of the ranks, and rows between stages."""
+"""Communication between ranks over gloo: sums in the order of the ranks, and rows between stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trencadis.core.launches.communicators import SingleRank as SingleRank
 
 
 class GlooComm:
-    """``core.backend.Comm`` over a group of its own, so that one process may hold several engines.
+    """Implements ``core.backend.Comm`` over a group of its own, so that one process may hold several engines.
 
     Sums gather the parts and add them in the order of the ranks, so that every rank gets the same bits and the bits of
     a row do not depend on its index in the batch. A ring adds the parts of a tensor in different orders.
 
     Args:
-        everyone: whether all ranks of all stages are in it, instead of those that share the layers of a stage.
+        everyone: True for a group of all ranks of all stages, False for the ranks of one stage.
     """
 
     def __init__(self, cfg: BackendConfig, everyone: bool = False) -> None:
@@ -35,14 +35,14 @@ class GlooComm:
         self.group = c10d.ProcessGroupGloo(store, self.rank, self.world, TIMEOUT)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """``x`` of every rank, sent as bytes, because gloo lacks some dtypes."""
+        """Returns ``x`` of every rank, sent as bytes, because gloo lacks some dtypes."""
         own = x.contiguous().view(torch.uint8)
         found = own.new_empty(self.world, *own.shape)
         self.group.allgather([list(found)], [own]).wait()
         return list(found.view(x.dtype))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over the ranks; 16-bit types are added in float32."""
+        """Returns the sum of ``x`` over the ranks; 16-bit types are added in float32."""
         parts = self._parts(x)
         total = parts[0].float()
         for part in parts[1:]:
@@ -50,17 +50,17 @@ class GlooComm:
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[n, width] of every rank side by side: [n, world * width]."""
+        """Gathers [n, width] of every rank side by side: [n, world * width]."""
         return torch.cat(self._parts(x), dim=-1)
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The smallest of each value."""
+        """Returns the minimum of each value over the ranks."""
         found = self._parts(torch.tensor(values, dtype=torch.int64))
         return tuple(torch.stack(found).amin(0).tolist())
 
 
 class GlooPipe:
-    """``core.backend.Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
+    """Implements ``core.backend.Pipe`` over gloo: ``send`` copies the rows and returns while they are transferred."""
 
     def __init__(self, cfg: BackendConfig) -> None:
         self._everyone = GlooComm(cfg, everyone=True)
@@ -69,7 +69,7 @@ class GlooPipe:
         self._leaving: deque[PendingSend] = deque()
 
     def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
-        """Nothing is prepared."""
+        """Does nothing: rows need no preparation."""
 
     def send(self, hidden: Tensor, count: int) -> None:
         """Sends ``count`` rows; waits only if more sends are pending than there are stages."""
@@ -79,7 +79,7 @@ class GlooPipe:
         self._leaving.append(PendingSend(copy, self._group.send([copy], self._after, 0)))
 
     def receive(self, stream: Tensor, count: int) -> None:
-        """Waits for them."""
+        """Waits for ``count`` rows and writes them to ``stream``."""
         self._group.recv([stream[1 : 1 + count].view(torch.uint8)], self._before, 0).wait()
 
     def least(self, values: Sequence[int]) -> tuple[int, ...]:
@@ -94,10 +94,10 @@ class PendingSend(NamedTuple):
 
 
 def make_comm(cfg: BackendConfig) -> SingleRank | GlooComm:
-    """The collectives of a stage's rank; with several ranks it returns once all of them have called it."""
+    """Makes the communicator of a stage's rank; with several ranks it returns once all of them have called it."""
     return SingleRank() if cfg.world == 1 else GlooComm(cfg)
 
 
 def make_pipe(cfg: BackendConfig) -> GlooPipe | None:
-    """The links of a rank to other stages, if there are any; it returns once all ranks have called it."""
+    """Makes a rank's links to other stages, if there are any; returns once all ranks have called it."""
     return None if cfg.stages == 1 else GlooPipe(cfg)

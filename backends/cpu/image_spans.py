@@ -1,4 +1,4 @@
-"""Which slots of a packed VISION launch see which, image by image, where the host may read them."""
+"""Which slots of a packed VISION launch attend to which, image by image, for devices whose host may read them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from trencadis.core.shared_constants import WINDOW_SLOTS
 
 
 class ImageSpan(NamedTuple):
-    """Slots ``queries`` attend to the slots ``keys``; slices where none of their windows is padded."""
+    """The slots ``queries`` attend to the slots ``keys``; slices if none of their windows is padded."""
 
     queries: Where
     keys: Where
 
 
 def find_image_spans(seg: Segments) -> list[ImageSpan]:
-    """Returns, for each image, which slots attend to which; padding windows attend to the slots that are not
-    padding.
+    """Returns, for each image, which slots attend to which.
+
+    Padding windows attend to the slots that are not padding.
     """
     segment, real = seg.segment.tolist(), seg.real.tolist()
     found: list[ImageSpan] = []
@@ -42,7 +43,7 @@ def find_image_spans(seg: Segments) -> list[ImageSpan]:
 
 
 def _real_slots(seg: Segments, first: int, stop: int) -> torch.Tensor:
-    """bool [windows, 64]: the real slots."""
+    """Returns the real slots, bool [windows, 64]."""
     return torch.arange(WINDOW_SLOTS) < seg.real[first:stop, None]
 
 

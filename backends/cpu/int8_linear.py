@@ -1,15 +1,14 @@
-"""Products of quantised weights by torch's libraries: integers of 8 bits, with activations that are rounded to 8 bits.
-
-They serve where the package was built without its own kernels (``native``), and fall behind those everywhere else.
+"""Products of quantised weights by torch's libraries: 8-bit integers, with activations that are rounded to 8 bits. They
+are used if the package was built without its own kernels (``native``), which are faster.
 
 Each row of activations is divided by its own largest magnitude and scaled back afterwards, and the sums are of
-integers, so that a row has the same bits alone and in company.
+integers, so that a row has the same bits alone and with other rows.
 
-With VNNI, oneDNN multiplies, in about half of the time that 16-bit floats take. It is tried before it is believed.
-Elsewhere, and for weights with zero points, fbgemm does; without VNNI activations have 7 bits, since sums of two
+With VNNI, oneDNN multiplies, in about half of the time that 16-bit floats take. Its results are tested first.
+Elsewhere, and for weights with zero points, fbgemm multiplies; without VNNI activations have 7 bits, since sums of two
 products of 8 bits overflow 16.
 
-A weight with several scales a row (groups) is rounded again to one scale a row, which adds half a step of 8 bits.
+A weight with several scales per row (groups) is rounded again to one scale per row, which adds half a step of 8 bits.
 """
 
 from __future__ import annotations
@@ -31,18 +30,19 @@ from trencadis.core.quant.scheme import ROW_BYTES
 log = logging.getLogger("trencadis.engine")
 
 SMALLEST = 1e-30
-"""The scale of a row of weights that are zero."""
+"""Scale of a row of weights that are all zero."""
 
 ROUGHEST = 0.0125
-"""Error of rounding groups to one scale a row, as a share of the weight's norm, above which a weight keeps its type:
-rows whose magnitudes lie far apart. 0.009 is usual for normal values."""
+"""Maximum error of rounding groups to one scale per row, as a share of the weight's norm; beyond it, in rows of very
+different magnitudes, a weight keeps its dtype. 0.009 is usual for normally distributed values.
+"""
 
 
 MIDDLE = 128
 """The unsigned code of 0 in oneDNN's products."""
 
 TILE = 64
-"""Rows whose activations are rounded at a time."""
+"""Number of rows whose activations are rounded at a time."""
 
 
 @dataclass(slots=True)
@@ -53,29 +53,31 @@ class IntegerWeight:
     bias: Tensor | None
     out_features: int
     in_features: int
-    scale: Tensor | None  # float32 [out]: oneDNN multiplies; fbgemm keeps scales in ``packed``
+    scale: Tensor | None  # float32 [out] for oneDNN; None for fbgemm, which keeps scales in ``packed``
     narrow: bool  # activations have 7 bits
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the integers, and of what is kept for each row."""
+        """Bytes of the integers, and of the scales of each row."""
         return self.out_features * (self.in_features + ROW_BYTES)
 
 
 def is_available() -> bool:
-    """Whether torch was built with fbgemm, which x86 machines have."""
+    """Returns True if torch was built with fbgemm, as on x86 machines."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_narrow_sums() -> bool:
-    """True if products of 8 by 8 bits may overflow: without VNNI two of them are added in 16 bits."""
+    """Returns True if products of 8 by 8 bits may overflow: without VNNI two of them are added in 16 bits."""
     cpu = torch.cpu
     supported = getattr(cpu, "_is_vnni_supported", getattr(cpu, "_is_avx512_vnni_supported", None))
     return supported is None or not supported()
 
 
 def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
-    """Packs integers; None where the weight has to keep the engine's type: floats, and rows that 8 bits cannot hold."""
+    """Packs integers; returns None if the weight must keep the engine's dtype: floats, and rows that 8 bits cannot
+    represent.
+    """
     if q.data.dtype != torch.int8 or not is_available() or q.shape[1] < 2:
         return None
     if q.scale.shape[1] == 1:
@@ -99,14 +101,16 @@ def integer_weight(q: QTensor, bias: Tensor | None) -> IntegerWeight | None:
         return IntegerWeight(packed, bias, rows, columns, scale.float().clone(), False)
     zeros = torch.zeros(rows, dtype=torch.int64) if zero is None else zero
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch means to move its quantised tensors elsewhere
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it will move its quantised tensors
         held = torch._make_per_channel_quantized_tensor(codes.contiguous(), scale.double(), zeros, 0)
         packed = torch.ops.quantized.linear_prepack(held, None)
     return IntegerWeight(packed, bias, rows, columns, None, has_narrow_sums())
 
 
 def round_to_int8(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor, float]:
-    """int8 [out, in] and float32 [out]: one scale a row, and the error's share of the weight's norm."""
+    """Rounds to int8 [out, in] and float32 [out], one scale per row; also returns the error as a share of the weight's
+    norm.
+    """
     rows, columns = q.shape
     codes, scales = torch.empty((rows, columns), dtype=torch.int8), torch.empty(rows)
     wrong = whole = 0.0
@@ -122,9 +126,10 @@ def round_to_int8(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor, float]:
 
 
 def product(x: Tensor, w: IntegerWeight, by_sizes: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
-    """[n, in] -> [n, out] of ``x``'s type; ``by_sizes(rows, multiply)`` offers oneDNN few numbers of rows.
+    """Multiplies [n, in] -> [n, out] in ``x``'s dtype; ``by_sizes(rows, multiply)`` limits the numbers of rows for
+    oneDNN.
 
-    No row needs a guard: one of zeros has codes without meaning and the scale 0, one that is not finite such a scale.
+    Special rows need no check: a row of zeros has arbitrary codes and scale 0, a non-finite row a non-finite scale.
     """
     if w.scale is None:
         wide = x.float()
@@ -140,19 +145,21 @@ def product(x: Tensor, w: IntegerWeight, by_sizes: Callable[[Tensor, Callable[[T
 
 
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [n, in] around ``MIDDLE``, and the step of a row, float32 [n, 1]; few rows at a time fit the cache."""
+    """Rounds rows to uint8 [n, in] around ``MIDDLE``, with the step of each row, float32 [n, 1]; few at a time, to fit
+    the cache.
+    """
     if len(x) > TILE:
         made = [codes_of(part) for part in torch.split(x, TILE)]
         return torch.cat([codes for codes, _ in made]), torch.cat([step for _, step in made])
     wide = x.float()
     step = wide.abs().amax(1, keepdim=True).mul_(1 / 127)
     signed = (wide / step).round_().to(torch.int8)
-    # Unsigned codes come faster by their first bit than by a conversion to their type.
+    # Flipping the first bit is faster than a conversion to unsigned.
     return signed.view(torch.uint8).bitwise_xor_(MIDDLE), step
 
 
 def _by_fbgemm(x: Tensor, w: IntegerWeight) -> Tensor:
-    """float32 [n, out] of values between -1 and 1."""
+    """Multiplies by fbgemm: float32 [n, out] of values between -1 and 1."""
     levels, zero = (63, 64) if w.narrow else (127, 128)
     op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     y: Tensor = op(x, 1 / levels, zero, w.packed)
@@ -160,9 +167,9 @@ def _by_fbgemm(x: Tensor, w: IntegerWeight) -> Tensor:
 
 
 def _by_onednn(codes: Tensor, packed: Any, scale: Tensor | None) -> Tensor:
-    """float32 [n, out] of codes, uint8 [n, in]."""
+    """Multiplies codes, uint8 [n, in], by oneDNN: float32 [n, out]."""
     op = torch.ops.onednn.qlinear_pointwise.default
-    none: Any = torch.float32, "none", [], ""  # of the output, and of what could follow
+    none: Any = torch.float32, "none", [], ""  # dtype of the output, and no fused operation after it
     y: Tensor = op(codes, 1.0, MIDDLE, packed, scale, _NO_ZEROS, None, 1.0, 0, *none)
     return y
 
@@ -172,7 +179,7 @@ _NO_ZEROS = torch.empty(0, dtype=torch.int32)
 
 @cache
 def is_onednn_exact() -> bool:
-    """Whether oneDNN's product of the largest integers is right on this machine."""
+    """Returns True if oneDNN's product of the largest integers is exact on this machine."""
     try:
         weight = torch.full((16, 64), 127, dtype=torch.int8)
         packed = torch.ops.onednn.qlinear_prepack(weight, None)

@@ -34,16 +34,16 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 QUERY_TILE = 512
-"""Queries of a chunk that share one mask, if stored tokens precede the chunk."""
+"""Number of queries of a chunk that share one mask, if there are stored tokens before the chunk."""
 
 
 @dataclass(slots=True)
 class PackedWeight:
-    """A weight in a blocked layout, which is oneDNN's or, on some CPUs, only that of own products.
+    """A weight in a blocked layout: oneDNN's or, on some CPUs, only that of own products.
 
     Args:
-        packed: of oneDNN's layout; None: ``panels`` serve every number of rows.
-        panels: where own products read it; None: oneDNN serves every number of rows.
+        packed: tensor of oneDNN's layout; None: ``panels`` are used for every number of rows.
+        panels: the layout of own products; None: oneDNN is used for every number of rows.
     """
 
     packed: Tensor | None
@@ -54,22 +54,26 @@ class PackedWeight:
 
 
 class CpuOps(ReferenceOps):
-    """``core.backend.Ops`` for CPU tensors."""
+    """Implements ``core.backend.Ops`` for CPU tensors."""
 
     copies = True
     every_row = False
-    """Own products take every number of rows that they can, so that a row has the same bits beside any others."""
+    """True: own products take every number of rows that they can, so that a row has the same bits with any other
+    rows.
+    """
 
     pages: weight_packing.Pages = weight_packing.pages
-    """Where packed weights lie."""
+    """Allocator of packed weights."""
 
     @cached_property
     def table(self) -> KernelTable:
-        """Which kernels serve."""
+        """The table of the kernels in use."""
         return chosen_table(self.every_row)
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """oneDNN's layout where the CPU computes the type natively: never slower, up to 3 times faster from 8 rows."""
+        """Packs a weight; in oneDNN's layout if the CPU computes the dtype natively, up to 3 times faster from 8
+        rows on.
+        """
         rows = StoredRows([weight], [weight.shape[0]], weight.shape[1], weight.dtype)
         made = self.pack_stored(rows, bias)
         if made is not None:
@@ -82,7 +86,9 @@ class CpuOps(ReferenceOps):
         return PackedWeight(packed, bias, weight.shape[0], weight.shape[1], panels)
 
     def pack_stored(self, rows: StoredRows, bias: Tensor | None) -> Weight | None:
-        """``core.layers.weight_source.StoringOps``: one pass by the library, where that knows oneDNN's layout."""
+        """Implements ``core.layers.weight_source.StoringOps``: packs in one pass by the library, if it knows oneDNN's
+        layout.
+        """
         if not is_packable(rows.dtype) and dense.most_rows(self.table, rows.dtype) < ANY:
             return None
         made = weight_packing.pack_rows(rows.parts, rows.widths, rows.inputs, rows.dtype, self.table, self.pages)
@@ -96,18 +102,20 @@ class CpuOps(ReferenceOps):
         return PackedWeight(made.tensor, bias, outputs, inputs, panels)
 
     def keeps(self) -> bool:
-        """``core.layers.weight_source.KeepingOps``."""
+        """Implements ``core.layers.weight_source.KeepingOps``."""
         return self.pages.has_cache
 
     def finish_loading(self) -> int:
         return self.pages.finish()
 
     def table_of(self, weight: Weight) -> Tensor | None:
-        """``core.layers.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
+        """Implements ``core.layers.weight_source.SharingOps``: the panels of a weight that own kernels multiply."""
         return dense.table_of(weight.panels) if isinstance(weight, PackedWeight) and weight.panels is not None else None
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """Integers for own kernels, or for torch's, where they serve; else a weight of the engine's type."""
+        """Packs integers for own kernels, or else for torch's; if neither can be used, a weight of the engine's
+        dtype.
+        """
         return panel_weight(q, bias) or integer_weight(q, bias) or super().pack_quantised(q, bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -121,7 +129,7 @@ class CpuOps(ReferenceOps):
         return self._quantised_linear(x, w)
 
     def _quantised_linear(self, x: Tensor, w: Weight) -> Tensor:
-        """``linear`` with integers, or with a weight of a type that oneDNN would emulate."""
+        """Computes ``linear`` with integers, or with a weight of a dtype that oneDNN would emulate."""
         if isinstance(w, PanelWeight):
             return panels.product(x, w)
         if isinstance(w, IntegerWeight):
@@ -129,12 +137,12 @@ class CpuOps(ReferenceOps):
         return super().linear(x, w)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As the reference; ``x`` itself becomes the sum."""
+        """Computes the same as the reference; the sum is written to ``x``."""
         made = rms_norm(x, weight, eps, residual, self.table)
         return self._torch_rms_norm(x, weight, eps, residual) if made is None else (made, x)
 
     def _torch_rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``rms_norm`` where no own kernel serves."""
+        """Computes ``rms_norm`` without an own kernel."""
         total = x if residual is None else x.add_(residual)
         if x.dtype != torch.float32:
             return super().rms_norm(total, weight, eps)
@@ -144,7 +152,7 @@ class CpuOps(ReferenceOps):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the reference, rounded once; ``x`` itself becomes the sum."""
+        """Computes the same as the reference, rounded once; the sum is written to ``x``."""
         total = x if residual is None else x.add_(residual)
         return functional.layer_norm(total, weight.shape, weight, bias, eps), total
 
@@ -153,27 +161,27 @@ class CpuOps(ReferenceOps):
         return self._act_mul(gate_up, "silu") if made is None else made
 
     def act(self, x: Tensor, kind: str) -> Tensor:
-        """As the reference; ``relu`` works in place."""
+        """Computes the same as the reference; ``relu`` works in place."""
         return x.relu_() if kind == "relu" else apply_activation(x, kind)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return self.silu_mul(gate_up) if kind == "silu" else self._act_mul(gate_up, kind)
 
     def _act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
-        """``act_mul`` where no own kernel serves."""
+        """Computes ``act_mul`` without an own kernel."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act(gate, kind).mul_(up)
 
     def by_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """In the pieces that ``by_sizes`` cuts, so that what is between two products stays in the cache.
+        """Runs ``run`` in the pieces of ``by_sizes``, so that the values between two products stay in the cache.
 
-        Each product would cut its rows alike, so that no bit depends on it.
+        Each product would cut its rows in the same way, so that no bit changes.
         """
         sizes = pieces(len(x))
         return run(x) if len(sizes) < 2 else self._in_pieces(run, x, sizes)
 
     def _in_pieces(self, run: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``by_pieces`` where there are several."""
+        """Runs ``by_pieces`` for several pieces."""
         out, start = None, 0
         for size in sizes:
             y = run(x[start : start + size])
@@ -191,7 +199,7 @@ class CpuOps(ReferenceOps):
     def pack_quantised_experts(
         self, gate_up: Sequence[Tensor | QTensor], down: Sequence[Tensor | QTensor]
     ) -> SeparateExperts:
-        """``core.layers.moe.CodingOps``: each expert as any other weight."""
+        """Implements ``core.layers.moe.CodingOps``: packs each expert like any other weight."""
         held, total = list[list[Weight]](), 0
         for some in (gate_up, down):
             held.append([])
@@ -203,7 +211,7 @@ class CpuOps(ReferenceOps):
         return SeparateExperts(held[0], held[1], len(down), down[0].shape[1], total)
 
     def experts(self, x: Tensor, scores: Tensor, w: ExpertWeights, top: int, normalise: bool, kind: str) -> Tensor:
-        """Tokens grouped by expert."""
+        """Computes experts with the tokens grouped by expert."""
         assert isinstance(w, SeparateExperts)
         return run_chosen_experts(self, x, scores, w, top, normalise, kind)
 
@@ -232,7 +240,7 @@ class CpuOps(ReferenceOps):
         return self._attend_parts(q, kv, plan, scale, window)
 
     def _attend_parts(self, q: Tensor, kv: LayerKV, plan: AttendPlan, scale: float, window: int) -> Tensor:
-        """``attend`` span by span and group by group."""
+        """Computes ``attend`` span by span and group by group."""
         out = torch.zeros(q.shape, dtype=q.dtype) if plan.surplus else torch.empty(q.shape, dtype=q.dtype)
         if flash.is_supported(q, self.table):
             self._flash(q, kv, plan.spans, scale, window, out)
@@ -248,7 +256,7 @@ class CpuOps(ReferenceOps):
     def _flash(
         self, q: Tensor, kv: LayerKV, spans: Sequence[ChunkSpan], scale: float, window: int, out: Tensor
     ) -> None:
-        """``_span`` of all of them by the library's kernel; what is coded is opened row by row."""
+        """Computes ``_span`` of all spans by the library's kernel; codes are decoded row by row."""
         if kv.k_scale is not None:
             for span in spans:
                 keys, values = stored_at(kv, span.where, q.dtype)
@@ -265,7 +273,7 @@ class CpuOps(ReferenceOps):
         return rotated[:, :heads], rotated[:, heads:]
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Padding slots give zeros, and what they hold is not read."""
+        """Computes attention inside windows. Padding slots give zeros, and their values are not read."""
         padded = bool((seg.real < WINDOW_SLOTS).any())
         if not flash.is_supported(q, self.table):
             return self._torch_windows(q, k, v, seg.real if padded else None, scale)
@@ -274,22 +282,24 @@ class CpuOps(ReferenceOps):
         return out
 
     def _torch_windows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
-        """``attend_windows`` by torch; ``real``: int32 [windows], None where no slot is padding."""
+        """Computes ``attend_windows`` by torch; ``real``: int32 [windows], None if no slot is padding."""
         if real is None:
             return self._sdpa_windows(_by_window(q), _by_window(k), _by_window(v), None, scale).reshape(q.shape)
         inside = torch.arange(WINDOW_SLOTS) < real[:, None]
         outside = ~inside.view(-1, 1, 1)
-        # A mask hides scores, but a value that is no number makes a sum none even with a weight of zero.
+        # A mask hides scores, but a NaN in a value makes a sum NaN even with a weight of zero.
         queries, keys, values = (_by_window(t.masked_fill(outside, 0)) for t in (q, k, v))
         out = self._sdpa_windows(queries, keys, values, inside[:, None, None], scale)
         return out.reshape(q.shape).masked_fill_(outside, 0)
 
     def _sdpa_windows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention of [windows, h, 64, d] under a mask of keys, bool [windows, 1, 1, 64] -> [windows, 64, h, d]."""
+        """Computes attention of [windows, h, 64, d] under a mask of keys, bool [windows, 1, 1, 64] -> [windows, 64,
+        h, d].
+        """
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Padding slots give zeros."""
+        """Computes attention over whole images. Padding slots give zeros."""
         out = torch.zeros(q.shape, dtype=q.dtype)
         if flash.is_supported(q, self.table):
             spans = [flash.Span(queries_at, where, whole=True) for queries_at, where in find_image_spans(seg)]
@@ -314,13 +324,15 @@ class CpuOps(ReferenceOps):
         return super().best(logits) if found is None else found
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """Codes without outputs where an own kernel serves."""
+        """Returns codes of the best outputs (``dense.best``) without storing the outputs; None without an own
+        kernel.
+        """
         if not isinstance(w, PackedWeight) or w.panels is None or w.bias is not None or x.dtype != w.panels.dtype:
             return None
         return dense.best(x, w.panels, outputs, scale)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
-        """Writes over the ids that a mask forbids, in the rows that have one."""
+        """Overwrites the ids that a mask forbids, in rows that have a mask."""
         masks = head.masks.numpy()
         for i, row in enumerate(head.mask_row.tolist()):
             if row:
@@ -329,7 +341,7 @@ class CpuOps(ReferenceOps):
         return logits
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
-        """Sorts only the rows that have a filter."""
+        """Computes thresholds; sorts only the rows that have a filter."""
         least = probs.new_zeros(len(probs), 1)
         asking = (head.temperature > 0) & ((head.top_k > 0) | (head.top_p < 1) | (head.min_p > 0))
         rows = asking.nonzero()[:, 0]
@@ -339,7 +351,7 @@ class CpuOps(ReferenceOps):
 
 
 def is_packable(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies ``dtype`` on this CPU without emulating it."""
+    """Returns True if oneDNN multiplies ``dtype`` on this CPU without emulating it."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16:
@@ -348,7 +360,7 @@ def is_packable(dtype: torch.dtype) -> bool:
 
 
 def _by_window(x: Tensor) -> Tensor:
-    """[windows * 64, h, d] -> [windows, h, 64, d]."""
+    """Rearranges [windows * 64, h, d] -> [windows, h, 64, d]."""
     return x.view(-1, WINDOW_SLOTS, *x.shape[1:]).transpose(1, 2)
 
 
@@ -361,7 +373,7 @@ def _product(x: Tensor, w: PackedWeight) -> Tensor:
 
 
 def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) -> Tensor:
-    """Attention [n, h, d] of one row over its stored tokens; a stride of 0 repeats KV heads without a copy."""
+    """Computes attention [n, h, d] of one row over its stored tokens; a stride of 0 repeats KV heads without a copy."""
     n, heads, d = q.shape
     groups = kv.k.shape[2]
     repeat = heads // groups
@@ -376,7 +388,7 @@ def _span(q: Tensor, kv: LayerKV, span: ChunkSpan, scale: float, window: int) ->
 
 
 def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale: float, window: int) -> Tensor:
-    """[g, h / g, n, d]: attention under masks, which exist for ``QUERY_TILE`` queries at a time."""
+    """Computes attention [g, h / g, n, d] under masks, which exist for ``QUERY_TILE`` queries at a time."""
     parts = []
     for start in range(0, queries.shape[2], QUERY_TILE):
         tile = queries[:, :, start : start + QUERY_TILE]
@@ -391,7 +403,7 @@ def _tiles(queries: Tensor, keys: Tensor, values: Tensor, span: ChunkSpan, scale
 
 
 def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int, int, Tensor]:
-    """(first, end, mask): which of the keys at positions [first, end) the tokens [start, stop) of a row see.
+    """Returns (first, end, mask): which of the keys at positions [first, end) the tokens [start, stop) of a row see.
 
     The mask is bool [stop - start, end - first]; all keys outside these positions are hidden from all of them.
     """
@@ -407,7 +419,9 @@ def tile_mask(span: ChunkSpan, start: int, stop: int, window: int) -> tuple[int,
 
 
 def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
-    """Attention [r, h, d] of single tokens: the query heads of a KV head become its queries; no key is repeated."""
+    """Computes attention [r, h, d] of single tokens: the query heads of a KV head become its queries; no key is
+    repeated.
+    """
     rows, heads, d = q.shape
     groups = kv.k.shape[2]
     queries = q.view(rows, groups, heads // groups, d)
@@ -419,7 +433,7 @@ def _group(q: Tensor, kv: LayerKV, group: Group, scale: float) -> Tensor:
 
 
 def stored_at(kv: LayerKV, where: Where, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [L, g, d] of these slots, of ``dtype``; views of the cache where that holds them so."""
+    """Returns keys and values [L, g, d] of these slots, in ``dtype``; views of the cache if possible."""
     if kv.k_scale is not None:
         return kv_cache_codes.read_slots(kv, where, dtype)
     return slots_at(kv.k, where), slots_at(kv.v, where)

@@ -36,13 +36,13 @@ HEAD: dict[str, tuple[type, float]] = {
     "target": (np.int64, -1),
     "mask_row": (np.int64, 0),
 }
-"""The type of each array of a SAMPLE launch, and what stands in padded rows."""
+"""Dtype of each array of a SAMPLE launch, and its value in padded rows."""
 
 
 def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float = 0) -> Any:
-    """``x`` at the start, on every axis, of a new array of ``shape``, the rest filled with ``value``."""
+    """Returns a new array of ``shape`` with ``x`` at the start of every axis, and ``value`` elsewhere."""
     if x.shape == shape:
-        return x.astype(dtype)  # a copy, because the caller's array may change
+        return x.astype(dtype)  # copied, because the caller's array may change
     assert all(map(le, x.shape, shape)), f"{x.shape} does not fit a bucket of {shape}"
     out: Array = np.full(shape, value, dtype)
     out[tuple(map(slice, x.shape))] = x
@@ -50,13 +50,13 @@ def pad(x: Array, shape: tuple[int, ...], dtype: type = np.float32, value: float
 
 
 def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
-    """int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
+    """Returns int64 [count]: the cache slot of each token's K and V; surplus tokens go to SINK."""
     real = len(x.tokens)
     slots = SINK_BLOCK * block_size + np.arange(count, dtype=np.int64) % block_size
-    if x.last is not None:  # a look into each row's table would miss every cache
+    if x.last is not None:  # avoids reading each row's table, which would miss the CPU's cache
         slots[:real] = last_slots(x.last, x.context, block_size)
         return slots
-    if real == len(x.context):  # one token a row
+    if real == len(x.context):  # one token per row
         row, position = np.arange(real), x.context
     else:
         row = np.repeat(np.arange(len(x.context)), np.diff(x.row_start[: len(x.context) + 1]))
@@ -66,26 +66,29 @@ def slot_map(x: StepInputs, count: int, block_size: int) -> Array:
 
 
 def last_slots(last: Array, context: Array, block_size: int) -> Array:
-    """int64 [r]: the cache slot of each row's next token, which lies in its ``last`` block."""
+    """Returns int64 [r]: the cache slot of each row's next token, which is in its ``last`` block."""
     slots: Array = last.astype(np.int64) * block_size + context % block_size
     return slots
 
 
 def visible_ends(x: StepInputs) -> Array:
-    """int32 [n]: ``StepInputs.upto``, or each token's own position where no token of the launch sees further."""
+    """Returns int32 [n]: ``StepInputs.upto``, or each token's own position if no token of the launch sees further."""
     return own_positions(x.row_start, x.context) if x.upto is None else x.upto
 
 
 def windows(x: VisionInputs, slots: int) -> tuple[Array, Array]:
-    """int32 [slots / 64] each: a window's image and number of real patches; surplus windows are images of their own."""
+    """Returns int32 [slots / 64] each: a window's image and number of real patches; surplus windows are images of
+    their own.
+    """
     count, real = slots // WINDOW_SLOTS, len(x.segment)
     spare = (int(x.segment[-1]) + 1 if real else 0) + np.arange(count - real, dtype=np.int32)
     return np.concatenate([x.segment, spare]), pad(x.count, (count,), np.int32, WINDOW_SLOTS)
 
 
 def flag_padding_windows(x: VisionInputs, slots: int, always: bool = False) -> Array | None:
-    """int32 [slots / 64]: ``Segments.padding_window``; surplus windows are not marked. ``always``: also where the
-    inputs have none.
+    """Returns int32 [slots / 64]: ``Segments.padding_window``; surplus windows are not marked.
+
+    ``always``: also if the inputs have none.
     """
     if x.padding_window is None and not always:
         return None
@@ -96,8 +99,9 @@ def flag_padding_windows(x: VisionInputs, slots: int, always: bool = False) -> A
 
 
 def pad_cross_attention(x: StepInputs, count: int, units: int, position: Array | None = None) -> Any:
-    """``CrossAttentionTensors`` of a launch that attends to ``units`` images, None where it sees none; ``position``:
-    of each token.
+    """Returns ``CrossAttentionTensors`` of a launch that attends to ``units`` images; None if it attends to none.
+
+    ``position``: index in the bucket of each token.
     """
     if not units:
         return None
@@ -108,12 +112,12 @@ def pad_cross_attention(x: StepInputs, count: int, units: int, position: Array |
 
 
 def cells(x: VisionInputs, slots: int, slot: SlotForm) -> int:
-    """Cells of ``slots`` slots, by the form of the inputs, or of ``slot`` where there are none."""
+    """Returns the cells of ``slots`` slots, by the form of the inputs, or of ``slot`` for empty inputs."""
     return slots * len(x.rows) // len(x.pixels) if len(x.rows) else slots // slot.cell
 
 
 def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array | None]:
-    """Rows of the table of positions int32 [slots, near], and their shares float32; padding has shares of 0."""
+    """Returns rows of the table of positions int32 [slots, near], and their shares float32; padding has shares of 0."""
     if x.position_rows is None or x.position_weights is None:
         return None, None
     shape = (slots, x.position_rows.shape[1])
@@ -121,13 +125,13 @@ def pad_interpolation(x: VisionInputs, slots: int) -> tuple[Array | None, Array 
 
 
 def head(x: HeadInputs, rows: int, masks: Array) -> Any:
-    """``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
+    """Builds ``HeadTensors``: padded rows read hidden row 0, are greedy and write to slot 0."""
     padded = {name: pad(getattr(x, name), (rows,), *how) for name, how in HEAD.items()}
     return HeadTensors(masks=masks, **padded)  # type: ignore[arg-type]
 
 
 def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
-    """``ResetTensors``: padded rows write to slot 0, the sink, whatever they hold."""
+    """Builds ``ResetTensors``: padded rows write to slot 0, the sink."""
     return ResetTensors(
         slot=pad(x.slot, (rows,), np.int64),
         counts=counts,  # type: ignore[arg-type]
@@ -138,12 +142,12 @@ def reset(x: ResetInputs, rows: int, counts: Array) -> Any:
 
 
 def pool(x: PoolInputs, rows: int) -> Any:
-    """``PoolTensors``: padded rows read hidden row 0 and belong to no group."""
+    """Builds ``PoolTensors``: padded rows read hidden row 0 and belong to no group."""
     return PoolTensors(hidden_row=pad(x.hidden_row, (rows,), np.int64), group=pad(x.group, (rows,), np.int32))
 
 
 def empty_inputs(stage: Stage, vocab: int, slot: SlotForm = NO_SLOT) -> Inputs:
-    """Inputs without rows, for a launch of padding alone; ``slot``: the form of a VISION launch's."""
+    """Returns inputs without rows, for a launch of padding only; ``slot``: the form of a slot of VISION launches."""
     bits = -(-vocab // 8)
 
     def none(*tail: int, dtype: type = np.int32) -> Array:

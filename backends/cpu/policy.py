@@ -1,4 +1,4 @@
-"""The CPU's shapes: every size is its own bucket, and a padded policy for tests."""
+"""Launch shapes of the CPU: every size is its own bucket; and a padded policy for tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ INVARIANT_ROWS = 4
 """Products of row counts that are multiples of this give a row the same bits: MKL's kernels take 4 rows at a time."""
 
 ENCODER_SLOTS = 1024
-"""Slots of one image of 448 x 448 pixels. A core gains little from larger launches, and decoding rows wait for them."""
+"""Slots of one image of 448 x 448 pixels. Larger launches are hardly faster per slot, and decoding rows wait for them.
+"""
 
 KEPT = ROWS8 if machine().lower() in ("x86_64", "amd64") else ""
-"""How quantised weights are kept without own kernels: torch brings fbgemm, which multiplies integers, for x86 alone."""
+"""Form of quantised weights without own kernels: torch's fbgemm, which multiplies integers, exists for x86 only."""
 
 CODES = {INT8: "int8", FP8: "uint8"}
-"""Codes of an 8-bit KV cache; torch has no scatter of its float8 types here."""
+"""Dtype of the codes of an 8-bit KV cache; torch has no scatter of its float8 dtypes here."""
 
 SERVING = Policy(
     axes=MIXED_AXES,
@@ -77,7 +78,7 @@ POLICIES = {"serving": SERVING, "padded": PADDED}
 
 
 def policy(name: str) -> Policy:
-    """The policy called ``name``; empty means serving."""
+    """Returns the policy called ``name``; empty means serving."""
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the cpu backend has no policy {name!r}; policies: {', '.join(POLICIES)}")

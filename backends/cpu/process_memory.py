@@ -1,4 +1,4 @@
-"""Memory that this process may use: the machine's, or its control group's if that is smaller."""
+"""Memory that this process may use: that of the machine, or of its control group if smaller."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trencadis.core.memory.host_memory import free_host, total_host
 
 
 class CpuMemory:
-    """Bytes; ``core.backend.Memory``."""
+    """Memory in bytes (``core.backend.Memory``)."""
 
     def total(self) -> int:
         return total_host()
@@ -16,5 +16,5 @@ class CpuMemory:
         return None
 
     def free(self) -> int:
-        """Bytes that can still be allocated without swapping; page cache counts as free."""
+        """Returns the bytes that can still be allocated without swapping; page cache counts as free."""
         return free_host()

@@ -1,6 +1,6 @@
-"""The oracle: every op in plain torch, with static shapes and without reading a tensor on the host.
+"""The reference: every op in plain torch, with static shapes and without reading a tensor on the host.
 
-Other devices inherit it and replace what they do better. Letters as in ``core.backend.Ops``.
+Other devices inherit it and override the ops that they have faster kernels for. Letters as in ``core.backend.Ops``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ QUERY_TILE = 64
 IMAGE_TILE = 1024
 
 SCORES = 1 << 25
-"""Scores over rows of images that are held at a time."""
+"""Number of scores over rows of images that are held at a time."""
 
 
 @dataclass(slots=True)
 class PlainWeight:
-    """A weight as it is stored: [out, in] and maybe [out]."""
+    """A weight as it is stored: [out, in], and a bias [out] if it has one."""
 
     weight: Tensor
     bias: Tensor | None
@@ -62,7 +62,7 @@ class ReferenceOps:
         return PlainWeight(weight, bias, weight.shape[0], weight.shape[1])
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """Dequantises: the weight is one of the engine's type from here on."""
+        """Dequantises the weight to the engine's dtype and packs it."""
         return self.pack_weight(q.values(), bias)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -128,7 +128,7 @@ class ReferenceOps:
         put_slots(kv.v, v, slot_map)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        """Attention [n, h, d]: each token sees its row's stored tokens up to itself, or as far as ``upto`` says."""
+        """Computes attention [n, h, d]: each token sees its row's stored tokens up to itself, or up to ``upto``."""
         n, heads, d = q.shape
         token = torch.arange(n, device=q.device, dtype=torch.int32)
         row = torch.searchsorted(attn.row_start[1:-1].contiguous(), token, right=True)
@@ -153,7 +153,7 @@ class ReferenceOps:
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """``core.models.interface.CrossAttentionOps``: gathers keys and values."""
+        """Implements ``core.models.interface.CrossAttentionOps``: gathers keys and values."""
         assert rows is not None
         units, d = len(images.units), q.shape[2]
         k, v = (
@@ -163,7 +163,7 @@ class ReferenceOps:
         return self.cross_attend_rows(q, k, v, images, scale)
 
     def cross_attend_rows(self, q: Tensor, k: Tensor, v: Tensor, images: CrossAttentionTensors, scale: float) -> Tensor:
-        """``core.models.interface.CrossAttentionOps``, a tile of queries at a time."""
+        """Implements ``core.models.interface.CrossAttentionOps``, a tile of queries at a time."""
         (n, heads, d), (units, length, groups, _) = q.shape, k.shape
         keys, values = k.flatten(0, 1).permute(1, 2, 0), v.flatten(0, 1).transpose(0, 1)  # [g, d, L], [g, L, d]
         queries = q.view(n, groups, heads // groups, d).transpose(0, 1)
@@ -197,7 +197,7 @@ class ReferenceOps:
         )
 
     def attend_windows(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Attention [s, h, d]: each slot sees the real slots of its window."""
+        """Computes attention [s, h, d]: each slot sees the real slots of its window."""
         s, heads, d = q.shape
         windows = (s // WINDOW_SLOTS, WINDOW_SLOTS, heads, d)
         queries, keys, values = (t.float().view(windows).transpose(1, 2) for t in (q, k, v))
@@ -207,8 +207,9 @@ class ReferenceOps:
         return (weights @ values).transpose(1, 2).reshape(s, heads, d).to(q.dtype)
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Attention [s, h, d]: each slot sees the real slots of its image, padding windows see no padding windows;
-        by tiles of queries.
+        """Computes attention [s, h, d] in tiles of queries: each slot sees the real slots of its image.
+
+        Padding windows do not see other padding windows.
         """
         s = q.shape[0]
         owner = seg.segment.repeat_interleave(WINDOW_SLOTS, output_size=s)
@@ -240,7 +241,7 @@ class ReferenceOps:
         return source.index_select(0, rows)
 
     def interpolate(self, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """A row of the table at a time, so that no tensor holds all of them."""
+        """Interpolates one row of the table at a time, so that no tensor holds all of them."""
         out = table.index_select(0, rows[:, 0]).float() * weights[:, :1]
         for i in range(1, rows.shape[1]):
             out = out + table.index_select(0, rows[:, i]).float() * weights[:, i : i + 1]
@@ -255,25 +256,27 @@ class ReferenceOps:
         return self.take(self.best(logits), head, state)
 
     def take(self, token: Tensor, head: HeadTensors, state: SamplerState) -> HeadTensorsOut:
-        """``core.models.interface.BestOps``."""
+        """Implements ``core.models.interface.BestOps``: stores given ids as drawn."""
         self.update(token, head, state, full=False)
         return HeadTensorsOut(token.int(), None, None, None, None)
 
     def best_outputs(self, x: Tensor, w: Weight, outputs: int, scale: float) -> Tensor | None:
-        """``core.models.interface.BestOps``: the logits are needed."""
+        """Implements ``core.models.interface.BestOps``: returns None, since the logits are needed."""
         return None
 
     def best(self, logits: Tensor) -> Tensor:
-        """int64 [r]: the first of the largest logits of each row."""
+        """Returns int64 [r]: the index of the first largest logit of each row."""
         return logits.argmax(-1)
 
     def mask(self, logits: Tensor, head: HeadTensors) -> Tensor:
-        """``core.models.interface.MaskingOps``."""
+        """Implements ``core.models.interface.MaskingOps``."""
         allowed = unpack(head.masks.index_select(0, head.mask_row), logits.shape[1])
         return torch.where(allowed, logits, torch.finfo(logits.dtype).min)
 
     def pool(self, x: Tensor, group: Tensor, head: Tensor | None) -> Tensor:
-        """A product with the groups as zeros and ones; what is not finite is left out of it and marked afterwards."""
+        """Sums rows by group, as a product with a matrix of zeros and ones; non-finite values are left out and
+        marked afterwards.
+        """
         wide = x.float()
         fine = wide.abs() <= torch.finfo(torch.float32).max
         ids = torch.arange(1, x.shape[0] + 1, device=x.device, dtype=torch.int32)
@@ -284,11 +287,11 @@ class ReferenceOps:
         return torch.where(spoiled > 0, float("nan"), out)
 
     def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-        """Notes the drawn ids, int64 [r], in the sampler state."""
+        """Stores the drawn ids, int64 [r], in the sampler state."""
         update(token, head, state, full)
 
     def thresholds(self, probs: Tensor, head: HeadTensors) -> Tensor:
-        """[r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""
+        """Returns [r, 1]: the least probability that top-k, top-p and min-p let through; 0 without filters."""
         return thresholds(probs, head.top_k, head.top_p, head.min_p)
 
     def reset(self, reset: ResetTensors, state: SamplerState) -> None:
@@ -317,7 +320,7 @@ class ReferenceOps:
 
 
 def apply_activation(x: Tensor, kind: str) -> Tensor:
-    """An activation by ``core.backend.Ops.act``'s name.
+    """Applies the activation with this name of ``core.backend.Ops.act``.
 
     GELU and its two approximations are those of arXiv 1606.08415, section 2.
     """
@@ -336,12 +339,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def lowest() -> float:
-    """The score of a masked key: finite, so that a row whose keys are all masked has no NaN."""
+    """Returns the score of a masked key: finite, so that a row whose keys are all masked has no NaN."""
     return torch.finfo(torch.float32).min
 
 
 def _gather_stored(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [tile, L, g, d]: keys and values of the blocks [tile, width]."""
+    """Returns keys and values of the blocks [tile, width], float32 [tile, L, g, d] each."""
     if kv.k_scale is None:
         return kv.k[blocks].flatten(1, 2).float(), kv.v[blocks].flatten(1, 2).float()
     offsets = torch.arange(kv.k.shape[1], device=blocks.device)

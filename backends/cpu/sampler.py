@@ -1,11 +1,11 @@
-"""Sampling in plain torch with static shapes; the meaning of every sampling parameter is written here.
+"""Sampling in plain torch with static shapes; this module defines the meaning of every sampling parameter.
 
-raw logits -> raw logprobs (what is reported) -> bias -> repetition, frequency, presence penalties -> mask ->
+raw logits -> raw logprobs (these are reported) -> bias -> repetition, frequency, presence penalties -> mask ->
 temperature -> min_p, top_k, top_p -> one draw by inverting the cumulated distribution in vocabulary order.
 
-Filters are thresholds on probabilities, so ids of equal probability stay or go together: top_k keeps all that are
-no less probable than the k-th, top_p keeps the shortest run of best ids whose share of what min_p and top_k left
-reaches top_p, and all their equals.
+Filters are thresholds on probabilities, so ids of equal probability are kept or dropped together: top_k keeps all that
+are no less probable than the k-th; top_p keeps the shortest run of best ids whose share of the probability left by
+min_p and top_k reaches top_p, and all ids of equal probability.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sample_full(
     limit: Callable[[Tensor, HeadTensors], Tensor],
     note: Callable[[Tensor, HeadTensors, SamplerState, bool], None],
 ) -> HeadTensorsOut:
-    """Everything on: [r, V] logits -> tokens and logprobs.
+    """Samples with all features: [r, V] logits -> tokens and logprobs.
 
     Args:
         limit, note: the backend's ``thresholds`` and ``update``.
@@ -43,7 +43,7 @@ def sample_full(
 
 
 def apply_penalties(raw: Tensor, head: HeadTensors, state: SamplerState) -> tuple[Tensor, Tensor]:
-    """([r, V] scores after bias and penalties, [r, V] bool ids the mask allows)."""
+    """Returns ([r, V] scores after bias and penalties, [r, V] bool ids that the mask allows)."""
     vocab = raw.shape[1]
     ids, values, counts, bits = (
         t.index_select(0, head.slot) for t in (state.bias_id, state.bias_value, state.counts, state.prompt_mask)
@@ -58,7 +58,9 @@ def apply_penalties(raw: Tensor, head: HeadTensors, state: SamplerState) -> tupl
 
 
 def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Tensor, HeadTensors], Tensor]) -> Tensor:
-    """int64 [r]: argmax, or the first id at which the cumulated probability exceeds the row's uniform number."""
+    """Returns int64 [r]: argmax, or the first id at which the cumulated probability exceeds the row's uniform
+    number.
+    """
     low = torch.finfo(torch.float32).min
     best = torch.where(allowed, scores, low).argmax(-1)
     warm = scores / head.temperature.clamp_min(GREEDY_BELOW)[:, None]
@@ -73,7 +75,9 @@ def draw(scores: Tensor, allowed: Tensor, head: HeadTensors, limit: Callable[[Te
 
 
 def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[r, 1] least probability kept; filters that are off (top_k 0, top_p 1, min_p 0) let everything through."""
+    """Returns [r, 1] least probability kept; filters that are off (top_k 0, top_p 1, min_p 0) let everything
+    through.
+    """
     vocab = probs.shape[1]
     ordered = probs.sort(-1, descending=True).values
     k = torch.where(top_k > 0, top_k.clamp_max(vocab), vocab).long()
@@ -87,7 +91,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-    """last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0."""
+    """Sets last[slot] = token, and counts[slot, token] += 1 in the full variant; targets and padding have slot 0."""
     state.last.index_copy_(0, head.slot, token.int())
     if full:
         ones = torch.ones_like(head.slot, dtype=state.counts.dtype)
@@ -95,6 +99,6 @@ def update(token: Tensor, head: HeadTensors, state: SamplerState, full: bool) ->
 
 
 def unpack(bits: Tensor, vocab: int) -> Tensor:
-    """uint8 [r, ceil(V / 8)] in little bit order -> bool [r, V]."""
+    """Unpacks uint8 [r, ceil(V / 8)] in little bit order -> bool [r, V]."""
     bit = torch.arange(8, device=bits.device, dtype=torch.uint8)
     return ((bits[:, :, None] >> bit) & 1).bool().flatten(1)[:, :vocab]

@@ -1,6 +1,6 @@
-"""NVIDIA cards, by Triton kernels.
+"""Backend for NVIDIA cards, by Triton kernels.
 
-Torch-free to import, because the planner reads ``policy`` without a device; the device's half is imported when asked.
+Torch-free to import, because the planner reads ``policy`` without a device; torch and Triton are imported when needed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ __all__ = ["cards", "listing", "make_backend", "pick_dtype", "pick_policy", "has
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """``core.backend.load("cuda")``; the policy ``twin`` or TRENCADIS_CUDA_TWIN asks for the CPU twin of a card.
+    """Builds the CUDA backend; the policy ``twin`` or TRENCADIS_CUDA_TWIN selects the CPU twin of a card.
 
     Raises:
-        StartupError: no card, no Triton, or a card or model that the kernels do not take; the line says what works.
+        StartupError: no card, no Triton, or a card or model that the kernels do not support; the message says what
+        works.
     """
     if _is_twin((cfg.options or {}).get("policy", "")):
         return _twin(cfg)
@@ -72,7 +73,7 @@ def _twin(cfg: BackendConfig) -> Backend:
 
 
 def _with_pipe(backend: CudaBackend) -> CudaBackend:
-    """With links to other pipeline stages, if there are any."""
+    """Adds links to the other pipeline stages, if there are any."""
     from trencadis.backends.cuda.nccl_comm import CudaPipe
 
     if backend.cfg.stages > 1:
@@ -81,7 +82,7 @@ def _with_pipe(backend: CudaBackend) -> CudaBackend:
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """A card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
+    """Returns a card's runtime; for the CPU, where Triton interprets the kernels, a twin that captures no graphs."""
     if device.type == "cuda":
         from trencadis.backends.cuda.cuda_runtime import CudaRuntime
 
@@ -92,7 +93,7 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def _comm(cfg: BackendConfig, device: torch.device) -> Comm | None:
-    """The communicator of several ranks."""
+    """Returns the communicator of several ranks; None for one rank."""
     if cfg.ranks == 1:
         return None
     from trencadis.backends.cuda.nccl_comm import CudaComm
@@ -108,7 +109,9 @@ def has_card() -> bool:
 
 
 def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many cards a process may use, and that in words; None: unknown, or imitated. Asks no library.
+    """Returns how many cards a process may use, and the same in words. Loads no library.
+
+    None if the number is unknown, or for the CPU twin.
 
     Raises:
         StartupError: ``CUDA_VISIBLE_DEVICES`` cannot be read.
@@ -124,7 +127,7 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def listing() -> list[str]:
-    """One line per card."""
+    """Returns one line for each card of this machine."""
     from trencadis.backends.cuda import support_checks
 
     return support_checks.cards()
@@ -138,7 +141,7 @@ def usable() -> str:
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """The dtype that a card computes in."""
+    """Returns the dtype that a card computes in (``cuda_dtypes.pick_dtype``)."""
     from trencadis.backends.cuda import cuda_dtypes
 
     return cuda_dtypes.pick_dtype(asked, stored)

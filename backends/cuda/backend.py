@@ -1,4 +1,4 @@
-"""An NVIDIA card as a backend."""
+"""The backend for an NVIDIA card."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CudaBackend:
     """``core.backend.Backend`` over a runtime: a card's, or its twin on the CPU.
 
     Attributes:
-        library: what attends in place of this engine's kernels, set before programs are made.
+        library: attention library in place of this engine's kernels, set before programs are made.
     """
 
     name = "cuda"
@@ -84,18 +84,18 @@ class CudaBackend:
         return self.runtime.compilations()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros [shape] in one buffer of the runtime."""
+        """Returns zeros [shape] in one buffer of the runtime, at a fixed address."""
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if not count:
             return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
         return self.runtime.buffer(count).view(dtype).view(tuple(shape))
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Page-locked, so that copies need neither the host nor another copy."""
+        """Returns page-locked host memory, so that copies run asynchronously and without an intermediate copy."""
         return self.runtime.allocate_pinned(shape, dtype)
 
     def in_order(self, copies: Callable[[], None]) -> None:
-        """On the stream of programs, which alone writes and reads the KV cache."""
+        """Runs copies on the stream of programs, which alone writes and reads the KV cache."""
         self.runtime.launch("host blocks", lambda _: copies(), None, self._no_inputs)
 
     def program(self, bucket: Bucket, body: nn.Module | Body) -> CudaProgram:

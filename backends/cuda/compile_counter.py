@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles: after warm-up the number must not grow."""
+"""Counter of the kernels that Triton compiles: after warm-up the number must not grow."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CompileCounter:
         self._begun = self._counts.copy()
 
     def count(self) -> int:
-        """Since this object was made; kernels of a process serve all backends in it."""
+        """Returns the compilations since this object was made; compiled kernels serve all backends of the process."""
         return self._counts.total() - self._begun.total()
 
     def names(self) -> dict[str, int]:
-        """Compilations by kernel, for the log line that names what was compiled again."""
+        """Returns compilations by kernel, for the log line that names recompiled kernels."""
         return dict(self._counts - self._begun)
 
 

@@ -1,4 +1,4 @@
-"""Which dtype an NVIDIA card computes in."""
+"""The dtype that an NVIDIA card computes in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ TAKEN = ("bfloat16", "float16", "float32")
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """``asked`` resolved: ``auto`` is the stored type where it has 16 bits, else bfloat16."""
+    """Returns the dtype for ``asked`` (``--dtype``): ``auto`` is the stored dtype if it has 16 bits, else bfloat16.
+
+    Raises StartupError for a dtype that the kernels do not support.
+    """
     name = ALIASES.get(asked, asked)
     if asked == "auto":
         name = stored if stored in ("bfloat16", "float16") else "bfloat16"
@@ -22,7 +25,9 @@ def pick_dtype(asked: str, stored: str) -> torch.dtype:
 
 
 def exact(dtype: torch.dtype) -> None:
-    """Has products of float32 computed in float32, where that is the ``dtype`` of an engine: torch takes TF32 for them
-    in NVIDIA's containers, which ask for it by the environment, or where the process asked for it."""
+    """Makes torch compute float32 products in float32, if that is the engine's ``dtype``.
+
+    Otherwise torch would use TF32 where the process or the environment requests it, as NVIDIA's containers do.
+    """
     if dtype == torch.float32:
         torch.set_float32_matmul_precision("highest")

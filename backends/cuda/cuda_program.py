@@ -1,4 +1,4 @@
-"""A bucket on an NVIDIA card: static inputs, a body, and its way to CAPTURED."""
+"""The program of a bucket on an NVIDIA card: static inputs, a body, and its graph."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from trencadis.core.buckets import Bucket
 
 
 class AttentionLibrary(Protocol):
-    """A library that attends in place of this engine's kernels (``libraries.ops.Library``)."""
+    """A library that computes attention in place of this engine's kernels
+    (``libraries.ops.AttentionLibraryAdapter``).
+    """
 
     def wrap_body(self, buffers: InputBuffers, body: Body) -> Body:
-        """Wraps ``body`` with what the library needs; ``buffers`` call back for each launch that it must plan."""
+        """Wraps ``body`` with the library's set-up; ``buffers`` call back for each launch that it must plan."""
         ...
 
 
 class CudaProgram:
     """``core.backend.Program``.
 
-    Buckets of a stage share the memory of their inputs, and graphs of a stage the memory they work in.
+    Buckets of a stage share the memory of their inputs, and graphs of a stage their working memory.
 
     Args:
         fetched: recorded when the last copy of outputs to the host is done; later launches may overwrite them.
-        library: what attends in place of this engine's kernels.
+        library: attention library in place of this engine's kernels.
     """
 
     def __init__(
@@ -50,11 +52,11 @@ class CudaProgram:
 
     @property
     def inputs(self) -> Any:
-        """The stage's tensors, at fixed addresses."""
+        """The stage's input tensors, at fixed addresses."""
         return self.buffers.tensors
 
     def fill(self, inputs: Inputs | None) -> None:
-        """Queues the copy of ``inputs``; ``None``: padding alone."""
+        """Queues the copy of ``inputs``; None: padding only."""
         self.buffers.fill(inputs)
 
     def compile(self) -> None:
@@ -95,7 +97,9 @@ class CudaProgram:
         self.state = ProgramState.CAPTURED
 
     def replay(self) -> Any:
-        """The same tensors each time: valid until the next launch of this bucket's stage."""
+        """Replays the graph. Its outputs are the same tensors each time, valid until the next launch of this bucket's
+        stage.
+        """
         if self._graph is None:
             return self.run()
         self._begin()
@@ -104,8 +108,10 @@ class CudaProgram:
         return self._graph.out
 
     def release(self) -> int:
-        """Releases the graph; returns the bytes that were freed: its nodes; with the last graph of its stage, also what
-        they shared."""
+        """Releases the graph and returns the bytes that were freed.
+
+        These are the graph's nodes; with the last graph of its stage, also the memory that they shared.
+        """
         if self._graph is None:
             return 0
         self.runtime.synchronize()
@@ -125,7 +131,7 @@ class CudaProgram:
 
 
 class CudaPending:
-    """Outputs on their way to the host; ``core.backend.Pending``.
+    """Outputs being copied to the host; ``core.backend.Pending``.
 
     Args:
         fetched: recorded when the copies are done, for launches that overwrite what the copies read.
@@ -146,10 +152,10 @@ class CudaPending:
         return host
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True if ``result`` would not wait."""
         return self._runtime.is_complete(self._done)
 
     def result(self) -> Any:
-        """Waits for the copies."""
+        """Waits for the copies and returns the outputs on the host."""
         self._runtime.host_wait(self._done)
         return host_output(self._out, [None if t is None else self._runtime.read(t) for t in self._host])

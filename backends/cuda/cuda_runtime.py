@@ -1,8 +1,8 @@
-"""Streams, events, pinned memory and graphs of an NVIDIA card: only this module and ``captured`` touch them.
+"""Streams, events, pinned memory and graphs of an NVIDIA card: only this module and ``graph_pool`` use them.
 
 Programs run on one stream, copies to the device on a second, copies from it on a third, copies of weights within a
 launch on a fourth; events order them. Tests make
-the same calls to ``twin.device.TwinRuntime``, which records them, so their order is checked without a card.
+the same calls to ``twin.twin_runtime.TwinRuntime``, which records them, so their order is checked without a card.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from trencadis.core.backend import Memory, OutOfDeviceMemory
 T = TypeVar("T")
 
 LARGE = 128 << 20
-"""Bytes of page-locked memory from which on it is not torch's: torch locks the next power of two, and keeps it."""
+"""From this many bytes on, page-locked memory is not allocated by torch, which would lock the next power of two and
+keep it.
+"""
 
 PAGE = mmap.PAGESIZE
 
 
 @contextmanager
 def _no_sync() -> Iterator[None]:
-    """torch raises at calls that wait for the card."""
+    """Makes torch raise at calls that wait for the card."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -44,7 +46,7 @@ def _no_sync() -> Iterator[None]:
 
 
 class CudaMemory:
-    """Bytes as the driver reports them; what torch's allocator holds in reserve counts as taken."""
+    """Memory of the card in bytes, as the driver reports it; the reserve of torch's allocator counts as used."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +63,7 @@ class CudaMemory:
 
 
 class CudaRuntime:
-    """``Runtime`` over torch.cuda.
+    """Implements ``Runtime`` by torch.cuda.
 
     The stream of programs becomes the current stream of the thread that makes the runtime: torch's allocator keeps
     freed memory by stream, so launches can reuse what the start-up freed.
@@ -71,7 +73,7 @@ class CudaRuntime:
     interprets = False
 
     def __init__(self, device: torch.device) -> None:
-        if device.index is None:  # which several calls of torch refuse
+        if device.index is None:  # several calls of torch refuse a device without an index
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
@@ -96,14 +98,16 @@ class CudaRuntime:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def _lock_pages(self, size: int) -> Tensor | None:
-        """uint8 [size] of its own pages, locked as long as a tensor lies there; None where the driver locks none."""
+        """Allocates uint8 [size] on pages of its own, locked as long as a tensor uses them; None if the driver
+        refuses.
+        """
         whole = -(-size // PAGE) * PAGE
         held: Any = np.empty(whole + PAGE, np.uint8)
         begin = -held.ctypes.data % PAGE
         address, driver = held.ctypes.data + begin, torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
             if int(driver.cudaHostRegister(address, whole, 0)):
-                with suppress(RuntimeError):  # torch takes it for a failure of the next kernel: let that be this one
+                with suppress(RuntimeError):  # torch reports the error at its next kernel: let that be this one
                     torch.empty(1, device=self.device).fill_(0)
                 return None
         weakref.finalize(held, driver.cudaHostUnregister, address).atexit = False
@@ -159,7 +163,9 @@ class CudaRuntime:
         return self._captured.on_thread(lambda: self._capture(pool, body, inputs))
 
     def _capture(self, pool: str, body: Callable[[Any], Any], inputs: Any) -> CudaGraph:
-        """Not by ``torch.cuda.graph``: that empties torch's cache first, and the graph's cost could not be measured."""
+        """Captures without ``torch.cuda.graph``, which empties torch's cache first, so that the graph's cost could not
+        be measured.
+        """
         gc.collect()
         torch.cuda.synchronize(self.device)
         with self._captured.capture(pool) as memory:
@@ -177,7 +183,7 @@ class CudaRuntime:
             return CudaGraph(graph, out, memory, self._captured.end)
 
     def _end(self, graph: torch.cuda.CUDAGraph, memory: GraphPool) -> None:
-        """Ends a capture. After one that cannot end, the next graphs of the stage take another pool."""
+        """Ends a capture. If that fails, the next graphs of the stage use another pool."""
         try:
             graph.capture_end()
         except BaseException:
@@ -207,9 +213,12 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
 
     def _on(self, stream: Stream) -> Any:
-        """Makes a stream the thread's current one for a while. torch then goes back to the card that was current, card
-        0 in a new thread, and CUDA makes a context there, of some 500 MiB, where the process has none: such a thread
-        stays on this card."""
+        """Returns a context in which ``stream`` is the thread's current one.
+
+        torch then returns to the card that was current, which in a new thread is card 0. If the process has no context
+        there,
+        CUDA would create one, of some 500 MiB; such a thread stays on this card instead.
+        """
         current = torch.cuda.current_device()
         if current != self.device.index:
             known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -222,10 +231,10 @@ class CudaRuntime:
 
 
 class LaunchScope:
-    """Runs on a stream, without gradients; torch's out-of-memory error becomes the engine's.
+    """Context of a launch: on a stream, without gradients; converts torch's out-of-memory error to the engine's.
 
-    No generator: with Python 3.12 its frame, which stands in the traceback, leads to the frame that holds the error,
-    and what a launch held would stay until garbage is collected, while the launch is tried again.
+    This is no generator: with Python 3.12 its frame, which is part of the traceback, leads to the frame that holds the
+    error, so that a launch's tensors would stay until garbage collection, while the launch is retried.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -243,8 +252,12 @@ class LaunchScope:
 
 
 def _lack(error: BaseException | None) -> str:
-    """What the out-of-memory error behind ``error`` says, "" if there is none: ending a broken capture raises another
-    error over it. Not the error itself: in a frame of its own traceback it would keep the launch's tensors."""
+    """Returns the message of the out-of-memory error that caused ``error``; "" if there is none.
+
+    Ending a broken capture raises another error over it. The error itself is not returned: in a frame of its own
+    traceback
+    it would keep the launch's tensors alive.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return "" if error is None else str(error) or "CUDA out of memory"

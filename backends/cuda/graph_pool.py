@@ -1,12 +1,13 @@
 """The graphs of one capture stream: their pools of memory, their cuBLAS workspaces, and the thread that captures them.
 
 torch keeps a cuBLAS workspace for each stream; the products of a graph hold its address. ``CUDAGraph.reset`` and its
-destructor free the workspaces of the graph's stream, whoever else holds them (pytorch #193402). Where torch keeps them
-for each thread as well (pytorch #180283), the end of a thread frees its own. Three rules keep every address valid:
+destructor free the workspaces of the graph's stream, even if other graphs hold them (pytorch #193402). Where torch
+keeps them for each thread as well (pytorch #180283), the end of a thread frees its own. Three rules keep every address
+valid:
 
 * **Each graph works in a workspace of its own pool.** Workspaces are dropped before and after a capture, so that the
-  first product of a capture takes one from the pool that is being recorded into, as any tensor would. What a pool
-  gives lives as long as a graph of it, whoever drops the workspace. So graphs end one by one.
+first product of a capture takes one from the pool that is being recorded into, as any tensor would. Memory of a pool
+lives as long as a graph of it, whichever code drops the workspace. So graphs end one by one.
 * Where torch has no call that drops workspaces, graphs share one, and **end together**: a graph that is released, or
   whose capture failed, is kept until no graph is left to replay.
 * **One thread captures, and lives as long as a graph does.** Products run once on it before they are captured, since
@@ -29,8 +30,9 @@ T = TypeVar("T")
 
 
 class GraphPool:
-    """The memory that graphs of one pool share, by torch's handle. Both end with the last graph: torch accepts a handle
-    again only while a graph uses it."""
+    """The memory that graphs of one pool share, by torch's handle. Memory and handle end with the last graph: torch
+    accepts a handle again only while a graph uses it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.handle = name, torch.cuda.graph_pool_handle()
@@ -38,7 +40,9 @@ class GraphPool:
 
 
 class CudaGraph:
-    """A graph, and outputs that keep their addresses while it lives; ``end`` or garbage collection releases it."""
+    """A captured graph, and outputs that keep their addresses while it lives; ``end`` or garbage collection releases
+    it.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, out: Any, memory: GraphPool, end: Callable[..., None]) -> None:
         self.graph, self.out, self.memory = graph, out, memory
@@ -47,17 +51,19 @@ class CudaGraph:
 
 
 RESET_RELEASES = 2, 14
-"""Version of torch from which on ``reset`` releases the pool of a capture that could not be ended (pytorch #190348)."""
+"""First version of torch whose ``reset`` releases the pool of a capture that could not be ended (pytorch #190348)."""
 
 _FAILED_CAPTURES: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture could not be ended. Before pytorch #180395 torch's allocator of pinned memory keeps a filter
-that asks the graph, whether or not it is still there."""
+"""Graphs whose capture could not be ended, kept alive: before pytorch #180395 a filter in torch's allocator of pinned
+memory goes on calling the graph.
+"""
 
 
 def discard_failed_capture(graph: torch.cuda.CUDAGraph, memory: GraphPool, device: int) -> None:
-    """Cleans up after a failed ``capture_end``, so that the allocator stops recording into the pool. torch does none of
-    it, some, or all: a pool that is released twice is freed under the graphs that work in it."""
-    with suppress(RuntimeError):  # from pytorch #180395 on the recording has ended
+    """Cleans up after a failed ``capture_end``, so that the allocator stops recording into the pool. Depending on the
+    release, torch does none of it, some, or all; a pool released twice would be freed while graphs use it.
+    """
+    with suppress(RuntimeError):  # since pytorch #180395 the recording has already ended
         torch._C._cuda_endAllocateToPool(device, memory.handle)
     try:
         graph.pool()
@@ -65,14 +71,14 @@ def discard_failed_capture(graph: torch.cuda.CUDAGraph, memory: GraphPool, devic
         _FAILED_CAPTURES.append(graph)
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) < RESET_RELEASES:
             torch._C._cuda_releasePool(device, memory.handle)
-    # Else the capture has ended, and no graph could be made of it, for want of memory: ``reset`` releases the pool.
+    # Otherwise the capture has ended, but the graph ran out of memory: ``reset`` releases the pool.
 
 
 class CapturedGraphs:
     """Owns the graphs of one capture stream, their memory pools and the thread that captures them.
 
     Args:
-        device: with its index.
+        device: the card, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +87,8 @@ class CapturedGraphs:
         self._live = 0
         self._ended: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
         self._recording = False
-        self._lock = threading.RLock()  # the collector may end a graph at any time, in any thread, in this one too
+        # garbage collection may end a graph at any time, in any thread, including this one
+        self._lock = threading.RLock()
         self._capture_thread = SerialThread("captures")
         self._thread = self.on_thread(threading.get_ident)
         self.on_thread(lambda: torch.cuda.set_device(device))
@@ -93,7 +100,7 @@ class CapturedGraphs:
             return call()
         calls, results, done = [call], list[tuple[Any, BaseException | None]](), threading.Event()
 
-        def work() -> None:  # keeps nothing: the thread holds it until it is given the next
+        def work() -> None:  # keeps no result: the thread holds the function until the next one
             try:
                 results.append((calls.pop()(), None))
             except BaseException as error:
@@ -113,8 +120,11 @@ class CapturedGraphs:
 
     @contextmanager
     def capture(self, name: str) -> Iterator[GraphPool]:
-        """The pool of a graph that is captured within. The graph counts from now on, so that graphs which end during
-        the capture do not end the pool; they end after it."""
+        """Yields the pool of a graph that is captured inside the context.
+
+        The graph counts from now on, so that graphs which end during the capture do not end the pool; they end after
+        it.
+        """
         with self._lock:
             self._recording = True
             memory = self._pools.setdefault(name, GraphPool(name))
@@ -130,7 +140,7 @@ class CapturedGraphs:
                 self._sweep()
 
     def abandon(self, memory: GraphPool) -> None:
-        """New graphs take another pool; existing graphs keep theirs."""
+        """Makes later graphs use another pool; existing graphs keep theirs."""
         if self._pools.get(memory.name) is memory:
             del self._pools[memory.name]
 
@@ -142,14 +152,15 @@ class CapturedGraphs:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Resets released graphs: not during a capture, and where graphs share a workspace only after the last one
-        ended.
+        """Resets released graphs.
+
+        Does nothing during a capture; if graphs share a workspace, waits until the last one has ended.
         """
         if self._recording or (self._drop is None and self._live):
             return
         over, self._ended = self._ended, []
         for graph, memory in over:
-            with suppress(RuntimeError):  # what a failed capture left may not reset; the others end all the same
+            with suppress(RuntimeError):  # a graph of a failed capture may refuse to reset; the others end nevertheless
                 graph.reset()
             memory.graphs -= 1
             if not memory.graphs:

@@ -1,4 +1,4 @@
-"""Layers whose weights lie in pinned host memory, and arrive on the card while the layer before them is computed."""
+"""Layers with weights in pinned host memory, copied to the card while the layer before them is computed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trencadis.core.errors import StartupError
 T = TypeVar("T")
 
 UNIT = 256
-"""Tensors begin at multiples of so many bytes in a buffer."""
+"""Tensors begin at multiples of this many bytes in a buffer."""
 
 OTHERS = frozenset({"ops", "comm", "backend", "kv"})
-"""Attributes of a layer's parts that lead elsewhere."""
+"""Attributes of a layer's parts that are not searched for tensors."""
 
 
 class HostLayers:
-    """``core.models.interface.LayersInHostMemory``: the last ``held`` layers of a decoder.
+    """The last ``held`` layers of a decoder (``core.models.interface.LayersInHostMemory``).
 
-    Each has an image of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
-    card, at fixed addresses: layers read them as ever, and graphs may hold them. Within a launch the buffers
+    Each has a copy of its tensors in pinned memory. The tensors themselves are views of one of two buffers on the
+    card, at fixed addresses: layers read them as usual, and graphs may hold them. Within a launch the buffers
     alternate, on a stream of their own: a copy waits until the layer that last used its buffer is done, and a layer for
-    its copy. Copies begin with the launch, beside the layers whose weights lie on the card.
+    its copy. Copies begin with the launch, in parallel with the layers whose weights are on the card.
 
     Args:
         buffer: bytes of each of the two buffers.
@@ -46,12 +46,13 @@ class HostLayers:
         self._used = [runtime.event(), runtime.event()]
 
     def make(self) -> None:
-        """Makes the buffers."""
+        """Allocates the two buffers on the card."""
         self._buffers = [self._runtime.buffer(self._size) for _ in range(2)] if self._count else []
 
     @contextmanager
     def loading(self, layer: Any, place: int, count: int) -> Iterator[None]:
-        """``count``: layers of the decoder.
+        """Loads layer ``place`` of ``count`` inside the context; then moves its tensors if it is among the last
+        ``held``.
 
         Raises:
             StartupError: the layer's tensors are larger than a buffer.
@@ -61,14 +62,14 @@ class HostLayers:
         if not self._count:
             return
         self._layer_indices[id(layer)] = place
-        self._layers.append(layer)  # keeps its id
+        self._layers.append(layer)  # kept alive, so that its id stays unique
         self._first = count - self._count
         if place >= self._first:
             self._move(layer, place)
             self._runtime.release_bytes(before - self._runtime.memory.free())
 
     def _move(self, layer: Any, index: int) -> None:
-        """Puts the layer's tensors into an image, and makes them views of a buffer."""
+        """Copies the layer's tensors to pinned memory, and makes them views of a buffer."""
         buffer = self._buffers[(index - self._first) % 2]
         tensors, starts, end = tensors_of(layer), list[int](), 0
         for t in tensors:
@@ -87,8 +88,9 @@ class HostLayers:
         self._targets.append(buffer[:end])
 
     def run(self, layer: Callable[..., T], *args: Any) -> T:
-        """Runs ``layer(*args)`` after its weights have arrived, then starts the copy of the layer that reuses its
-        buffer.
+        """Runs ``layer(*args)`` after its weights have arrived.
+
+        Then starts the copy of the layer that reuses its buffer.
         """
         index, runtime = self._layer_indices.get(id(layer)), self._runtime
         if index is None:
@@ -115,29 +117,29 @@ class HostLayers:
 
 
 class HostLayerOps:
-    """``Ops.layer`` where the weights of some layers lie in host memory."""
+    """Implements ``Ops.layer`` for layers whose weights may be in host memory."""
 
     host_layers: HostLayers | None = None
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """``run(*args)``, one layer of a stack."""
+        """Runs ``run(*args)``, one layer of a stack."""
         return run(*args) if self.host_layers is None else self.host_layers.run(run, *args)
 
 
 def bytes_of(t: Tensor) -> int:
-    """Bytes from the first element of ``t`` to its last."""
+    """Returns the bytes from the first element of ``t`` to its last."""
     far = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return (far + 1) * t.element_size()
 
 
 def view_at(area: Tensor, at: int, like: Tensor) -> Tensor:
-    """A tensor as ``like`` at byte ``at`` of uint8 ``area``, which begins its memory."""
+    """Returns a tensor like ``like`` at byte ``at`` of uint8 ``area``, which begins its memory."""
     values = area[at : at + bytes_of(like)].view(like.dtype)
     return values.as_strided(like.shape, like.stride(), values.storage_offset())
 
 
 def tensors_of(part: Any) -> list[Tensor]:
-    """Every tensor that a layer holds, each once, in the order of its attributes; not those of a KV cache."""
+    """Returns every tensor that a layer holds, each once, in the order of its attributes; not those of a KV cache."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 

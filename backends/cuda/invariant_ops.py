@@ -1,10 +1,10 @@
 """Ops of a card that give a token the same bits whatever else is in its launch (``--batch-invariant``).
 
-cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are multiplied in pieces of
-``policy.INVARIANT_ROWS``, always all of them. Attention of text has one kernel and one tile for every launch, since a
-token that one run decodes alone another run computes in a mixed launch or a chunk; its keys are visited in spans that
-begin at the row's first, and joined in their order by one program or by several. The other kernels take one row at a
-time as they are. Slower, and equal.
+cuBLAS chooses a kernel, and with it an order of summation, by the number of rows: here rows are always multiplied in
+full pieces of ``policy.INVARIANT_ROWS``. Attention of text has one kernel and one tile for every launch, since one run
+may decode a token alone that another run computes in a mixed launch or a chunk; its keys are visited in spans that
+begin at the row's first, and joined in their order by one program or by several. The other kernels compute one row at a
+time anyway. This is slower, with equal results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trencadis.core.backend import Attn, ExpertWeights, LayerKV, Weight
 
 
 class InvariantCudaOps(ProbedOps, CudaOps):
-    """``core.backend.Ops`` for a card: a token gets the same bits in any launch."""
+    """Implements ``core.backend.Ops`` for a card so that a token gets the same bits in any launch."""
 
     whole_layers, alike = False, True
     shift, probes = 5, (1, 7, ROWS, 2 * ROWS + 40)

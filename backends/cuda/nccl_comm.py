@@ -1,6 +1,5 @@
-"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host.
-
-Small sums may go over the memory of peers instead (``peers``).
+"""Collectives of one rank group over NCCL, captured as parts of launches; agreements go over the host. Small sums may
+go over peer memory instead (``kernels.peers``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from trencadis.backends.cuda.kernels.peers.symmetric_memory import PeerAllReduce
 
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
-"""torch 2.13 renames it and warns of the old name."""
+"""torch 2.13 renames this function and warns about the old name."""
 
 
 class CudaComm:
@@ -45,29 +44,31 @@ class CudaComm:
         self._peers: PeerAllReduce | None = None
         if self.world > 1 and device.type == "cuda" and envs.get_bool("TRENCADIS_CUDA_PEER_SUMS"):
             from trencadis.backends.cuda.kernels.peers import (
-                symmetric_memory,  # imports triton, which a twin does without
+                symmetric_memory,  # imports triton, which a twin may lack
             )
 
             self._peers, why = symmetric_memory.open_peer_memory(self._group, self._host, self.rank, self.world, device)
             self.notes = (why,) if why else ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place or in other memory."""
+        """Returns the sum over ranks, in place or in other memory."""
         if self._peers is not None and self._peers.can_reduce(x):
             return self._peers.all_reduce(x)
         torch.distributed.all_reduce(x, group=self._group)
         return x
 
     def sum_added(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """The sum over ranks and ``residual``, rounded once; None where only ``all_reduce`` sums such a message."""
+        """Returns the sum over ranks plus ``residual``, rounded once; None if only ``all_reduce`` can sum such a
+        message.
+        """
         if self._peers is None or not self._peers.can_reduce(x):
             return None
         return self._peers.all_reduce(x, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[n, c] -> [n, world x c], ranks in order."""
+        """Gathers [n, c] -> [n, world x c], ranks in order."""
         parts = x.new_empty(self.world, *x.shape)
-        # In the shape of rows beside rows: gloo, unlike NCCL, takes no axis of ranks.
+        # Ranks are concatenated as rows: gloo, unlike NCCL, supports no separate axis of ranks.
         _gather(parts.flatten(0, 1), x.contiguous(), group=self._group)
         return parts.movedim(0, -2).reshape(*x.shape[:-1], self.world * x.shape[-1])
 
@@ -78,10 +79,10 @@ class CudaComm:
 class CudaPipe:
     """``core.backend.Pipe``: rows go from card to card on the stream of programs, outside of graphs.
 
-    NCCL sets a pair of ranks up in their first exchange, so that one runs here.
+    NCCL sets a pair of ranks up in their first exchange, so one runs in the constructor.
 
     Args:
-        in_order: (work) -> None: runs it behind all launches so far and before all later ones.
+        in_order: (work) -> None: runs it after all launches so far and before all later ones.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class CudaPipe:
             self.send(row, 1)
 
     def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
-        """Nothing is prepared."""
+        """Does nothing: rows need no preparation."""
 
     def send(self, hidden: Tensor, count: int) -> None:
         rows = hidden[1 : 1 + count]

@@ -1,4 +1,6 @@
-"""The ops of an NVIDIA card: Triton kernels where they gain, torch's own for linears, the reference for the rest."""
+"""The ops of an NVIDIA card: Triton kernels where they are faster, torch's own for linears, the reference for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -57,34 +59,37 @@ class CudaOps(HostLayerOps, ReferenceOps):
     """``core.backend.Ops``.
 
     Outputs and partial results come from torch's caching allocator (in a capture, from the graph's own pool); nothing
-    is read from the device. Layers whose weights take turns in two buffers run op by op: their copies are ordered by
+    is read from the device. Layers whose weights alternate in two buffers run op by op: their copies are ordered by
     layer.
     """
 
     whole_layers: ClassVar[bool] = True
-    """Whether these ops may run decoder layers of few rows as ``kernels.layers.whole``."""
+    """True if these ops may run decoder layers of few rows as ``kernels.layers.fused_layer``."""
     gathers = False
     alike: ClassVar[bool] = False
-    """Whether a query's sums over an image run in one order in all launches."""
+    """True if a query's sums over an image run in the same order in all launches."""
 
     _arrived: Tensor | None = None
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
-        """As ``core.backend.Ops``. The first one makes what whole layers count by: a capture would take it from the
-        pool of its graph."""
+        """Packs a weight as ``core.backend.Ops`` says.
+
+        The first call also allocates the counters of fused layers: a capture would take them from the pool of its
+        graph.
+        """
         if self._arrived is None and self.whole_layers and envs.get_bool("TRENCADIS_CUDA_WHOLE_LAYERS"):
             self._arrived = skinny_gemm.counters(weight.device)
         return super().pack_weight(weight, bias)
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """As ``core.backend.Ops``; a decoder layer of few rows in six launches where it fits."""
+        """Runs a layer as ``core.backend.Ops`` says; a decoder layer of few rows in six launches if it can be fused."""
         if self._arrived is not None and self.host_layers is None and fused_layer.can_fuse(run, args[0], args[-1]):
             made: Any = fused_layer.FusedLayer(cast(DecoderLayer, run), self._arrived)
             return super().layer(made, *args)  # type: ignore[no-any-return]
         return super().layer(run, *args)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """The codes as they are, with their scales."""
+        """Packs the codes unchanged, with their scales."""
         return pack_quantised_weight(q, bias, tiles.arch_of(q.data.device))
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
@@ -155,7 +160,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """As ``core.models.interface.CrossAttentionOps``; the kernel reads rows where they lie."""
+        """Implements ``core.models.interface.CrossAttentionOps``; the kernel reads rows directly from the arena."""
         assert isinstance(images, CrossAttentionItems)
         out, (k, v) = q.new_empty(q.shape), torch.split(held, held.shape[1] // 2, dim=1)
         results = cross_attend.span_results(images, q, k.shape[1] // q.shape[2])
@@ -187,7 +192,7 @@ class CudaOps(HostLayerOps, ReferenceOps):
     def _mask_padding_windows(
         self, q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, attended: Tensor
     ) -> Tensor:
-        """``attended``, in which padding windows have what they see without each other."""
+        """Returns ``attended``, in which padding windows attend as if the other padding windows were empty."""
         assert seg.padding_window is not None and seg.solid is not None
         assert seg.solid_whole is not None and seg.solid_order is not None
         solid, out = seg._replace(real=seg.solid, whole=seg.solid_whole, order=seg.solid_order), q.new_empty(q.shape)

@@ -1,4 +1,4 @@
-"""The shapes of NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
+"""Launch shapes for NVIDIA devices as data: ragged launches, prefill and decode mixed, graphs that share one workspace.
 
 Torch-free; ``core.buckets.Policy`` explains each number.
 """
@@ -19,10 +19,11 @@ INVARIANT_ROWS = 128
 """Rows of every product under ``--batch-invariant``; fewer would not fill a card's tiles."""
 
 ALIGNED = 32
-"""Values of 64 bytes in 16 bits: rows that begin on 16 bytes have the fast products, and load in whole sectors."""
+"""Number of 16-bit values in 64 bytes: rows that begin on 16 bytes have the fast products, and load in whole sectors.
+"""
 
 WORKSPACE = 32 << 20
-"""Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before."""
+"""Bytes of torch's cuBLAS workspace from sm_90 on; 8 MiB before that."""
 
 SERVING = Policy(
     axes=MIXED_AXES,
@@ -70,11 +71,11 @@ SERVING = Policy(
 )
 
 POLICIES = {"serving": SERVING, "twin": SERVING}
-"""``twin``: the same shapes, on the CPU twin of a card."""
+"""Policies by name; ``twin``: the same shapes, on the CPU twin of a card."""
 
 
 def policy(name: str) -> Policy:
-    """The policy called ``name``; empty means serving."""
+    """Returns the policy called ``name``; empty means serving."""
     found = POLICIES.get(name or "serving")
     if found is None:
         raise StartupError(f"the cuda backend has no policy {name!r}; policies: {', '.join(POLICIES)}")

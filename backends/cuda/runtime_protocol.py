@@ -1,6 +1,6 @@
-"""What a backend asks of a card: streams, events, pinned memory, launches and graphs.
+"""The protocol between a backend and a card: streams, events, pinned memory, launches and graphs.
 
-``runtime.CudaRuntime`` gives it over torch.cuda, ``twin.device.TwinRuntime`` on a CPU.
+``cuda_runtime.CudaRuntime`` implements it by torch.cuda, ``twin.twin_runtime.TwinRuntime`` on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class Stream(Enum):
-    """Work on one stream runs in the order of its submission; between streams only events order anything."""
+    """The streams of a card. Work on one stream runs in the order of its submission; only events order work between
+    streams.
+    """
 
     PROGRAMS = "programs"
     UPLOADS = "uploads"
@@ -30,9 +32,7 @@ class Stream(Enum):
 
 
 class CudaEvent(Protocol):
-    """An opaque point in a stream's work; waiting for an event that was never recorded returns at once. Waiting for
-    an event that was never recorded returns at once.
-    """
+    """An opaque point in a stream's work; waiting for an event that was never recorded returns at once."""
 
 
 class Graph(Protocol):
@@ -42,25 +42,25 @@ class Graph(Protocol):
 
 
 class Runtime(Protocol):
-    """What a backend asks of a card."""
+    """The calls of a backend to its card."""
 
     device: torch.device
     label: str
     memory: Memory
     graphs: bool
-    """Whether launches can be captured."""
+    """True if launches can be captured."""
     interprets: bool
-    """Whether Triton interprets the kernels: a launch of padding would take minutes and prove nothing."""
+    """True if Triton interprets the kernels: then launches of padding, which would take minutes, are left out."""
     processors: int
     hooks: Hooks
     """Extra checks that the conformance suite may run."""
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] of zeros, written on PROGRAMS; it keeps its address."""
+        """Returns uint8 [size] of zeros, written on PROGRAMS; its address does not change."""
         ...
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory: copies from and to it run while the host goes on."""
+        """Returns page-locked host memory: copies from and to it run asynchronously."""
         ...
 
     def event(self) -> CudaEvent: ...
@@ -68,7 +68,7 @@ class Runtime(Protocol):
     def record(self, event: CudaEvent, stream: Stream) -> None: ...
 
     def wait(self, stream: Stream, event: CudaEvent) -> None:
-        """Work submitted to ``stream`` from now on runs after ``event``."""
+        """Makes work submitted to ``stream`` from now on run after ``event``."""
         ...
 
     def host_wait(self, event: CudaEvent) -> None: ...
@@ -76,42 +76,42 @@ class Runtime(Protocol):
     def is_complete(self, event: CudaEvent) -> bool: ...
 
     def write(self, area: Tensor) -> Array:
-        """The array through which the host writes a pinned area now."""
+        """Returns the array through which the host may now write a pinned area."""
         ...
 
     def read(self, area: Tensor) -> Array:
-        """The array through which the host reads a pinned area now."""
+        """Returns the array through which the host may now read a pinned area."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Pinned -> device, on UPLOADS."""
+        """Copies from pinned memory to the device, on UPLOADS."""
         ...
 
     def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
-        """``call()``, whose copies to ``writes`` are queued on UPLOADS."""
+        """Runs ``call()``, whose copies to ``writes`` are queued on UPLOADS."""
         ...
 
     def upload_weights(self, target: Tensor, source: Tensor) -> None:
-        """Pinned -> device, on WEIGHTS, within a launch and in its graph."""
+        """Copies from pinned memory to the device, on WEIGHTS, within a launch and in its graph."""
         ...
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        """Device -> pinned, on DOWNLOADS."""
+        """Copies from the device to pinned memory, on DOWNLOADS."""
         ...
 
     def launch(self, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Any:
-        """Calls ``body(inputs)`` on PROGRAMS; ``static`` is the memory that the inputs lie in."""
+        """Calls ``body(inputs)`` on PROGRAMS; ``static`` is the memory that contains the inputs."""
         ...
 
     def on_captures(self, call: Callable[[], T]) -> T:
-        """Runs ``call()`` on the capture thread; run a body there before its capture, so that libraries initialise on
-        that thread. Run a body there before its capture: libraries set themselves up for each thread, and may not
-        within a capture.
+        """Runs ``call()`` on the capture thread.
+
+        Run a body there before its capture: libraries initialise themselves per thread, which a capture may not allow.
         """
         ...
 
     def capture(self, pool: str, name: str, body: Callable[[Any], Any], inputs: Any, static: Tensor) -> Graph:
-        """Records ``body(inputs)``; graphs of one ``pool`` share the memory of what lives within a launch.
+        """Records ``body(inputs)``; graphs of one ``pool`` share the memory of tensors that live only within a launch.
 
         Raises:
             OutOfDeviceMemory: the pool could not grow.
@@ -119,19 +119,19 @@ class Runtime(Protocol):
         ...
 
     def replay(self, graph: Graph) -> None:
-        """On PROGRAMS."""
+        """Replays a graph on PROGRAMS."""
         ...
 
     def release(self, graph: Graph) -> None:
-        """Releases a graph. What it shares with others of its pool returns with the last of them."""
+        """Releases a graph. Memory that it shares with others of its pool is freed with the last of them."""
         ...
 
     def release_bytes(self, count: int) -> None:
-        """Reports that weights of ``count`` bytes have left the device; a real card needs no notice."""
+        """Reports that weights of ``count`` bytes have left the device; a real card ignores it."""
         ...
 
     def compilations(self) -> int:
-        """Kernels compiled since the runtime was made."""
+        """Returns the kernels compiled since the runtime was made."""
         ...
 
     def synchronize(self) -> None: ...

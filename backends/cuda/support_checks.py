@@ -20,14 +20,15 @@ from trencadis.core.errors import StartupError
 LEAST_TRITON = 3, 6
 LEAST_CARD = 8, 0
 WIDEST_VOCABULARY = 1 << 20
-"""Ids of the largest vocabulary that one program summarises (``kernels/sample.py``)."""
+"""Size of the largest vocabulary that one program can summarise (``kernels/sample.py``)."""
 
 
 ELSE = "--device cpu runs anywhere"
 
 
 def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.device:
-    """Card ``index`` of this machine, after checks that Triton and the card serve ``dtype`` on ``world`` ranks.
+    """Returns card ``index`` of this machine, after checking that Triton and the card support ``dtype`` on ``world``
+    ranks.
 
     Raises:
         StartupError: a check failed.
@@ -52,11 +53,11 @@ def pick_device(index: int, world: int = 1, dtype: torch.dtype = torch.bfloat16)
 
 
 CARD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What every card from ``LEAST_CARD`` on computes in."""
+"""Dtypes that every card from ``LEAST_CARD`` on supports."""
 
 
 def unusable_reason() -> str:
-    """Empty where card 0 would serve; else why not."""
+    """Returns why card 0 cannot serve; an empty string if it can."""
     try:
         pick_device(0)
     except StartupError as error:
@@ -65,7 +66,7 @@ def unusable_reason() -> str:
 
 
 def cards() -> list[str]:
-    """One line per card: index, name, compute capability, memory, and whether it serves."""
+    """Returns one line per card: index, name, compute capability, memory, and whether it can serve."""
     if _absence_reason():
         return []
     found = []
@@ -84,7 +85,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _absence_reason() -> str:
-    """Why torch sees no card, with the remedy; empty where it sees one."""
+    """Returns why torch sees no card, with the remedy; an empty string if it sees one."""
     if torch.version.cuda is None:
         if card_nodes():
             return "there is one, but this build of torch has no CUDA; install a CUDA build (https://pytorch.org)"
@@ -116,7 +117,9 @@ def _check_triton() -> None:
 
 
 def _no_compiler_reason() -> str:
-    """Why Triton cannot build its launchers; empty where it can, or has some from an earlier start."""
+    """Returns why Triton cannot build its launchers; an empty string if it can, or if an earlier start has built
+    some.
+    """
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if any(cache.glob("*/cuda_utils*.so")):
         return ""
@@ -130,7 +133,7 @@ def check_model(cfg: BackendConfig) -> None:
     """Checks head sizes, groups, block size, dtype and vocabulary of a model, as far as they are known.
 
     Raises:
-        StartupError: no kernel takes one of them.
+        StartupError: no kernel supports one of them.
     """
     if cfg.head_dim:
         attention_checks.check_supported(cfg.head_dim, cfg.heads // max(cfg.kv_heads, 1), cfg.block_size, cfg.dtype)
@@ -146,11 +149,11 @@ def check_model(cfg: BackendConfig) -> None:
 
 
 MOST_ITEMS = 65_535
-"""Programs along the second axis of a grid (CUDA C++ Programming Guide, "Technical Specifications")."""
+"""Maximum programs along the second axis of a grid (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 
 def _check_grid(cfg: BackendConfig) -> None:
-    """Work items of the largest launch stand on one axis of a grid."""
+    """Raises StartupError if the work items of the largest launch exceed the second axis of a grid."""
     group, longest = max(cfg.heads // max(cfg.kv_heads, 1), 1), cfg.max_blocks_per_row * cfg.block_size
 
     largest = Bucket(Stage.PREFILL, (cfg.max_tokens, cfg.max_rows))

@@ -1,7 +1,7 @@
 """``CUDA_VISIBLE_DEVICES``: cards by index, UUID or MIG instance, checked and shown before CUDA reads it. Torch-free.
 
-CUDA takes the entries up to the first that it does not know and says nothing about the others; so a list that it would
-cut is refused here. UUIDs may be shortened as long as they name one card, which only the driver knows.
+CUDA uses the entries up to the first unknown one and ignores the others silently; so a list that it would cut is
+refused here. UUIDs may be shortened as long as they name one card, which only the driver knows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KINDS = {
 
 
 def visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of ``CUDA_VISIBLE_DEVICES``; None: it is unset and all cards are visible; (): it hides all.
+    """Returns the entries of ``CUDA_VISIBLE_DEVICES``; None: it is unset and all cards are visible; (): it hides all.
 
     Raises:
-        StartupError: an entry that names no card, one that stands twice, or entries of two kinds.
+        StartupError: an entry names no card, is repeated, or is of another kind than the first.
     """
     text = environ.get(VISIBLE)
     if text is None:
@@ -48,12 +48,12 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def kind_of(entry: str) -> str:
-    """``index``, ``UUID``, ``MIG instance``, or "" for what is none of them."""
+    """Returns ``index``, ``UUID`` or ``MIG instance``; "" for any other entry."""
     return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(entry)), "")
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """``CUDA_VISIBLE_DEVICES=GPU-1b2c...: one card by UUID``; "" where it is unset."""
+    """Describes the variable: ``CUDA_VISIBLE_DEVICES=GPU-1b2c...: one card by UUID``; "" if it is unset."""
     entries = visible(environ)
     if entries is None:
         return ""
@@ -67,7 +67,7 @@ def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int
     """Checks the variable for card ``index`` and ``world`` ranks (``core.devices.SETTLERS``).
 
     Raises:
-        StartupError: it cannot be read, or shows fewer cards than are asked for.
+        StartupError: it cannot be parsed, or shows fewer cards than are needed.
     """
     entries = visible(environ)
     if entries is not None and entries and not environ.get("TRENCADIS_CUDA_TWIN"):

@@ -1,6 +1,7 @@
 """Intel Gaudi (HPU), or an emulation of one where no Gaudi is present.
 
-Torch-free to import, because the planner reads ``policy`` without a device; the device's half is imported when asked.
+Torch-free to import, because the planner reads ``policy`` without a device; the device's half is imported when a
+backend is made.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ __all__ = ["cards", "describe", "listing", "make_backend", "pick_dtype", "pick_p
 
 
 def make_backend(cfg: BackendConfig) -> Backend:
-    """``core.backend.load("hpu")``."""
+    """Builds the HPU backend for ``core.backend.load("hpu")``."""
     from trencadis.backends.hpu.backend import HpuBackend
 
     return HpuBackend(cfg, pick_policy((cfg.options or {}).get("policy", "")))
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """The dtype that a Gaudi computes in."""
+    """Returns the dtype that a Gaudi computes in (``hpu_dtypes.pick_dtype``)."""
     from trencadis.backends.hpu import hpu_dtypes
 
     return hpu_dtypes.pick_dtype(asked, stored)
 
 
 def describe(index: int = 0) -> list[tuple[str, str]]:
-    """What this process would run on, as rows of ``trencadis check-hpu``; imports nothing of the device.
+    """Returns what this process would run on, as rows of ``trencadis check-hpu``; imports nothing of the device.
 
     Raises:
-        StartupError: one line about a stack, a mode or a card that cannot be had.
+        StartupError: one line about a stack, a mode or a card that cannot be used.
     """
     from trencadis.backends.hpu.start import capability
 
@@ -46,7 +47,7 @@ def describe(index: int = 0) -> list[tuple[str, str]]:
 
 
 def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, what to run) of the lines of ``trencadis check-hpu`` that need the card, which is opened.
+    """Opens the card; yields (name, function to run) for each line of ``trencadis check-hpu`` that needs it.
 
     Raises:
         StartupError: the card cannot be opened.
@@ -61,7 +62,9 @@ def probes(index: int = 0) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many cards a process may use, and that in words; None: emulated, or some that cannot be opened. Asks files.
+    """Returns how many cards a process may use, and the same in words. Reads files only.
+
+    None if the card is emulated, or if there are cards that cannot be opened.
 
     Raises:
         StartupError: ``HABANA_VISIBLE_MODULES`` cannot be read.
@@ -78,7 +81,7 @@ def cards(policy: str, environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def listing() -> list[str]:
-    """One line for each card that this process may use."""
+    """Returns one line for each card that this process may use."""
     from trencadis.backends.hpu.start import machine
 
     here = machine.find(os.environ)

@@ -1,4 +1,4 @@
-"""A Gaudi, real or emulated, as a backend."""
+"""The backend for a Gaudi, real or emulated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HpuBackend:
         self.hpu_ops = self._make_ops()
         self.ops: Ops = self.hpu_ops
         self.memory: Memory = HpuMemory(self.bridge, None if emulator is None else emulator.backed)
-        if self.values:  # a card without values stands for all ranks
+        if self.values:  # a card without values simulates one rank, so it joins no group
             join_group(cfg, self.bridge.collective_backend)
         self.comm: Comm = HpuComm(self.bridge, cfg, alone=not self.values)
         self._staging, self._landing = Staging(self.bridge), HostOutputPool(self.bridge)
@@ -90,7 +90,9 @@ class HpuBackend:
         return HpuOps(*args, run_layer=layer, dtype=self.dtype, windows=self.cfg.windows)
 
     def kv_blocks(self, wanted: int, block_bytes: int) -> int:
-        """All of them, but on an emulated card as many as the host may back."""
+        """Returns the number of KV blocks to allocate: ``wanted``, but on an emulated card no more than the host's
+        memory allows.
+        """
         return wanted if self._emulator is None else self._emulator.hold_blocks(wanted, block_bytes)
 
     def warmed(self) -> None:
@@ -114,11 +116,13 @@ class HpuBackend:
         return self.bridge.compilations(self._fallbacks)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """On the card; an emulated one takes the host's memory for large tensors only as it is written."""
+        """Returns a tensor of zeros on the card; an emulated card backs large tensors page by page as they are
+        written.
+        """
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def block_copies(self, kv: Sequence[LayerKV]) -> HpuBlockCopies:
-        """``core.launches.host_block_copies.PlanningBackend``."""
+        """Builds the block copies between card and host (``core.launches.host_block_copies.PlanningBackend``)."""
         compile = partial(self.bridge.compile, fullgraph=self.settings.fullgraph)
         sizes = self.cfg.block_size, self.policy.host_blocks
         return HpuBlockCopies(self.bridge, kv, *sizes, self._contexts, self._staging, compile)

@@ -1,4 +1,4 @@
-"""All that the backend uses of a Gaudi, as one object: what a plug-in offers, or the emulator in its place."""
+"""The symbols that the backend uses of a Gaudi, as one object, filled from the plug-in or from the emulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Bridge:
     """Symbols by their names in the plug-in; docs/hpu-internals.md says where each was read.
 
     Args:
-        label: what users are shown.
+        label: text shown to users.
         device: where tensors are made.
         is_lazy: lazy mode (graphs) or compile mode.
         mark_step: ends a recipe; does nothing in compile mode.
@@ -24,20 +24,22 @@ class Bridge:
         compile: a function compiled for fixed shapes, ``fullgraph`` or not; compile mode only.
         compile_only: while open, launches make recipes and compute as little as the plug-in can manage.
         mem_get_info: (free, total) bytes.
-        out_of_memory: whether an error of the device means that.
+        out_of_memory: True if an error of the device means a lack of memory.
         metric_localcontext: counts events; ``stats()[0][1]`` is their number.
         send, receive: rows to and from a rank of another pipeline stage, between launches.
         pin: a copy of a host tensor in pinned memory, which the card reads and writes by itself.
-        event: a marker with ``record`` and ``synchronize``: waits for all copies and launches before it.
+        event: a marker with ``record`` and ``synchronize``; the latter waits for all copies and launches before it.
         fused_sdpa, fused_rms_norm, apply_rotary: fused kernels, None where the plug-in lacks them.
-        sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys with what merges it (``symbols``).
+        sdpa_parts: (q, k, v, mask, causal, scale, mode) -> attention over some keys, with the statistics to merge it
+        (``optional_symbols``).
         product: batches of bfloat16 matrices multiplied into float32.
         cast_to_fp8_v2: (x, scale) -> e4m3 codes of x times the scale, which broadcasts to it; None: of x.
         cast_from_fp8: (codes, dtype, scale) -> codes times the scale; None: their values.
         fp8_gemm_v2: (a [n, k], b [m, k], dtype, scale [n, 1], scale [m], bias) -> [n, m] of codes times their scales.
         convert_from_uint4: (codes int32 [k, m / 8], scale [groups, m], zero [groups, m / 8], dtype) -> [k, m].
         fp8_top: the largest e4m3 float of the card.
-        block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum (``symbols``).
+        block_adjustment: (maxima, sums, rows, count, shape) -> factor of each block over its row's sum
+        (``optional_symbols``).
     """
 
     label: str

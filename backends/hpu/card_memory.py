@@ -1,4 +1,4 @@
-"""Memory of the card, by the only figures that its bridge gives."""
+"""Memory of the card, from the two numbers that its bridge reports: free and total bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from trencadis.backends.hpu.bridge import Bridge
 
 
 class HpuMemory:
-    """Bytes; ``core.backend.Memory``. ``real_kv_bytes``: what KV caches may take of an emulated card's host; None:
-    all.
+    """Memory of the card in bytes (``core.backend.Memory``).
+
+    ``real_kv_bytes``: host memory that the KV caches of an emulated card may take; None: no limit.
     """
 
     def __init__(self, bridge: Bridge, backed: int | None = None) -> None:

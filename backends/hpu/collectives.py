@@ -1,4 +1,4 @@
-"""The collectives inside a launch and the rows between them, over the process group that the executor made."""
+"""The collectives inside a launch, and transfers of rows between launches, over the executor's process group."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_stage: Any = None  # of this process: the ranks that share layers; None: the default group, which has all ranks
+_stage: Any = None  # the group of the ranks of this process's stage; None: the default group, which has all ranks
 
 
 def use_group(group: Any) -> None:
-    """From now on the collectives are those of ``group``."""
+    """Makes later collectives run over ``group``; None: the default group."""
     global _stage
     _stage = group
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum over the ranks, in place."""
+    """Sums x over the ranks, in place."""
     torch.distributed.all_reduce(x, group=_stage)
     return x
 
 
 def all_gather(x: Tensor, world: int) -> Tensor:
-    """[n, width] of every rank side by side: [n, world * width]."""
+    """Gathers [n, width] of every rank side by side: [n, world * width]."""
     return concat_columns(gather_rows(x, world), world)
 
 
 def gather_rows(x: Tensor, world: int) -> Tensor:
-    """[n, width] of every rank one below the other: [world * n, width].
+    """Gathers [n, width] of every rank one below the other: [world * n, width].
 
-    Into one tensor: a list of tensors would be gathered into one all the same, and copied from there.
+    Gathers into one tensor: a list of tensors would be gathered into one as well, and then copied.
     """
     found = x.new_empty(world * x.shape[0], *x.shape[1:])
     torch.distributed.all_gather_into_tensor(found, x.contiguous(), group=_stage)
@@ -38,17 +38,17 @@ def gather_rows(x: Tensor, world: int) -> Tensor:
 
 
 def concat_columns(x: Tensor, world: int) -> Tensor:
-    """[world * n, width] -> [n, world * width], contiguous: columns of one value would be a view with other strides."""
+    """Turns [world * n, width] into [n, world * width], contiguous: a view would have other strides."""
     return x.view(world, -1, x.shape[-1]).transpose(0, 1).reshape(-1, world * x.shape[-1]).contiguous()
 
 
 def send(x: Tensor, to: int) -> Tensor:
-    """Sends x [n, width] to rank ``to`` of the default group, behind the launches so far."""
+    """Sends x [n, width] to rank ``to`` of the default group, after all launches so far."""
     torch.distributed.send(x, to)
     return x
 
 
 def receive(x: Tensor, source: int) -> Tensor:
-    """Fills x [n, width] with what rank ``source`` sends, before later launches."""
+    """Receives x [n, width] from rank ``source``, before later launches."""
     torch.distributed.recv(x, source)
     return x

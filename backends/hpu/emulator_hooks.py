@@ -1,7 +1,7 @@
-"""What an emulated card is told and asked beside the bridge. A real card has none of it.
+"""Calls between the backend and an emulated card that are not part of the bridge. A real card has none.
 
-The bridge is what a plug-in offers, and all that ops, programs and copies get. The backend alone asks whether its
-bridge is an emulated one, and hands each part what it needs.
+The bridge is the plug-in's interface, and all that ops, programs and copies get. Only the backend checks if its bridge
+is an emulated one, and passes the hooks to the parts that need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from trencadis.backends.hpu.bridge import Bridge
 
 LEAST_BLOCKS = 8
-"""KV blocks that are held however little the host may back."""
+"""Minimum number of KV blocks with values, whatever the host's memory allows."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class EmulatorHooks:
     Args:
         values: tensors hold values; False on a card that keeps shapes alone.
         backed: bytes of KV cache that may be filled with values; None: no limit.
-        reserve: charges bytes that nothing backs.
-        launch: everything until it closes is one launch, in compile mode.
-        layer: runs one layer of a stack; a card without values repeats the figures of an equal one.
-        run_out: the next ``capture`` or ``step`` finds no memory.
-        no_sync: while open, a launch that waits raises; an emulated card refuses that at all times.
+        reserve: charges bytes that have no host memory.
+        launch: context manager; everything inside is one launch, in compile mode.
+        layer: runs one layer of a stack; a card without values repeats the figures of an equal layer.
+        run_out: makes the next ``capture`` or ``step`` run out of memory.
+        no_sync: context manager inside which a launch that waits raises; an emulated card refuses that at all times.
     """
 
     values: bool
@@ -40,7 +40,7 @@ class EmulatorHooks:
     no_sync: Callable[[], AbstractContextManager[Any]]
 
     def hold_blocks(self, wanted: int, block_bytes: int) -> int:
-        """How many of the ``wanted`` KV blocks the host backs; the others are booked."""
+        """Returns how many of the ``wanted`` KV blocks get host memory; the bytes of the others are only reserved."""
         most = wanted if self.backed is None else self.backed // block_bytes
         held = min(wanted, max(most, LEAST_BLOCKS))
         if held < wanted:
@@ -56,5 +56,5 @@ class EmulatedBridge(Bridge):
 
 
 def emulator_hooks(bridge: Bridge) -> EmulatorHooks | None:
-    """The emulator's hooks; None where a Gaudi is behind the bridge."""
+    """Returns the emulator's hooks; None if the bridge is a real Gaudi's."""
     return bridge.hooks if isinstance(bridge, EmulatedBridge) else None

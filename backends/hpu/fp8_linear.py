@@ -1,8 +1,8 @@
 """Weights of 8-bit floats on Gaudi: codes with one scale a row, multiplied by activations with one scale a token.
 
-The files' e4m3 reaches 448. A Gaudi 2 ends at 240, so there the codes of a weight that needs more are halved and its
-scales doubled, which is exact but for the 16 codes whose last bit is lost. A weight with several scales a row, or in
-e5m2, is rounded again to one a row.
+The e4m3 of checkpoint files reaches 448. That of a Gaudi 2 ends at 240, so there the codes of a weight that needs more
+are halved and its scales doubled, which is exact but for the 16 codes whose last bit is lost. A weight with several
+scales a row, or in e5m2, is rounded again to one a row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ log = logging.getLogger("trencadis.engine")
 
 E4M3 = torch.float8_e4m3fn
 TINY = 1e-30
-"""The magnitude that a token or a row of zeros counts as."""
+"""Minimum magnitude of a token or a row, used for zeros."""
 
 TAKEN = (torch.bfloat16, torch.float32)
-"""Types that the card's product gives."""
+"""Dtypes that the card's product returns."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Floats8Weight:
         codes: float8_e4m3fn [out, in], within the card's range.
         scale: float32 [out].
         activation: float32 [1, 1], the scale of every activation; None: each token has its own.
-        bound: the largest activation that has a code then.
+        bound: the largest activation that has a code with this scale.
     """
 
     codes: Tensor
@@ -52,7 +52,7 @@ class Floats8Weight:
 
 
 def floats8_weight(q: QTensor, bias: Tensor | None, limit: float, device: torch.device) -> Floats8Weight:
-    """Packs a weight of 8-bit floats, whose tensors lie on the host, for a card whose e4m3 ends at ``limit``."""
+    """Packs a weight of 8-bit floats, whose tensors are on the host, for a card whose e4m3 ends at ``limit``."""
     codes, scale = _rows(q) if q.data.dtype != E4M3 or q.scale.shape[1] > 1 else (q.data, q.scale[:, 0])
     if limit < torch.finfo(E4M3).max and _beyond(codes, limit):
         codes, scale = halve_codes(codes), scale * 2
@@ -63,12 +63,12 @@ def floats8_weight(q: QTensor, bias: Tensor | None, limit: float, device: torch.
 
 
 def _beyond(codes: Tensor, limit: float, step: int = 1024) -> bool:
-    """Whether a code lies beyond ``limit``."""
+    """Returns True if a code exceeds ``limit``."""
     return not codes.is_meta and any(bool((p.float().abs() > limit).any()) for p in torch.split(codes, step))
 
 
 def halve_codes(codes: Tensor, step: int = 1024) -> Tensor:
-    """e4m3 codes [out, in] of half the values, rounded to the nearest even, a slab at a time."""
+    """Returns e4m3 codes [out, in] of half the values, rounded to the nearest even, 1024 rows at a time."""
     if codes.is_meta:
         return codes
     parts = [(part.float() * 0.5).to(E4M3) for part in torch.split(codes, step)]
@@ -76,7 +76,7 @@ def halve_codes(codes: Tensor, step: int = 1024) -> Tensor:
 
 
 def _rows(q: QTensor, step: int = 1024) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [out, in] with one float32 scale a row [out], rounded again."""
+    """Rounds a weight again to e4m3 codes [out, in] with one float32 scale per row [out]."""
     if q.data.is_meta:
         return torch.empty(q.shape, dtype=E4M3, device="meta"), torch.empty(q.shape[0], device="meta")
     codes, scales = torch.empty(q.shape, dtype=E4M3), torch.empty(q.shape[0])

@@ -1,4 +1,4 @@
-"""Collectives of one rank group, over HCCL (gloo where the card is emulated); agreements go over the host."""
+"""Collectives of one rank group, over HCCL (gloo if the card is emulated), and host-side agreement over gloo."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from trencadis.core.backend import BackendConfig
 
 
 class HpuComm:
-    """``core.backend.Comm`` over HCCL; layers cut the graph before they call it, and with one rank it does nothing. A
-    world of one does nothing.
+    """``core.backend.Comm`` over HCCL; layers cut the graph before they call it. With one rank it does nothing.
 
     With several ranks the constructor is a collective: each makes the host's group.
 
     Args:
-        alone: this process stands for all ranks, which it has no need to ask.
+        alone: True if this process simulates all ranks, so that nothing is sent.
     """
 
     def __init__(self, bridge: Bridge, cfg: BackendConfig, alone: bool = False) -> None:
@@ -33,7 +32,7 @@ class HpuComm:
         if cfg.stages > 1:
             self._host = _stage_group(bridge, cfg)
         elif cfg.world > 1:
-            use_group(None)  # an engine of stages in this process has left its own
+            use_group(None)  # an earlier pipeline engine in this process may have set a group
             self._host = torch.distributed.new_group(backend="gloo")
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -50,7 +49,7 @@ class HpuPipe:
     """``core.backend.Pipe``: rows go from card to card, outside of graphs; the host's group has all ranks.
 
     Args:
-        alone: as for ``HpuComm``; nothing is sent, and nobody is asked.
+        alone: as for ``HpuComm``; nothing is sent.
     """
 
     def __init__(self, bridge: Bridge, cfg: BackendConfig, staging: Staging, alone: bool = False) -> None:
@@ -61,7 +60,9 @@ class HpuPipe:
         self._host: Any = None if alone else torch.distributed.new_group(backend="gloo")
 
     def bind(self, stream: Tensor | None, hidden: Tensor | None) -> None:
-        """In lazy mode rows go through buffers, whose launches are compiled here."""
+        """Sets the tensors whose rows are transferred. In lazy mode makes their buffers and compiles the launches that
+        fill them.
+        """
         if self._alone or not self._bridge.is_lazy():
             return
         if stream is not None:
@@ -94,7 +95,7 @@ class HpuPipe:
 
 
 def _stage_group(bridge: Bridge, cfg: BackendConfig) -> Any:
-    """Makes the groups of all stages, as every rank must; this rank's for the card is in use from now on.
+    """Makes the groups of all stages, as every rank must, and sets this rank's group for the card's collectives.
 
     Returns:
         The host's group of this rank's stage.

@@ -1,4 +1,4 @@
-"""Which dtype a Gaudi computes in."""
+"""The dtype that a Gaudi computes in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ TAKEN = ("bfloat16", "float32")
 
 
 def pick_dtype(asked: str, stored: str) -> torch.dtype:
-    """``asked`` resolved: ``auto`` is bfloat16, whatever is stored. float16 is refused: its range is too small for
-    the activations of these models, and it is no faster."""
+    """Returns the dtype for ``asked`` (``--dtype``): ``auto`` is bfloat16, whatever the checkpoint stores.
+
+    Raises StartupError for float16: its range is too small for the activations of these models, and it is no faster.
+    """
     name = "bfloat16" if asked == "auto" else ALIASES.get(asked, asked)
     if name not in TAKEN:
         raise StartupError(f"--dtype {asked} is not supported on hpu; use {' or '.join(TAKEN)}")

@@ -11,18 +11,18 @@ from trencadis.core.errors import StartupError
 
 @dataclass(frozen=True)
 class HpuSettings:
-    """How a launch is computed and cut.
+    """Settings of how a launch is computed and cut.
 
     Args:
         fp32_softmax: text attention computes its softmax in float32; by default only for families whose
             accuracy suffers in bfloat16.
         fp32_softmax_vision: the same for images.
-        fused_sdpa: prompts and images attend by the fused kernel, if the plug-in has it.
-        block_adjustment: blocks of a decoding row joined by the fused kernel where the plug-in has it; unset means
-            what the family wants.
+        fused_sdpa: prompts and images use the fused attention kernel, if the plug-in has it.
+        block_adjustment: blocks of a decoding row are joined by the fused kernel if the plug-in has it; unset means the
+        default of the model family.
         context_slice: stored tokens whose keys and values a CONTEXT launch holds at a time.
         cut_layers: layers between two cuts.
-        cuts: whether graphs are cut between layers; at collectives and in long loops they always are.
+        cuts: graphs are cut between layers; at collectives and in long loops they always are.
         regional: compile mode: parts of a body are compiled by themselves; False: one compilation a bucket.
         fullgraph: compile mode: a break in a compiled part is an error.
         full_warmup: compile mode: after warm-up guards are skipped, and a compilation is an error.
@@ -41,13 +41,13 @@ class HpuSettings:
 
 
 def settings(environ: Mapping[str, str], options: Mapping[str, str] | None = None) -> HpuSettings:
-    """The switches for a model.
+    """Reads the switches for a model.
 
     Args:
         options: of the backend; ``fp32_softmax`` and ``block_adjustment`` are the model family's defaults ("1", "0").
 
     Raises:
-        StartupError: a value that cannot be read, in one line.
+        StartupError: a value cannot be parsed; one line.
     """
 
     wanted = options or {}

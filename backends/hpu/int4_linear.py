@@ -1,6 +1,6 @@
-"""Weights of 4 bits on Gaudi: codes stay packed, and every product opens them to bfloat16 in its graph.
+"""Weights of 4 bits on Gaudi: codes stay packed, and every product unpacks them to bfloat16 in its graph.
 
-``convert_from_uint4`` takes eight codes an int32 along its last dimension, so that a weight lies transposed here. Its
+``convert_from_uint4`` takes eight codes an int32 along its last dimension, so a weight is transposed here. Its
 values are (code - zero point) x scale.
 """
 
@@ -15,7 +15,7 @@ from trencadis.core.quant.quantised_tensor import QTensor
 from trencadis.core.quant.scheme import WORD, packs4
 
 MIDDLE = 8
-"""Added to codes and zero points, which are from 0 to 15 on the card."""
+"""Offset of codes and zero points, which are from 0 to 15 on the card."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class PackedWeight4:
     Args:
         codes: int32 [in, out / 8], the first of eight neighbouring outputs in the lowest bits.
         scale: bfloat16 [groups, out]; groups have equal numbers of columns.
-        zero: int32 [groups, out / 8], as the codes.
+        zero: int32 [groups, out / 8], packed as the codes.
         gather: int32 [in], the input's column of each row of ``codes``; None: as they are.
     """
 
@@ -39,12 +39,14 @@ class PackedWeight4:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all but the bias."""
+        """Bytes of all tensors except the bias."""
         return sum(t.nbytes for t in (self.codes, self.scale, self.zero, self.gather) if t is not None)
 
 
 def packed4_weight(q: QTensor, bias: Tensor | None, device: torch.device) -> PackedWeight4 | None:
-    """Packs a weight of 4 bits, whose tensors lie on the host; None where the card's operation does not take it."""
+    """Packs a weight of 4 bits, whose tensors are on the host; returns None if the card's operation does not take
+    it.
+    """
     rows, columns = q.shape
     groups = q.scale.shape[1]
     if q.scheme.bits != 4 or q.shared or columns % groups or not packs4(rows, columns, columns // groups):
@@ -67,13 +69,13 @@ def packed4_weight(q: QTensor, bias: Tensor | None, device: torch.device) -> Pac
 
 
 def _sizes(q: QTensor) -> Tensor | None:
-    """int64 [groups]: columns of each; None where values are not known."""
+    """Returns the number of columns in each group, int64 [groups]; None if the values are not known."""
     where = q.columns()
     return None if where.is_meta else torch.bincount(where, minlength=q.scale.shape[1])
 
 
 def _words(codes: Tensor) -> Tensor:
-    """int32 [n, m] from 0 to 15 -> int32 [n, m / 8]."""
+    """Packs int32 [n, m] with values from 0 to 15 into int32 [n, m / 8]."""
     parts = codes.reshape(codes.shape[0], -1, WORD)
     word = torch.zeros(parts.shape[:2], dtype=torch.int32, device=codes.device)
     for i in range(WORD):

@@ -1,4 +1,4 @@
-"""The ops on Gaudi: the reference's where they are good enough, fused symbols and rectangles where they are not."""
+"""The ops on Gaudi: those of the reference where these are fast enough, else fused kernels and rectangular launches."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ from trencadis.core.quant.quantised_tensor import QTensor
 T = TypeVar("T")
 
 FUSED_ROWS = 3
-"""Dimensions that FusedRMSNorm takes at least."""
+"""Minimum number of dimensions that FusedRMSNorm takes."""
 
 
 HEAD_TYPES = dict.fromkeys(("hidden_row", "slot", "target", "mask_row"), torch.int64) | {"top_k": torch.int32}
 RESET_TYPES = {"slot": torch.int64, "counts": torch.int32, "bias_id": torch.int64}
-"""Types of fields that compile mode gets as they are packed (``launches.packing``)."""
+"""Dtypes of fields that arrive as packed in compile mode (``launches.input_packing``)."""
 
 
 class DrawnCounts(NamedTuple):
-    """What a compiled SAMPLE leaves where the counts are stored by a graph of their own."""
+    """Result of a compiled SAMPLE: the outputs, and the counts that a separate graph then stores."""
 
     out: HeadTensorsOut
-    rows: Tensor  # int32 [r, V] counts of each row, the id drawn now among them
+    rows: Tensor  # int32 [r, V] counts of each row, including the id drawn now
     slot: Tensor  # int64 [r]
     counts: Tensor  # int32 [slots + 1, V]
 
@@ -74,9 +74,9 @@ class HpuOps(ReferenceOps):
     """``core.backend.Ops`` over a bridge.
 
     Args:
-        run_layer: runs one layer of a stack, in lazy mode.
+        run_layer: function that runs one layer of a stack, in lazy mode.
         dtype: of queries.
-        windows: of the model's layers, each once.
+        windows: distinct sliding windows of the model's layers.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HpuOps(ReferenceOps):
         self.kernels = AttentionKernels(
             bridge.fused_sdpa if fused else None,
             bridge.sdpa_parts if fused else None,
-            bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another type
+            bridge.product if bridge.is_lazy() else None,  # Dynamo refuses a product into a tensor of another dtype
             bridge.block_adjustment if settings.block_adjustment else None,
             bridge.cast_to_fp8_v2,
             bridge.cast_from_fp8,
@@ -109,9 +109,9 @@ class HpuOps(ReferenceOps):
         self._layers, self._inside = 0, False
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """8-bit floats as they are where the plug-in multiplies them, 4 bits where it opens them.
+        """Packs 8-bit floats as they are if the plug-in multiplies them, and 4 bits if it unpacks them.
 
-        Others become the engine's type on the host.
+        Other weights are converted to the engine's dtype on the host.
         """
         device, bridge = self.bridge.device, self.bridge
         if bridge.convert_from_uint4 is not None and q.dtype == torch.bfloat16 and q.scheme.bits == 4:
@@ -145,11 +145,11 @@ class HpuOps(ReferenceOps):
         return y if w.bias is None else y + w.bias
 
     def begin(self) -> None:
-        """A launch starts: its layers are counted from here, so that its cuts never move."""
+        """Starts a launch: layers are counted from here, so that its cuts are always at the same layers."""
         self._layers = 0
 
     def layer(self, run: Callable[..., T], *args: Any) -> T:
-        """In compile mode a region that every layer of its kind, and every bucket of its shape, shares."""
+        """Runs one layer. In compile mode it is a region, shared by all layers of its kind and buckets of its shape."""
         if not self.lazy:
             return self.region(run, *args)
         out: T = self._run_layer(run, *args)
@@ -170,7 +170,9 @@ class HpuOps(ReferenceOps):
         return found
 
     def by_rows(self, run: Callable[..., None], rows: tuple[Any, ...], *shared: Any) -> None:
-        """In compile mode in pieces of few sizes (``sharing.PIECES``), which launches of all sizes share."""
+        """Runs ``run`` over rows; in compile mode in pieces of few sizes (``shared_shapes.PIECES``), shared by all
+        launches.
+        """
         if self.regions is None:
             run(*rows, *shared)
             return
@@ -182,19 +184,21 @@ class HpuOps(ReferenceOps):
         self.scatter_rows(counts, slot, rows)
 
     def first_residual(self, x: Tensor) -> Tensor | None:
-        """Compiled, the first layer has to look like the others: None would be a second trace of every shape."""
+        """Returns the residual of the first layer: zeros in compile mode, since None would be a second trace of every
+        shape.
+        """
         return None if self.lazy else torch.zeros_like(x)
 
     def embed(
         self, tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor
     ) -> Tensor:
-        """Rows by ``index_select``: the bridge's compiler leaves ``index`` out of its graphs."""
+        """Looks rows up by ``index_select``, since the bridge's compiler leaves ``index`` out of its graphs."""
         ids = torch.where(from_slot > 0, last.index_select(0, from_slot), tokens)
         own, image = table.index_select(0, ids), arena.index_select(0, image_row)
         return torch.where((image_row > 0)[:, None], image, own)
 
     def patches(self, pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """Without ``addcmul``, which the bridge's compiler leaves out of its graphs."""
+        """Scales and shifts patches without ``addcmul``, which the bridge's compiler leaves out of its graphs."""
         return (pixels.float() * scale + shift).to(dtype)
 
     def gather_rows(self, source: Tensor, rows: Tensor) -> Tensor:
@@ -210,7 +214,9 @@ class HpuOps(ReferenceOps):
         super().reset(convert_fields(reset, RESET_TYPES), state)
 
     def sample(self, logits: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> HeadTensorsOut:
-        """Counts are read before they are stored. In one compiled graph that would write those of every slot anew."""
+        """Samples ids. Counts are read before they are stored, which in one compiled graph would rewrite those of every
+        slot.
+        """
         head = convert_fields(head, HEAD_TYPES)
         if not (full and self._inside):
             return super().sample(logits, head, state, full)
@@ -227,13 +233,15 @@ class HpuOps(ReferenceOps):
         return found
 
     def update(self, token: Tensor, head: HeadTensors, state: SamplerState, full: bool) -> None:
-        """Whole rows of counts are stored, since an ``index_put_`` would write the counts of every slot anew."""
+        """Stores drawn ids. Whole rows of counts are stored, since an ``index_put_`` would rewrite the counts of every
+        slot.
+        """
         state.last.index_copy_(0, head.slot, token.int())
         if full:
             state.counts.index_copy_(0, head.slot, count_tokens(token, head, state))
 
     def cut(self, kind: str) -> None:
-        """Calls ``mark_step``, at the only point that does so; does nothing in compile mode."""
+        """Ends a recipe by ``mark_step``, which is called only here; does nothing in compile mode."""
         if not self.lazy:
             return
         if kind == "layer":
@@ -250,9 +258,10 @@ class HpuOps(ReferenceOps):
         return fused(total[None] if total.dim() < FUSED_ROWS else total, weight, eps).view(total.shape), total
 
     def prepare_attn(self, attn: Attn, heads: int, kv: LayerKV) -> Any:
-        """Masks, owners and the like, which would be the same in every layer.
+        """Computes masks and other attention inputs that are the same in every layer.
 
-        Regions make them in each layer after all: in a region of their own they would double what is compiled.
+        In compile mode with regions each layer computes them itself: a region of their own would double what is
+        compiled.
         """
         if self.regions is not None:
             return attn
@@ -283,14 +292,14 @@ class HpuOps(ReferenceOps):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, kv: LayerKV, attn: Attn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values go to slots of the flat base tensors.
+        """Rotates q and k; stores keys and values in slots of the flat base tensors.
 
         A view of them could not be captured. Compiled, ``index_copy_`` on a graph's input is the one store that the
         bridge puts back in place; any other writes the whole cache anew.
         """
         cos, sin = rotary.cos[:, None], rotary.sin[:, None]
         rotated = self._rotate(k, cos, sin)
-        with_slots: Any = attn  # every kind that this backend fills says where its tokens are stored
+        with_slots: Any = attn  # every type that this backend fills has the slots of its tokens
         slot = with_slots.slot.long()
         if kv.k_scale is not None:
             return self._rotate(q, cos, sin), *quantised_kv_cache.store(rotated, v, kv, slot, self.kernels)
@@ -299,7 +308,7 @@ class HpuOps(ReferenceOps):
         return self._rotate(q, cos, sin), rotated, v
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates in float32: in bfloat16 the factors of far positions would be those of their neighbours."""
+        """Rotates in float32: in bfloat16 neighbouring far positions would get the same factors."""
         rotary_kernel = self.bridge.apply_rotary
         return (rotary_kernel(x, cos, sin) if rotary_kernel is not None else rotate(x, cos, sin)).to(x.dtype)
 
@@ -339,18 +348,18 @@ class HpuOps(ReferenceOps):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary where the plug-in has no kernel for it: the first half of the head against the second."""
+    """Applies rotary embedding without the plug-in's kernel: the first half of the head against the second."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def convert_fields(fields: Any, types: dict[str, torch.dtype]) -> Any:
-    """``fields``, a named tuple of tensors, with those that ``types`` names in these types."""
+    """Returns ``fields``, a named tuple of tensors, with those named in ``types`` converted to these dtypes."""
     return fields._replace(**{name: getattr(fields, name).to(dtype) for name, dtype in types.items()})
 
 
 def count_tokens(token: Tensor, head: HeadTensors, state: SamplerState) -> Tensor:
-    """int32 [r, V]: the counts of each row's slot, with the ids drawn now."""
+    """Returns int32 [r, V]: the counts of each row's slot, including the ids drawn now."""
     counts = state.counts.index_select(0, head.slot)
     vocab = torch.arange(counts.shape[1], device=token.device, dtype=torch.int32)
     return counts + (vocab == token.int()[:, None])

@@ -1,7 +1,7 @@
 """Operations of the plug-in that only some releases or cards have, under one signature each.
 
-Read in the bridge's public source (``hpu_ops/backend/sdpa_gen.cpp``, ``hpex/kernels/FusedSDPA.py``) and in the use that
-vLLM's Gaudi plugin makes of them (``extension/utils.py``, ``extension/ops.py``, ``extension/features.py``).
+Derived from the bridge's public source (``hpu_ops/backend/sdpa_gen.cpp``, ``hpex/kernels/FusedSDPA.py``) and from their
+use in vLLM's Gaudi plugin (``extension/utils.py``, ``extension/ops.py``, ``extension/features.py``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 PRODUCT_SINCE = (1, 24, 0, 171)
-"""Builds from this one on write a product of bfloat16 matrices into a float32 tensor."""
+"""First build whose product of bfloat16 matrices can be written into a float32 tensor."""
 
 ADJUSTMENT_SINCE = (1, 22, 0, 494)
 
 FP8_TOP = (240.0, 448.0)
-"""The largest e4m3 float of 8 bits on a Gaudi 2, whose largest exponent means what is not finite, and on a Gaudi 3."""
+"""Largest e4m3 value on a Gaudi 2, whose largest exponent is reserved for non-finite values, and on a Gaudi 3."""
 
 
 class OptionalSymbols(NamedTuple):
-    """Fields of ``bridge.Bridge``; None where the plug-in or the card lacks one."""
+    """Optional fields of ``bridge.Bridge``; None if the plug-in or the card lacks one."""
 
     sdpa_parts: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     product: Callable[[Tensor, Tensor], Tensor] | None
@@ -36,9 +36,9 @@ class OptionalSymbols(NamedTuple):
 
 
 def find_symbols(version: str | None, card: str) -> OptionalSymbols:
-    """What plug-in ``version`` (``1.24.1.35``; None: unknown) offers on ``card`` (``GAUDI3``)."""
+    """Returns the symbols that plug-in ``version`` (``1.24.1.35``; None: unknown) offers on ``card`` (``GAUDI3``)."""
     ops, build = torch.ops.hpu, tuple(int(n) for n in re.findall(r"\d+", version or "")[:4])
-    if len(build) < 4:  # a release without the number of its build counts as its last one
+    if len(build) < 4:  # a release without a build number counts as its last build
         build = (*build, *(0, 0, 0, 1 << 30)[len(build) :])
     third = "gaudi3" in (card or "").lower().replace(" ", "")
     adjusts = build >= ADJUSTMENT_SINCE and third
@@ -58,7 +58,7 @@ def find_symbols(version: str | None, card: str) -> OptionalSymbols:
 def sdpa_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of q [B, h, S, d] over k and v [B, g, T, d] that may be a part of a row's keys.
+    """Computes attention of q [B, h, S, d] over k and v [B, g, T, d], which may be a part of a row's keys.
 
     ``mask`` is boolean and broadcasts to [B, 1, S, T]. Returns (out [B, h, S, d], the largest score of each query, the
     inverse of its sum of exponentials above that score, [B, h, S, 1] each): what training keeps for its backward pass.
@@ -77,31 +77,33 @@ def sdpa_parts(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 [..., S, T] of bfloat16 [..., S, d] and [..., d, T]: summed and kept in float32."""
+    """Multiplies bfloat16 [..., S, d] and [..., d, T] to float32 [..., S, T], summed in float32."""
     out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32, device=a.device)
     return torch.matmul(a, b, out=out)
 
 
 def block_adjustment(high: Tensor, total: Tensor, rows: Tensor, count: int, shape: list[int]) -> Tensor:
-    """The factor of each block over its row's sum, ``shape``: exp(high - M) / sum of exp(high - M) * total, with M the
-    largest ``high`` of the row.
+    """Returns the factor of each block over its row's sum, of ``shape``: exp(high - M) / sum of exp(high - M) * total,
+    with M the largest ``high`` of the row.
 
     Args:
         high, total: [B, g, h / g, 1, 1], the blocks' largest scores and sums of exponentials.
-        rows: int32 [B], the row of each block of ``count`` rows; -1: of none.
+        rows: int32 [B], the row of each block, below ``count``; -1: the block belongs to no row.
     """
     found: Tensor = torch.ops.hpu.block_softmax_adjustment(high, total, rows, count, shape)
     return found
 
 
 def cast_to_fp8_v2(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """float8_e4m3fn of x (bfloat16 or float32) times ``scale``, which broadcasts to it, rounded to the nearest."""
+    """Returns float8_e4m3fn codes of x (bfloat16 or float32) times ``scale``, which broadcasts to it, rounded to
+    nearest.
+    """
     found: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, scale, False, False, torch.float8_e4m3fn)[0]
     return found
 
 
 def cast_from_fp8(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Values of 8-bit floats, times ``scale``, in ``dtype``."""
+    """Returns the values of 8-bit floats, times ``scale``, in ``dtype``."""
     found: Tensor = torch.ops.hpu.cast_from_fp8(codes, scale, dtype)
     return found
 
@@ -109,7 +111,7 @@ def cast_from_fp8(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None
 def fp8_gemm_v2(
     a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """[n, m] of ``dtype`` (bfloat16 or float32): a [n, k] by b [m, k], both e4m3, b transposed.
+    """Multiplies a [n, k] by b [m, k] transposed, both e4m3, to [n, m] of ``dtype`` (bfloat16 or float32).
 
     Args:
         a_scale: float32 [n, 1]; what a code of ``a`` is multiplied by.
@@ -120,7 +122,7 @@ def fp8_gemm_v2(
 
 
 def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """[k, m] of ``dtype``: (code - zero) times the scale of its group of rows.
+    """Returns [k, m] of ``dtype``: (code - zero) times the scale of its group of rows.
 
     Args:
         codes: int32 [k, m / 8], the first of eight columns in the lowest bits.

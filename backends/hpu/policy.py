@@ -1,4 +1,4 @@
-"""Gaudi's shapes as data: rectangular launches of three kinds, for prompts without context, with context, and decoding.
+"""Launch shapes for Gaudi as data: rectangles for prompts without context, prompts with context, and decoding.
 
 Torch-free; ``core.buckets.Policy`` explains the numbers. The ridge is Gaudi 2's 432 TFLOP/s in bfloat16
 over 2.45 TB/s (its data sheet), scaled by the half of the peak that large products reach.
@@ -76,12 +76,12 @@ CORNERS = {
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """Bytes of a bucket's input tensors, exact: words of 32 bits and bytes, as ``launches/input_packing.py`` packs
-    them.
+    """Returns the exact bytes of a bucket's input tensors: 32-bit words and bytes, as ``launches/input_packing.py``
+    packs them.
     """
     dims, vocab = bucket.dims, sizes.vocab
     bits, upto, units = -(-vocab // 8), 4 if sizes.upto else 0, planned_units(bucket.variant)
-    upto += 8 * units + 4 if units else 0  # of each unit, what a token sees of it and how often; its gate
+    upto += 8 * units + 4 if units else 0  # per unit: its visibility and count for each token, and its gate
     match bucket.stage:
         case Stage.FRESH:
             return (32 + upto) * dims[0] * dims[1] + 4 * dims[0] + 4 * units
@@ -104,7 +104,9 @@ def input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 
 def shared_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
-    """``input_bytes`` in compile mode, where the starts of text launches are padded to sizes that buckets share."""
+    """Returns ``input_bytes`` in compile mode, where the starts of text launches are padded to sizes that buckets
+    share.
+    """
     found = input_bytes(bucket, sizes)
     if bucket.stage not in (Stage.FRESH, Stage.CONTEXT, Stage.DECODE):
         return found
@@ -113,11 +115,11 @@ def shared_input_bytes(bucket: Bucket, sizes: InputSizes) -> int:
 
 
 START_BYTES = 24
-"""Of a token at the start of a launch: its id, the slot that it is read from, three positions, a row of the arena."""
+"""Bytes per token at the start of a launch: its id, its source slot, three positions, a row of the arena."""
 
 
 TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
-"""The plug-in compares it with ``1`` at every launch: any other text leaves the cache on."""
+"""The plug-in compares this variable with ``1`` at every launch: any other text leaves the cache on."""
 
 
 SERVING = Policy(
@@ -150,7 +152,7 @@ SERVING = Policy(
 
 
 def without_fp8(found: Policy) -> Policy:
-    """``found`` over a plug-in that has no casts to and from 8-bit floats."""
+    """Returns ``found`` for a plug-in without casts to and from 8-bit floats."""
     return dataclasses.replace(found, kv_codes={name: codes for name, codes in found.kv_codes.items() if name != FP8})
 
 
@@ -160,7 +162,8 @@ COMPILE_MODE = "compile mode (PT_HPU_LAZY_MODE=0)"
 
 
 def policy(name: str, environ: Mapping[str, str] | None = None, lazy: bool | None = None) -> Policy:
-    """The policy called ``name``, with graphs as the environment has them cut and cached; empty means serving.
+    """Returns the policy called ``name``, with the environment's settings of cuts and graph caches; empty means
+    serving.
 
     Args:
         lazy: the mode, since HPU graphs exist in lazy mode alone; None: the one that a process with this environment

@@ -1,4 +1,4 @@
-"""Compile mode: the numbers of rows that parts beside the layers are compiled for, shared by buckets. Torch-free."""
+"""Compile mode: the row counts that parts outside the layers are compiled for, shared by buckets. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 PIECES = (1, 4, 16, 64, 512, 4096)
-"""Rows of a piece. A launch of up to 256 rows has four at most, a larger one eight up to 32,768."""
+"""Numbers of rows of a piece. A launch of up to 256 rows has at most four pieces, one of up to 32,768 at most eight."""
 
 STARTS = (32, 128, 512, 2048, 8192)
-"""Tokens that the start of a text launch is padded to; above them powers of two.
+"""Numbers of tokens to which the start of a text launch is padded; beyond them, powers of two.
 
-It embeds and rotates no more than four times what it has to, which a layer does in less than a hundredth of its time.
+Embedding and rotary factors cover at most four times the tokens, which takes less than a hundredth of a layer's time.
 """
 
 
@@ -23,7 +23,9 @@ class StoredPiece(NamedTuple):
 
 
 def pieces(rows: int, sizes: Sequence[int] = PIECES) -> Iterator[StoredPiece]:
-    """Pieces of one of ``sizes`` that cover ``rows`` > 0 of them; the last one may repeat rows of the one before."""
+    """Yields pieces of one of ``sizes`` that cover ``rows`` > 0 rows; the last one may repeat rows of the one
+    before.
+    """
     size = max(p for p in sizes if p <= rows)
     for start in range(0, rows, size):
         begun = min(start, rows - size)
@@ -31,5 +33,5 @@ def pieces(rows: int, sizes: Sequence[int] = PIECES) -> Iterator[StoredPiece]:
 
 
 def padded_start(tokens: int) -> int:
-    """How many tokens the start of a launch of ``tokens`` is compiled for."""
+    """Returns the number of tokens that the start of a launch of ``tokens`` is compiled for."""
     return next((s for s in STARTS if s >= tokens), 1 << (tokens - 1).bit_length())

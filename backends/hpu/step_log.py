@@ -16,12 +16,12 @@ KINDS = {
     "graph_compilation": ("VLLM_HPU_STEP_GRAPH_COMPILATION", "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION"),
     "cpu_fallback": ("VLLM_HPU_STEP_CPU_FALLBACK", "VLLM_HPU_LOG_STEP_CPU_FALLBACKS"),
 }
-"""Metric of the plug-in -> what a line begins with, and the variable that asks for it."""
+"""Metric of the plug-in -> (start of a log line, variable that enables it)."""
 
 
 @dataclass
 class OpenMetric:
-    """One metric that is open for the life of the process, and what it said last."""
+    """One metric that is open for the life of the process, and its last values."""
 
     word: str
     metric: Any
@@ -33,8 +33,8 @@ class OpenMetric:
 class StepLog:
     """Compares the plug-in's counters around each launch.
 
-    ``begin`` is called when a launch's inputs are filled, ``end`` when its results are fetched; what was counted since
-    the last call belongs to the launch in between. Without the variables nothing is opened or read.
+    ``begin`` is called when a launch's inputs are filled, ``end`` when its results are fetched; whatever was counted in
+    between belongs to that launch. Without the variables nothing is opened or read.
 
     Args:
         metrics: ``metric_localcontext`` of the plug-in.
@@ -51,11 +51,11 @@ class StepLog:
                 self._counted.append(OpenMetric(word, metric, always, scope, _stats(metric)))
 
     def begin(self, launch: str) -> None:
-        """A launch follows; the one before it has run."""
+        """Starts counting for a launch; logs the launch before it, which has run."""
         if self._counted:
             self.end()
             self._launch = launch
-            for one in self._counted:  # what warm-up compiled since belongs to no launch
+            for one in self._counted:  # what warm-up compiled since then belongs to no launch
                 one.before = _stats(one.metric)
 
     def end(self) -> None:
@@ -72,5 +72,5 @@ class StepLog:
 
 
 def _stats(metric: Any) -> tuple[tuple[str, Any], ...]:
-    """(name, value) pairs; the first is the number of events."""
+    """Returns (name, value) pairs; the first is the number of events."""
     return tuple((name, dict(value) if isinstance(value, dict) else value) for name, value in metric.stats())

@@ -1,1 +1,1 @@
-"""``trencadis run-batch``: a file of requests in OpenAI's batch form, for an engine of its own or a server."""
+"""``trencadis run-batch``: runs a file of requests in OpenAI's batch format on its own engine or on a server."""

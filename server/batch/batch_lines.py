@@ -1,4 +1,4 @@
-"""Lines of batch files in OpenAI's form: the requests that are read, and what is written about each."""
+"""Lines of batch files in OpenAI's format: requests are read, and one output line is written for each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROUTES = frozenset(
         "/tokenize", "/detokenize", "/invocations",
     )
 )  # fmt: skip
-"""What ``url`` may be: the routes that take a request and give one answer."""
+"""Values of ``url``: the routes that take one request and give one answer."""
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20
 _PLAIN = (b"false", b"null")
 
 
 class BatchLine(msgspec.Struct):
-    """A request of a batch file; ``body`` stays as it was written."""
+    """A request of a batch file; ``body`` is kept as raw JSON."""
 
     custom_id: str
     url: str
@@ -49,7 +49,7 @@ _ANY = msgspec.json.Decoder(msgspec.Raw)
 
 
 class BadLine(Exception):
-    """A line that is no request; the run goes on with an error line in its place."""
+    """A line that is not a valid request; the run goes on with an error line in its place."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class BadLine(Exception):
 
 
 def find_custom_id(data: bytes) -> str | None:
-    """The ``custom_id`` of a line; None where it has none that can be read."""
+    """Returns the ``custom_id`` of a line; None if it has none that can be read."""
     try:
         return _NAMED.decode(data).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -65,10 +65,10 @@ def find_custom_id(data: bytes) -> str | None:
 
 
 def read_line(data: bytes) -> BatchLine:
-    """The request of a line.
+    """Parses the request of a line.
 
     Raises:
-        BadLine: it is none, or none that a batch can answer.
+        BadLine: the line is no request, or one that a batch cannot answer.
     """
     name = find_custom_id(data)
     try:
@@ -89,9 +89,9 @@ def read_line(data: bytes) -> BatchLine:
 
 
 def make_answer_line(custom_id: str, status: int, content: bytes, request_id: str) -> tuple[bytes, bool]:
-    """The output line of an answer with JSON ``content``, and whether it is a success.
+    """Returns the output line of an answer with JSON ``content``, and True if it is a success.
 
-    An HTTP error stands in ``response``, as OpenAI writes it, and in ``error`` too, where vLLM's readers look.
+    An HTTP error is written in ``response``, as by OpenAI, and also in ``error``, where clients of vLLM read it.
     """
     if b"\n" in content or b"\r" in content:
         content = msgspec.json.format(content, indent=-1)
@@ -103,7 +103,7 @@ def make_answer_line(custom_id: str, status: int, content: bytes, request_id: st
 
 
 def make_error_line(custom_id: str | None, code: str, message: str) -> bytes:
-    """The output line of a request that got no answer."""
+    """Returns the output line of a request that got no answer."""
     return _encode_line(custom_id, None, {"code": code, "message": message})
 
 
@@ -113,7 +113,7 @@ def _encode_line(custom_id: str | None, response: Any, error: Any) -> bytes:
 
 
 def _get_error_object(content: bytes) -> dict[str, Any]:
-    """The ``error`` object of an error's body; empty where it has another form."""
+    """Returns the ``error`` object of an error's body; empty if the body has another form."""
     found = msgspec.json.decode(content)
     error = found.get("error", found) if isinstance(found, dict) else {}
     return error if isinstance(error, dict) else {"message": str(error)}
@@ -129,7 +129,7 @@ def _get_error_message(content: bytes, status: int) -> str:
 
 
 class LineReader:
-    """The lines of a file that are not blank, one at a time; at most ``limit`` bytes of one are held.
+    """Iterates over the lines of a file that are not blank; at most ``limit`` bytes of a line are held.
 
     Raises:
         StartupError: the file cannot be opened.
@@ -144,7 +144,7 @@ class LineReader:
             raise StartupError(f"{path}: {error.strerror}.") from None
 
     def __iter__(self) -> Iterator[bytes | None]:
-        """Lines without their ends; None for one that is too long."""
+        """Yields lines without their ends; None for a line that is too long."""
         with self._file as file:
             while piece := file.readline(self.limit + 1):
                 whole = piece.endswith(b"\n") or len(piece) <= self.limit
@@ -161,7 +161,7 @@ class LineReader:
 
 
 def count(path: Path) -> int:
-    """Lines of a file that are not blank."""
+    """Returns the number of lines of a file that are not blank."""
     found, open_line = 0, False
     with path.open("rb") as file:
         while piece := file.read(PIECE):

@@ -1,4 +1,4 @@
-"""How far a batch has come: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a batch: a bar on a terminal, otherwise a log line now and then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchProgress:
             self._bar = tqdm(total=self.total, initial=done, desc="Running batch", unit="req", dynamic_ncols=True)
 
     def add_answer(self, good: bool) -> None:
-        """One more line is answered."""
+        """Counts one more answered line."""
         self.done += 1
         self.failed += not good
         if self._bar is not None:
@@ -46,13 +46,13 @@ class BatchProgress:
             log.info("%s", self.format_line())
 
     def format_line(self) -> str:
-        """The state in one line."""
+        """Returns the progress in one line."""
         seconds = max(time.monotonic() - self._begun, 1e-6)
         rate = (self.done - self.before) / seconds
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate and self.total > self.done else ""
         return f"batch: {self.done} of {self.total} lines, {self.failed} failed, {rate:.1f}/s{left}"
 
     def close(self) -> None:
-        """Ends the bar."""
+        """Ends the progress bar."""
         if self._bar is not None:
             self._bar.close()

@@ -20,38 +20,38 @@ from trencadis.server.batch.result_file import ResultFile
 
 BUSY = 429
 GONE = (502, 503, 504)
-"""What a server, or a proxy before it, says while there is no engine."""
+"""Statuses of a server, or of a proxy before it, without an engine."""
 TRIES = 3
-"""How often a request may fail with its server; one that ends the engine each time must not do so for ever."""
+"""How often a request may fail together with its server, so that one that ends the engine is not repeated for ever."""
 LONGEST_PAUSE = 30.0
 BUSY_SECONDS = 3600.0
-"""How long a request is kept back by 429."""
+"""Maximum seconds for which a request is delayed by 429."""
 
 
 class BatchTarget(Protocol):
-    """Where requests go."""
+    """Where requests are sent."""
 
     client: httpx.AsyncClient
 
     async def wait_ready(self) -> None:
-        """Until requests can be answered.
+        """Waits until requests can be answered.
 
         Raises:
-            StartupError: that will not be.
+            StartupError: the server will not be ready.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What may be in memory.
+    """Limits of what may be in memory.
 
     Args:
-        running: requests at a time.
-        window: lines between the oldest that is not answered and the newest that is read.
-        request_bytes: of the running requests' bodies together; one larger body runs alone.
-        answer_bytes: of answers that wait for an earlier one.
-        longest: bytes of a line.
+        running: requests that run at a time.
+        window: lines between the oldest unanswered one and the newest that is read.
+        request_bytes: total bytes of the running requests' bodies; a larger body runs alone.
+        answer_bytes: bytes of answers that wait for an earlier one.
+        longest: maximum bytes of a line.
     """
 
     running: int = 256
@@ -62,7 +62,9 @@ class BatchLimits:
 
 
 class BatchRunner:
-    """Reads, asks and writes. ``run`` may be cancelled: what is written stays, and a later run goes on from there."""
+    """Reads requests, sends them and writes the answers. ``run`` may be cancelled: a later run continues after the
+    written lines.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class BatchRunner:
         self._ready = asyncio.Lock()
 
     def skip_written(self) -> None:
-        """Passes over the lines that the output has.
+        """Skips the input lines that the output already has.
 
         Raises:
             StartupError: the output was not made from this input.
@@ -100,7 +102,7 @@ class BatchRunner:
             self._is_duplicate_id(own)
 
     def _is_duplicate_id(self, custom_id: str | None) -> bool:
-        """Whether a line had this id before; remembers it by a digest, since a batch may have millions."""
+        """Returns True if an earlier line had this id; remembers it by a digest, since a batch may have millions."""
         if custom_id is None:
             return False
         digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
@@ -110,10 +112,10 @@ class BatchRunner:
         return False
 
     async def run(self) -> None:
-        """Answers every line that is left.
+        """Answers every remaining line.
 
         Raises:
-            StartupError: the server is gone for good.
+            StartupError: the server does not come back.
             OSError: the output cannot be written.
         """
         try:
@@ -132,7 +134,7 @@ class BatchRunner:
             raise failed.exceptions[0] from None
 
     def _read_requests(self) -> Iterator[tuple[int, BatchLine | BadLine, int]]:
-        """(number, request, bytes) of each line."""
+        """Yields (number, request, bytes) of each line."""
         for number, data in enumerate(self._lines, self.results.next):
             if data is None:
                 yield number, BadLine("line_too_long", f"This line has more than {self.limits.longest} bytes."), 0
@@ -147,7 +149,7 @@ class BatchRunner:
             yield number, line, len(data)
 
     async def _wait_for_memory(self, number: int, size: int) -> None:
-        """Waits until another line may be in memory. The oldest line always runs, so there is an end to it."""
+        """Waits until another line may be in memory. The oldest line always runs, so the wait ends."""
         limits = self.limits
         while self.running and (
             self.running >= limits.running
@@ -173,10 +175,10 @@ class BatchRunner:
         self.progress.add_answer(not why)
 
     async def _answer(self, line: BatchLine) -> tuple[bytes, str]:
-        """The output line, and what is wrong with it.
+        """Returns the output line, and the error, if there is one.
 
         Raises:
-            StartupError: the server is gone for good.
+            StartupError: the server does not come back.
         """
         failures, kept_back = 0, 0.0
         while True:
@@ -215,5 +217,5 @@ class BatchRunner:
 
 
 def _parse_retry_after(text: str, otherwise: float) -> float:
-    """What a Retry-After header says; a date counts as nothing said."""
+    """Returns the seconds of a Retry-After header; ``otherwise`` for a date or no header."""
     return float(text) if text.isascii() and text.isdecimal() else otherwise

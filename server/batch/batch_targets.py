@@ -1,4 +1,4 @@
-"""Where a batch's requests go: to an engine of its own, through the server's whole app, or to a running server."""
+"""Targets of a batch's requests: an engine of its own, through the server's whole app, or a running server."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 POLL = 0.2
 GONE_SECONDS = 1800.0
-"""How long a running server may be away before the batch ends."""
+"""Maximum seconds for which a running server may be unreachable before the batch ends."""
 KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
 ALIVE = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
-"""A server whose machine is gone sends nothing, and an answer may take any time: the system finds out."""
+"""Keep-alive options: a server whose machine is gone sends nothing, and an answer may take any time."""
 
 
 def find_api_key(environ: dict[str, str] | None = None) -> str:
-    """The API key that the environment has; "" without one."""
+    """Returns the API key in the environment; "" without one."""
     found = dict(os.environ) if environ is None else environ
     return next((found[name] for name in KEYS if found.get(name)), "")
 
@@ -57,7 +57,7 @@ class RunningServer:
         )
 
     async def wait_ready(self) -> None:
-        """Until the server's health is not denied, at most ``gone_seconds``.
+        """Waits until ``/health`` answers below 500, for at most ``gone_seconds``.
 
         Raises:
             StartupError: it does not come back.
@@ -77,7 +77,7 @@ class RunningServer:
 
 
 class LocalEngine:
-    """The server's app over an engine of its own, without a socket."""
+    """The server's app over its own engine, without a socket."""
 
     def __init__(self, app: FastAPI, supervisor: Supervisor | Fleet) -> None:
         self.app, self.supervisor = app, supervisor
@@ -90,10 +90,10 @@ class LocalEngine:
         self.fatal = message or "the engine ended while it started"
 
     async def wait_ready(self) -> None:
-        """Until the engine takes requests.
+        """Waits until the engine takes requests.
 
         Raises:
-            StartupError: it cannot start, or ends again and again.
+            StartupError: it cannot start, or repeatedly ends.
         """
         while not self.supervisor.accepting:
             if self.fatal:
@@ -104,7 +104,7 @@ class LocalEngine:
 
 
 def make_private_settings(settings: Settings) -> Settings:
-    """The settings of an app that only this process calls: no keys, no page, no prefix of a proxy."""
+    """Returns the settings of an app that only this process calls: no keys, no page, no prefix of a proxy."""
     server = dataclasses.replace(settings.server, api_key=[], api_key_file="", disable_page=True, root_path="")
     return dataclasses.replace(settings, server=server)
 
@@ -113,7 +113,7 @@ def make_private_settings(settings: Settings) -> Settings:
 async def start_local_engine(
     settings: Settings, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle]
 ) -> AsyncIterator[LocalEngine]:
-    """The app over engine processes, which may still load; ends them afterwards.
+    """Runs the app over engine processes, which may still load; ends them afterwards.
 
     Raises:
         StartupError: the checkpoint lacks something, or a flag does not fit it.
@@ -138,7 +138,7 @@ async def start_local_engine(
 
 @contextlib.asynccontextmanager
 async def connect_to_server(url: str, api_key: str, connections: int) -> AsyncIterator[RunningServer]:
-    """A running server.
+    """Connects to a running server.
 
     Raises:
         StartupError: nothing answers there now.

@@ -1,4 +1,4 @@
-"""The output file: one line for each line of the input, in the same order, so that the file says how far a run came."""
+"""The output file: one line for each line of the input, in the same order, so that it also records a run's progress."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _WRITTEN = msgspec.json.Decoder(_Written)
 
 
 class ResultFile:
-    """Writes lines in the order of their numbers; those that come early wait in memory.
-
-    Every line is given to the system at once, so a process that is killed leaves whole lines and at most one torn one,
-    which ``resume`` cuts off.
+    """Writes lines in the order of their numbers; those that come early wait in memory. Every line is written to the
+    system at once, so a process that is killed leaves whole lines and at most one incomplete one, which ``resume`` cuts
+    off.
 
     Args:
         resume: keep the lines that the file has.
@@ -36,7 +35,7 @@ class ResultFile:
     def __init__(self, path: Path, resume: bool = False) -> None:
         self.path = path
         self.next = 0
-        """The number of the line that is written next."""
+        """Number of the line that is written next."""
         self.early: dict[int, bytes] = {}
         self.early_bytes = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if resume else os.O_TRUNC)
@@ -48,10 +47,10 @@ class ResultFile:
             raise StartupError(f"{path}: {error.strerror}.") from None
 
     def read_custom_ids(self) -> Iterator[str | None]:
-        """The ``custom_id`` of each line that the file had; afterwards ``next`` is their number.
+        """Yields the ``custom_id`` of each line that the file had; afterwards ``next`` is the number of lines.
 
         Raises:
-            StartupError: a line is none of a batch's output.
+            StartupError: a line is not a batch's output.
         """
         if not self._end:
             return
@@ -68,10 +67,10 @@ class ResultFile:
                 yield found.custom_id
 
     def write(self, number: int, line: bytes) -> None:
-        """Writes a line as soon as all before it are there.
+        """Writes a line once all lines before it are written.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: it cannot be written, for example because the disk is full.
         """
         self.early[number] = line
         self.early_bytes += len(line)
@@ -83,14 +82,14 @@ class ResultFile:
                 left = left[os.write(self._fd, left) :]
 
     def close(self, sync: bool = True) -> None:
-        """Ends the file; ``sync`` waits until it is on the disk."""
+        """Closes the file; ``sync`` waits until it is on the disk."""
         if sync and os.path.isfile(self.path):
             os.fsync(self._fd)
         os.close(self._fd)
 
 
 def _cut_torn_line(fd: int) -> int:
-    """The size of the file after a last line without an end was cut off."""
+    """Cuts off a last line without an end; returns the size of the file after that."""
     end = os.lseek(fd, 0, os.SEEK_END)
     at = end
     while at:

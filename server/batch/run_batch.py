@@ -28,7 +28,7 @@ log = logging.getLogger("trencadis.server")
 
 DEFAULT_ROWS = 128
 SHARED = 64
-"""Requests at a time on a server that others may use too."""
+"""Maximum requests at a time on a server, which may have other users."""
 ABOUT = """\
 Answers a file of requests in OpenAI's batch form and writes one line for each, in the same order. Without --base-url an
 engine of its own is started, and flags of `trencadis serve` may follow (--model, --dtype ...).
@@ -36,7 +36,7 @@ engine of its own is started, and flags of `trencadis serve` may follow (--model
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags that are not the server's."""
+    """Returns the parser of the flags that are not the server's."""
     made = argparse.ArgumentParser("trencadis run-batch", description=ABOUT, allow_abbrev=False)
     add = made.add_argument
     add("-i", "--input-file", required=True, metavar="FILE", help="requests: a path, or a URL that GET fetches")
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def normalise_dashes(words: Sequence[str]) -> list[str]:
-    """``--some_name`` as ``--some-name``."""
+    """Replaces ``_`` by ``-`` in the names of flags."""
     made = []
     for word in words:
         name, sign, value = word.partition("=")
@@ -62,7 +62,7 @@ def normalise_dashes(words: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs a batch: exit code 0 when every line has its answer or error, 1 when a signal ended it before.
+    """Runs a batch: exit code 0 when every line has its answer or error, 1 when a signal ended it earlier.
 
     Raises:
         StartupError: the batch cannot start, or cannot go on.
@@ -97,12 +97,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def _is_not_request_record(record: logging.LogRecord) -> bool:
-    """Whether a record is kept: a batch of a million lines needs none about each."""
+    """Returns False for log records about single requests, since a batch may have a million lines."""
     return not record.getMessage().startswith("request ")
 
 
 def _run_with_files(args: argparse.Namespace, work: Any) -> int:
-    """Calls ``work`` with paths of input and output, which stand in for URLs."""
+    """Calls ``work`` with paths of input and output; URLs are downloaded before and uploaded after."""
     if args.output_tmp_dir and not Path(args.output_tmp_dir).is_dir():
         raise StartupError(f"--output-tmp-dir {args.output_tmp_dir}: there is no such folder.")
     with tempfile.TemporaryDirectory(prefix="trencadis-batch-", dir=args.output_tmp_dir) as folder:
@@ -128,7 +128,7 @@ def _run_with_files(args: argparse.Namespace, work: Any) -> int:
 
 
 def _make_upload_file(folder: str | None) -> Path:
-    """A file for what is sent later; it outlives an error, for it may have taken hours."""
+    """Creates a file for output that is uploaded later; it survives errors, since it may have taken hours."""
     handle, name = tempfile.mkstemp(".jsonl", "batch-output-", folder)
     os.close(handle)
     return Path(name)
@@ -184,7 +184,7 @@ def _serve_metrics(args: argparse.Namespace, target: batch_targets.LocalEngine) 
 
 @contextlib.asynccontextmanager
 async def _watch_signals() -> AsyncIterator[asyncio.Event]:
-    """An event that the first signal sets, with the task cancelled that is inside."""
+    """Yields an event that the first signal sets; the signal also cancels the task inside."""
     stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
 

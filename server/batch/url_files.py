@@ -1,4 +1,4 @@
-"""Files of a batch that lie behind URLs: input is fetched into a file first, output is sent once whole."""
+"""Files of a batch at URLs: input is downloaded into a file first, output is uploaded once complete."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TIMEOUT = httpx.Timeout(60.0)
 
 
 def is_url(name: str) -> bool:
-    """Whether ``name`` is a URL and no path."""
+    """Returns True if ``name`` is a URL and not a path."""
     return name.startswith(("http://", "https://"))
 
 
 def redact_url(url: str) -> str:
-    """A URL without what may be secret: user, password, and a signed query."""
+    """Returns a URL without the parts that may be secret: user, password, and a signed query."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
 
 
 def download(url: str, path: Path) -> None:
-    """Writes what ``url`` has to ``path``.
+    """Downloads ``url`` to ``path``.
 
     Raises:
         StartupError: it cannot be fetched.
@@ -50,7 +50,7 @@ def download(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """Sends a file by PUT.
+    """Uploads a file by PUT.
 
     Raises:
         StartupError: it cannot be sent; the file stays.
@@ -74,7 +74,7 @@ def upload(path: Path, url: str) -> None:
 
 
 def _check(response: httpx.Response, url: str) -> None:
-    """Raises StartupError for an answer that trying again does not change, HTTPError for one that it may change."""
+    """Raises StartupError for an error that a retry does not change, HTTPError for one that it may change."""
     if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
         raise StartupError(f"{redact_url(url)}: the server answered {response.status_code}.")
     if not response.is_success:

@@ -1,4 +1,4 @@
-"""When requests are sent: at once, at a rate, or at a rate that grows."""
+"""Send times of requests: all at once, at a rate, or at a growing rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 
 def make_rates(count: int, rate: float, ramp: str = "", start: float = 0.0, end: float = 0.0) -> list[float]:
-    """Requests a second at each request: constant, or from ``start`` to ``end`` (``linear`` or ``exponential``)."""
+    """Returns the request rate at each request, per second: constant, or from ``start`` to ``end`` (``linear`` or
+    ``exponential``).
+    """
     if not ramp:
         return [rate] * count
     shares = [i / max(count - 1, 1) for i in range(count)]
@@ -18,7 +20,7 @@ def make_rates(count: int, rate: float, ramp: str = "", start: float = 0.0, end:
 
 
 def make_send_times(given: list[float], burstiness: float, seed: int, fixed: bool) -> list[float]:
-    """Seconds after the start at which requests are sent.
+    """Returns the seconds after the start at which requests are sent.
 
     The gaps are drawn from gamma distributions of shape ``burstiness`` around 1 / rate: 1 is a Poisson process, less
     has bursts, infinity none. With ``fixed`` the whole is scaled to take count / rate seconds, so that runs with

@@ -1,4 +1,4 @@
-"""``trencadis bench``: chooses the benchmark."""
+"""``trencadis bench``: runs the benchmark that is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
     """Runs a benchmark; returns the exit code.
 
     Raises:
-        StartupError: one line about what does not fit.
+        StartupError: one line about what is wrong.
     """
     name = words[0] if words else ""
     if name in ("", "-h", "--help"):

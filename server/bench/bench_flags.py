@@ -17,7 +17,7 @@ BACKENDS = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-"""Forms of requests, and the routes that they go to."""
+"""Formats of requests -> the routes that they are sent to."""
 SAMPLING = (
     "top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty"
 )  # fmt: skip
@@ -25,25 +25,25 @@ Adder = Any
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Refuses in one line, and takes ``--some_name`` for ``--some-name``."""
+    """Parser that reports errors in one line, and accepts ``--some_name`` for ``--some-name``."""
 
     def error(self, message: str) -> NoReturn:
-        """See argparse."""
+        """Raises StartupError in place of argparse's exit."""
         raise StartupError(f"{self.prog}: {message}.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse."""
+        """Normalises the dashes of flags before argparse parses them."""
         return super().parse_known_args([normalise_dashes(word) for word in args or ()], namespace)
 
 
 def normalise_dashes(word: str) -> str:
-    """``--some_name=value`` as ``--some-name=value``."""
+    """Replaces ``_`` by ``-`` in the name of a flag."""
     name, sign, value = word.partition("=")
     return (name.replace("_", "-") if name.startswith("--") else name) + sign + value
 
 
 def add_dataset_flags(add: Adder) -> None:
-    """Flags about what is asked."""
+    """Adds the flags of the dataset."""
     add("--dataset-name", choices=datasets.NAMES, default="random", help="what is asked")
     add("--dataset-path", metavar="FILE", help="a ShareGPT JSON file, or lines of JSON for custom")
     add("--num-prompts", type=int, default=1000, help="requests")
@@ -68,7 +68,7 @@ def add_dataset_flags(add: Adder) -> None:
 
 
 def make_serve_parser() -> OneLineParser:
-    """The parser of ``bench serve``."""
+    """Builds the parser of ``bench serve``."""
     parser = OneLineParser("trencadis bench serve", description="Puts load on a running server.", allow_abbrev=False)
     add = parser.add_argument
     add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
@@ -137,7 +137,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def _parse_image_sizes(text: str) -> dict[tuple[int, int, int], float]:
-    """``{(height, width, 1): share}``, as Python or with the keys as JSON strings."""
+    """Parses ``{(height, width, 1): share}``, as Python or with the keys as JSON strings."""
     try:
         found = ast.literal_eval(text)
         read = {(ast.literal_eval(k) if isinstance(k, str) else k): float(v) for k, v in found.items()}
@@ -152,7 +152,7 @@ def _parse_image_sizes(text: str) -> dict[tuple[int, int, int], float]:
 
 
 def apply_length_flags(args: argparse.Namespace) -> None:
-    """``--input-len`` and ``--output-len`` stand for the flags of the dataset."""
+    """Applies ``--input-len`` and ``--output-len`` to the flags of every dataset."""
     if args.input_len is not None:
         args.random_input_len = args.input_len
     if args.output_len is not None:
@@ -160,10 +160,10 @@ def apply_length_flags(args: argparse.Namespace) -> None:
 
 
 def parse_serve_args(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of ``bench serve``.
+    """Parses the arguments of ``bench serve``.
 
     Raises:
-        StartupError: one line about the first that is wrong.
+        StartupError: one line about the first wrong argument.
     """
     args = make_serve_parser().parse_args(list(words))
     apply_length_flags(args)

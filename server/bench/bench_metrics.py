@@ -1,4 +1,4 @@
-"""From timed requests to the figures of vLLM's benchmark, under its names."""
+"""Computes the figures of vLLM's benchmark from timed requests, under its names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOALS = ("ttft", "tpot", "e2el")
 
 
 def collect_series(good: Sequence[BenchTiming]) -> dict[str, list[float]]:
-    """Seconds of every metric over the requests that succeeded."""
+    """Returns the values of every metric in seconds, over the requests that succeeded."""
     return {
         "ttft": [one.ttft for one in good],
         "tpot": [one.tpot for one in good if one.tokens > 1],
@@ -33,7 +33,7 @@ def collect_series(good: Sequence[BenchTiming]) -> dict[str, list[float]]:
 
 
 def meets_goals(one: BenchTiming, goals: dict[str, float]) -> bool:
-    """Whether a request is as fast as ``goals`` (milliseconds by metric) ask."""
+    """Returns True if a request meets ``goals`` (milliseconds by metric)."""
     took = {"ttft": one.ttft, "tpot": one.tpot, "e2el": one.latency}
     return all(1000 * took[name] <= goal for name, goal in goals.items())
 
@@ -45,7 +45,7 @@ def compute_result(
     percentiles: Sequence[float],
     goals: dict[str, float],
 ) -> dict[str, Any]:
-    """The figures of a run of ``seconds``; times in milliseconds, lists of single requests in seconds."""
+    """Computes the figures of a run of ``seconds``; times in milliseconds, lists of single requests in seconds."""
     good = [one for one in requests if not one.error]
     given, made = sum(one.prompt_tokens for one in good), sum(one.tokens for one in good)
     found: dict[str, Any] = {
@@ -79,11 +79,11 @@ def compute_result(
 
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "latencies", "queue_times", "generated_texts",
            "errors")  # fmt: skip
-"""What ``--save-detailed`` keeps."""
+"""Fields that only ``--save-detailed`` saves."""
 
 
 def compute_statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """``mean_X_ms``, ``median_X_ms``, ``std_X_ms`` and ``pN_X_ms``; zeros where nothing was measured."""
+    """Returns ``mean_X_ms``, ``median_X_ms``, ``std_X_ms`` and ``pN_X_ms``; zeros without measurements."""
     values = 1000 * np.asarray(seconds if len(seconds) else [0.0])
     found = {
         f"mean_{name}_ms": float(values.mean()),
@@ -96,7 +96,7 @@ def compute_statistics(name: str, seconds: Sequence[float], percentiles: Sequenc
 
 
 def max_tokens_per_second(good: Sequence[BenchTiming]) -> float:
-    """Most pieces with tokens in one second, in seconds counted from the first request."""
+    """Returns the most pieces with tokens in one second, counting seconds from the first request."""
     if not good:
         return 0.0
     start = min(one.sent for one in good)
@@ -108,6 +108,6 @@ def max_tokens_per_second(good: Sequence[BenchTiming]) -> float:
 
 
 def max_concurrency(good: Sequence[BenchTiming]) -> int:
-    """Most requests that ran at a time; one that ends when another begins does not run beside it."""
+    """Returns the most requests that ran at a time; one that ends when another begins does not overlap with it."""
     moments = sorted([(one.sent, 1) for one in good] + [(one.sent + one.latency, -1) for one in good])
     return int(max(np.cumsum([step for _, step in moments]), default=0))

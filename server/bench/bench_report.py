@@ -1,4 +1,4 @@
-"""The report of ``bench serve``: lines for people and scripts, and the JSON file."""
+"""The report of ``bench serve``: printed lines, and the JSON file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trencadis.server.bench.bench_metrics import DETAILS, TITLES
 
 WIDTH = 50
 NAMED = 10
-"""Kinds of failures that are listed."""
+"""Maximum kinds of failures that are listed."""
 LATE_SHARE = 0.05
 
 
 def format_lines(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
-    """The report in vLLM's wording."""
+    """Yields the lines of the report, in vLLM's wording."""
     yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
     yield _format_line("Successful requests:", found["completed"])
     yield _format_line("Failed requests:", found["failed"])
@@ -59,7 +59,7 @@ def _format_line(label: str, value: float) -> str:
 
 
 def format_failures(errors: Sequence[str]) -> Iterator[str]:
-    """What failed, and how often."""
+    """Yields a line for each kind of failure, with its count."""
     counted = Counter(error for error in errors if error)
     for error, count in counted.most_common(NAMED):
         yield f"failed, {count} times: {error}"
@@ -68,7 +68,7 @@ def format_failures(errors: Sequence[str]) -> Iterator[str]:
 
 
 def format_client_delay(found: dict[str, Any]) -> str:
-    """A warning where this client, or the machine under it, was late enough to show in the figures; else ""."""
+    """Returns a warning if this client, or its machine, was late enough to affect the figures; else ""."""
     late, pace = found["client_loop_lag_p99_ms"], found.get("median_tpot_ms") or found.get("median_ttft_ms") or 0.0
     if not pace or late < LATE_SHARE * pace:
         return ""
@@ -77,7 +77,7 @@ def format_client_delay(found: dict[str, Any]) -> str:
 
 
 def make_result_object(args: argparse.Namespace, found: dict[str, Any], model: str, tokenizer: str) -> dict[str, Any]:
-    """The JSON object of a run."""
+    """Returns the JSON object of a run."""
     made: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -101,7 +101,7 @@ def make_result_object(args: argparse.Namespace, found: dict[str, Any], model: s
 
 
 def make_result_path(args: argparse.Namespace, model: str, date: str) -> Path:
-    """Where the result goes."""
+    """Returns the path of the result file."""
     folder = Path(args.result_dir or ".").expanduser()
     if args.result_filename:
         return folder / str(args.result_filename)
@@ -113,7 +113,7 @@ def make_result_path(args: argparse.Namespace, model: str, date: str) -> Path:
 
 
 def save(path: Path, made: dict[str, Any], append: bool) -> None:
-    """Writes the JSON file, or a further line of it.
+    """Writes the JSON file, or appends a line to it.
 
     Raises:
         StartupError: it cannot be written.

@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     """Runs a benchmark: exit code 0, or 1 if every request failed.
 
     Raises:
-        StartupError: it cannot begin.
+        StartupError: the benchmark cannot begin.
     """
     args = bench_flags.parse_serve_args(words)
     return asyncio.run(_run(args))
@@ -61,10 +61,10 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 async def _find_model(args: argparse.Namespace, client: BenchClient) -> tuple[str, str]:
-    """The model's name in the API, and where the server has it from.
+    """Asks the server for the model's name in the API and its path or id (``root``).
 
     Raises:
-        StartupError: nothing answers.
+        StartupError: no server answers.
     """
     end, given = time.monotonic() + args.ready_check_timeout_sec, args.served_model_name or args.model
     while True:
@@ -81,7 +81,7 @@ async def _find_model(args: argparse.Namespace, client: BenchClient) -> tuple[st
 
 
 def make_body(args: argparse.Namespace, model: str, sample: BenchSample) -> dict[str, Any]:
-    """The JSON of a request."""
+    """Returns the JSON body of a request."""
     made: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if args.backend == "openai-chat":
         content: Any = [{"type": "text", "text": sample.prompt}]
@@ -103,7 +103,7 @@ def make_body(args: argparse.Namespace, model: str, sample: BenchSample) -> dict
 def make_requests(
     args: argparse.Namespace, client: BenchClient, model: str, asked: Sequence[BenchSample]
 ) -> list[bytes]:
-    """The bytes of all requests, made before the clock starts."""
+    """Returns the bytes of all requests, made before the clock starts."""
     prefix = args.request_id_prefix or f"bench-{uuid.uuid4().hex[:8]}-"
     return [
         client.make_request(
@@ -141,7 +141,7 @@ async def _measure(
 
 @contextlib.contextmanager
 def _show_progress_bar(total: int, wanted: bool) -> Iterator[Callable[[Exchange], None]]:
-    """Called with each exchange that ended; shows a bar on a terminal."""
+    """Yields a function to call with each finished exchange; shows a bar on a terminal."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda exchange: None
         return

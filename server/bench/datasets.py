@@ -1,4 +1,4 @@
-"""What is asked: random texts, random texts with synthetic images, ShareGPT files, files of one's own."""
+"""The datasets of ``bench``: random texts, random texts with synthetic images, ShareGPT files, custom files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trencadis.server.bench.token_counters import TokenCounter, make_text
 NAMES = ("random", "random-mm", "sharegpt", "custom")
 AT_ONCE = 32
 SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
-"""Of ShareGPT's turns those are left out that are shorter, or longer, as vLLM does."""
+"""Limits in tokens of ShareGPT's messages; shorter or longer ones are left out, as in vLLM."""
 
 
 @dataclass(slots=True)
 class BenchSample:
-    """One request: a text, or messages; images as URLs; the tokens to ask for (0: as many as the model likes)."""
+    """One request: a text, or messages; images as URLs; the number of output tokens (0: until the model stops)."""
 
     prompt: str
     prompt_tokens: int
@@ -36,7 +36,7 @@ class BenchSample:
 
 
 async def make_samples(args: argparse.Namespace, counter: TokenCounter) -> list[BenchSample]:
-    """The requests of a run.
+    """Returns the requests of a run.
 
     Raises:
         StartupError: a file cannot be used, or a length is out of range.
@@ -69,7 +69,7 @@ async def make_samples(args: argparse.Namespace, counter: TokenCounter) -> list[
 
 
 def length_range(middle: int, ratio: float, least: int) -> tuple[int, int]:
-    """Lengths around ``middle``, evenly drawn: floor(middle (1 - ratio)) to ceil(middle (1 + ratio))."""
+    """Returns the bounds of lengths around ``middle``: floor(middle (1 - ratio)) to ceil(middle (1 + ratio))."""
     return max(least, math.floor(middle * (1 - ratio))), max(least, math.ceil(middle * (1 + ratio)))
 
 
@@ -82,7 +82,7 @@ async def _make_random(args: argparse.Namespace, counter: TokenCounter, rng: ran
     positions = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> BenchSample:
-        # Each has numbers of its own, so that requests do not depend on the order in which servers count.
+        # Each has its own random numbers, so that requests do not depend on the order in which servers count tokens.
         own = random.Random((args.seed << 24) + number)
         wanted = own.randint(*length_range(args.random_input_len, args.random_range_ratio, 0))
         tokens = own.randint(*length_range(args.random_output_len, args.random_range_ratio, 1))
@@ -111,7 +111,7 @@ def _add_images(args: argparse.Namespace, made: list[BenchSample], rng: random.R
 
 
 async def _count_prompt_tokens(made: Iterator[BenchSample], counter: TokenCounter, most: int) -> Any:
-    """At most ``most`` samples, with the tokens of their prompts; those of ShareGPT as vLLM chooses them."""
+    """Yields at most ``most`` samples with the tokens of their prompts; selects those of ShareGPT as vLLM does."""
     count = 0
     for sample in made:
         if count == most:
@@ -130,13 +130,13 @@ async def _count_prompt_tokens(made: Iterator[BenchSample], counter: TokenCounte
 
 @dataclass(slots=True)
 class AnsweredSample(BenchSample):
-    """A prompt with the answer that it once had, whose length is asked for again."""
+    """A prompt with its recorded answer, whose length is requested again."""
 
     answer: str = ""
 
 
 def _read_sharegpt(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
-    """The first two turns of each conversation of a JSON file."""
+    """Yields the first two messages of each conversation of a JSON file."""
     conversations = [
         one for one in json.loads(path.read_text(encoding="utf-8")) if len(one.get("conversations") or ()) > 1
     ]
@@ -148,7 +148,9 @@ def _read_sharegpt(args: argparse.Namespace, path: Path, rng: random.Random) -> 
 
 
 def _read_custom(args: argparse.Namespace, path: Path, rng: random.Random) -> Iterator[BenchSample]:
-    """Lines of JSON: ``prompt`` or ``messages``, and if wanted ``output_tokens`` and ``image_files``."""
+    """Yields samples from lines of JSON: ``prompt`` or ``messages``, and optionally ``output_tokens`` and
+    ``image_files``.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not args.disable_shuffle:
         rng.shuffle(lines)
@@ -163,7 +165,7 @@ def _read_custom(args: argparse.Namespace, path: Path, rng: random.Random) -> It
 
 
 def _resolve_image_url(name: str, folder: Path) -> str:
-    """A URL as it is; a path, from the file's folder on, as a data URL."""
+    """Returns a URL unchanged; a path, relative to the file's folder, as a data URL."""
     if name.startswith(("http://", "https://", "data:")):
         return name
     kind = mimetypes.guess_type(name)[0] or "image/*"

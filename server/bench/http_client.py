@@ -1,7 +1,8 @@
-"""An HTTP/1.1 client that stamps what arrives and reads it later, so that its own work does not blur what it measures.
+"""An HTTP/1.1 client that records arrival times and parses data later, so that its own work does not distort what it
+measures.
 
-A general client takes a fraction of a millisecond for each piece of a stream, which all other streams wait for. This
-one notes the time and keeps the bytes; JSON is read when the answer has ended.
+A general client takes a fraction of a millisecond for each piece of a stream, which delays all other streams. This one
+records the time and stores the bytes; JSON is parsed when the answer has ended.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Exchange:
     """One request and its answer. Times are ``time.perf_counter`` seconds.
 
     Args:
-        started: when it could have been sent; ``sent``: when it was, after waiting for its place.
-        pieces: (time, bytes) of what came of the body.
+        started: when it could have been sent; ``sent``: when it was, after waiting for a free slot.
+        pieces: (time, bytes) of each received piece of the body.
     """
 
     started: float = 0.0
@@ -40,10 +41,10 @@ class Exchange:
 
 
 class ResponseReader:
-    """Takes the bytes of one response apart; ``done`` once it is whole.
+    """Parses the bytes of one response; ``done`` once it is complete.
 
     Raises:
-        ValueError: the bytes are no HTTP/1.1 response.
+        ValueError: the bytes are not an HTTP/1.1 response.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,13 @@ class ResponseReader:
         self.keep = True
         self._head = bytearray()
         self._left: int | None = None
-        """Bytes of the body, or of the chunk, that are still to come; None: until the connection ends."""
+        """Bytes of the body, or of the chunk, that are still missing; None: until the connection ends."""
         self._chunked = False
         self._rest = b""
         self._last = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Pieces of the body that ``data`` holds."""
+        """Returns the pieces of the body that ``data`` contains."""
         if not self.status:
             self._head += data
             head, mark, data = bytes(self._head).partition(b"\r\n\r\n")
@@ -82,10 +83,10 @@ class ResponseReader:
         return [data] if data else []
 
     def end(self) -> None:
-        """The connection has ended.
+        """Handles the end of the connection.
 
         Raises:
-            ValueError: in the middle of the response.
+            ValueError: the response is not complete.
         """
         if self.status and not self._chunked and self._left is None:
             self.done = True
@@ -93,7 +94,7 @@ class ResponseReader:
             raise ValueError("the connection ended in the middle of the response")
 
     def _read_head(self, head: bytes) -> int:
-        """Notes how the body comes; returns the status."""
+        """Parses the head to find out how the body is sent; returns the status."""
         first, *lines = head.split(b"\r\n")
         parts = first.split(b" ", 2)
         if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or not parts[1].isdigit():
@@ -113,7 +114,7 @@ class ResponseReader:
         return status
 
     def _read_chunks(self, data: bytes) -> list[bytes]:
-        """Pieces of a body in chunks; sizes and ends that are torn wait in ``_rest``."""
+        """Returns the pieces of a chunked body; incomplete sizes and ends wait in ``_rest``."""
         found = []
         data, self._rest = self._rest + data, b""
         while data and not self.done:
@@ -142,7 +143,7 @@ class ResponseReader:
         return found
 
     def _ends_at_once(self, data: bytes) -> None:
-        """Whether the usual end, an empty line without trailers, is there already."""
+        """Sets ``done`` if the usual end, an empty line without trailers, has already arrived."""
         self.done = data.startswith(b"\r\n\r\n")
 
 
@@ -162,7 +163,7 @@ class BenchConnection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        """Stamps what has come."""
+        """Stores data with its arrival time."""
         now = time.perf_counter()
         if self.reader is None:
             return
@@ -198,7 +199,7 @@ class BenchConnection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self.transport is not None:
             self.transport.close()
 
@@ -217,12 +218,12 @@ class BenchConnection(asyncio.Protocol):
 
 
 class BenchClient:
-    """Requests to one server over connections that are kept.
+    """Sends requests to one server over connections that are kept open.
 
     Args:
         url: ``http://host:port`` with an optional prefix.
         headers: sent with each request.
-        verify: whether a certificate must be valid.
+        verify: True if a certificate must be valid.
     """
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, verify: bool = True) -> None:
@@ -244,7 +245,7 @@ class BenchClient:
                 self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
 
     def make_request(self, path: str, body: bytes | None, more: str = "") -> bytes:
-        """The bytes of a request: POST with ``body``, else GET. ``more``: header lines with their ends."""
+        """Returns the bytes of a request: POST with ``body``, else GET. ``more``: header lines with their ends."""
         method, length = ("GET", "") if body is None else ("POST", f"content-length: {len(body)}\r\n")
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\n{self._fixed}{length}{more}\r\n"
         return head.encode("latin-1") + (body or b"")
@@ -259,18 +260,18 @@ class BenchClient:
                 exchange.ended, exchange.error = time.perf_counter(), _describe_error(error)
                 return
             await connection.run(request, exchange)
-            # Only now may another request have it: the one before has nothing to do with it any more.
+            # Only now may another request use the connection, since the previous one has finished with it.
             self.idle.append(connection)
             if not (old and exchange.error and not exchange.status):
                 return
-            # A kept connection that the server closed meanwhile: the request never got there.
+            # The server closed a kept connection in the meantime: it never received the request.
             exchange.error = ""
 
     async def fetch(self, path: str, content: Any = None) -> Any:
-        """JSON of ``path``; POST with JSON ``content``, else GET.
+        """Returns the JSON of ``path``; POST with JSON ``content``, else GET.
 
         Raises:
-            ConnectionError: no answer, or none with 200 and JSON; the message says which.
+            ConnectionError: no answer, or not one with 200 and JSON; the message says which.
         """
         exchange = Exchange()
         body = None if content is None else json.dumps(content).encode()
@@ -283,7 +284,7 @@ class BenchClient:
             raise ConnectionError(f"{path} answers with no JSON") from None
 
     async def _get_connection(self) -> tuple[BenchConnection, bool]:
-        """A connection, and whether it has been used before."""
+        """Returns a connection, and True if it has been used before."""
         while self.idle:
             kept = self.idle.pop()
             if kept.transport is not None and not kept.transport.is_closing():
@@ -294,13 +295,13 @@ class BenchClient:
         return made, False
 
     def forget(self, connection: BenchConnection) -> None:
-        """A connection has ended."""
+        """Removes a connection that has ended."""
         self.connections.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for connection in list(self.connections):
             connection.close()
 

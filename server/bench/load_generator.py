@@ -1,4 +1,4 @@
-"""Sends the requests of a run and keeps what comes; watches its own event loop meanwhile."""
+"""Sends the requests of a run and records the answers; measures the delays of its own event loop meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICK = 0.01
 
 @dataclass(slots=True)
 class RequestLoad:
-    """Requests as bytes, the seconds at which they are sent, and how many run at a time (0: any number)."""
+    """Requests as bytes, the seconds at which they are sent, and the maximum that run at a time (0: any number)."""
 
     requests: Sequence[bytes]
     times: Sequence[float]
@@ -26,10 +26,10 @@ class RequestLoad:
 
 @dataclass
 class ClientCost:
-    """What the client itself costs: CPU seconds, pieces that came, and by how much its event loop was late.
+    """Figures of the client itself: CPU seconds, received pieces, and delays of its event loop.
 
-    ``delays`` has a value every 10 ms: the seconds by which a timer came after its time. Whatever arrived meanwhile was
-    stamped as late as that.
+    ``delays`` has a value every 10 ms: the seconds by which a timer came after its time. Data that arrived meanwhile
+    was recorded late by as much.
     """
 
     cpu: float = 0.0
@@ -37,7 +37,7 @@ class ClientCost:
     delays: list[float] = field(default_factory=list)
 
     def summarise(self) -> dict[str, float]:
-        """For the report."""
+        """Returns the figures for the report."""
         late = sorted(self.delays) or [0.0]
 
         def at(share: float) -> float:
@@ -55,7 +55,7 @@ class ClientCost:
 async def run_load(
     client: BenchClient, load: RequestLoad, ended: Callable[[Exchange], None] = lambda exchange: None
 ) -> tuple[list[Exchange], float, ClientCost]:
-    """Runs a load: the exchanges in the requests' order, the seconds that all of it took, and the client's own cost.
+    """Runs a load; returns the exchanges in the requests' order, the total seconds, and the client's own figures.
 
     Args:
         ended: called with each exchange at its end.

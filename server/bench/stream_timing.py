@@ -1,4 +1,4 @@
-"""What an answer says about time: tokens and their times, in vLLM's definitions."""
+"""Computes the tokens of an answer and their times, by vLLM's definitions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class BenchTiming:
-    """One request as it is reported. Times in seconds.
+    """Timing of one request, in seconds.
 
     Args:
-        queued: waited in this client for a place below ``--max-concurrency``.
+        queued: wait in this client because of ``--max-concurrency``.
         ttft: from sending to the first piece with a token.
-        itl: between pieces with tokens.
+        itl: times between pieces with tokens.
         latency: from sending to the last piece with a token.
     """
 
@@ -36,12 +36,12 @@ class BenchTiming:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds a token after the first; 0 where there is one token."""
+        """Mean seconds per token after the first; 0 for a single token."""
         return (self.latency - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
 def compute_request_timing(exchange: Exchange, prompt_tokens: int) -> BenchTiming:
-    """Reads an exchange; ``prompt_tokens`` counts where the server says nothing about it."""
+    """Computes the timing of an exchange; ``prompt_tokens`` is used if the server does not report usage."""
     found = BenchTiming(exchange.sent, exchange.sent - exchange.started, prompt_tokens=prompt_tokens)
     found.error = exchange.error
     if exchange.status and exchange.status != 200:
@@ -92,7 +92,7 @@ def _read(found: BenchTiming, exchange: Exchange) -> None:
 
 
 def split_events(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
-    """(time, data) of server-sent events; an event's time is that of its last byte."""
+    """Returns (time, data) of server-sent events; an event's time is that of its last byte."""
     found, torn = [], b""
     for at, piece in pieces:
         *whole, torn = (torn + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -104,9 +104,9 @@ def split_events(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]
 
 
 def get_token_text(event: Json) -> str | None:
-    """The text of an event that carries a token; it may be empty, where a token is no whole character.
+    """Returns the text of an event with a token; it may be empty, if a token is not a whole character.
 
-    None for those that carry none: the role alone, the end alone, the usage.
+    None for events without a token: only the role, only the end, or the usage.
     """
     choices = event.get("choices")
     if not choices:

@@ -14,7 +14,7 @@ QUALITY = 90
 
 
 def draw_image(height: int, width: int, seed: int) -> Image.Image:
-    """An image of its own for each seed."""
+    """Draws the image of a seed."""
     rng = random.Random(seed)
     corners = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     made = Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
@@ -29,7 +29,7 @@ def draw_image(height: int, width: int, seed: int) -> Image.Image:
 
 
 def make_data_url(height: int, width: int, seed: int) -> str:
-    """The image as a JPEG in a data URL."""
+    """Returns the image as a JPEG in a data URL."""
     data = io.BytesIO()
     draw_image(height, width, seed).save(data, "JPEG", quality=QUALITY)
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()

@@ -22,14 +22,14 @@ WORDS = _TEXT.split()
 
 
 class TokenCounter(Protocol):
-    """Turns texts into tokens and back."""
+    """Converts texts into tokens and back."""
 
     async def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without special tokens around it."""
+        """Returns the ids of ``text``, without added special tokens."""
         ...
 
     async def decode(self, tokens: list[int]) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
         ...
 
 
@@ -51,13 +51,13 @@ class LocalCounter:
 
 
 class ServerCounter:
-    """``/tokenize`` and ``/detokenize`` of a server."""
+    """Counts tokens by ``/tokenize`` and ``/detokenize`` of a server."""
 
     def __init__(self, client: BenchClient, model: str) -> None:
         self._client, self._model = client, model
 
     async def encode(self, text: str) -> list[int]:
-        """See TokenCounter."""
+        """Tokenizes ``text`` on the server; see TokenCounter."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return list((await self._client.fetch("/tokenize", body))["tokens"])
 
@@ -68,7 +68,7 @@ class ServerCounter:
 
 
 class WordCounter:
-    """Takes a word for a token: right for common words, and no more than near for other texts."""
+    """Takes a word for a token: exact for common words, approximate for other texts."""
 
     async def encode(self, text: str) -> list[Any]:
         """See TokenCounter; the ids are the words themselves."""
@@ -80,7 +80,9 @@ class WordCounter:
 
 
 async def make_text(counter: TokenCounter, rng: random.Random, count: int) -> tuple[str, int]:
-    """A text of ``count`` tokens from common words, and how many it has: texts that are cut may join again."""
+    """Returns a text of about ``count`` tokens from common words, and its exact number: tokens of a cut text may
+    join again.
+    """
     text = draw_words(rng, count)
     tokens = await counter.encode(text)
     for _ in range(4):
@@ -95,18 +97,18 @@ async def make_text(counter: TokenCounter, rng: random.Random, count: int) -> tu
 
 
 def draw_words(rng: random.Random, count: int) -> str:
-    """``count`` words."""
+    """Returns ``count`` random words."""
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
 async def make_counter(client: BenchClient, model: str, root: str, tokenizer: str) -> tuple[TokenCounter, str]:
-    """What counts, and its name for the report.
+    """Chooses the token counter; returns it and its name for the report.
 
     Args:
-        model: the name in the API; ``root``: where the server has the model from; ``tokenizer``: as asked for.
+        model: the name in the API; ``root``: the server's path or id of the model; ``tokenizer``: the requested one.
 
     Raises:
-        StartupError: the tokenizer that was asked for cannot be had.
+        StartupError: the requested tokenizer cannot be loaded.
     """
     if tokenizer:
         from trencadis.server.config.hub import TEXT, resolve

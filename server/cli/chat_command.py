@@ -21,7 +21,7 @@ HELP = "/image FILE adds an image to the next message, /clear forgets the conver
 
 
 class ChatSession:
-    """One conversation."""
+    """One conversation with a running server."""
 
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any], system: str = "") -> None:
         self.client = client
@@ -38,7 +38,7 @@ class ChatSession:
         self.images = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """The answer in pieces; once it is complete, it joins the conversation."""
+        """Sends ``text`` and yields the answer in pieces; adds the complete answer to the conversation."""
         parts: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": make_data_url(p)}} for p in self.images
         ]
@@ -58,10 +58,10 @@ class ChatSession:
 
 
 def stream_choices(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The choices of each event of a streamed answer.
+    """Yields the choices of each event of a streamed answer.
 
     Raises:
-        StartupError: the server refuses, or fails on the way.
+        StartupError: the server refuses, or fails during the stream.
     """
     with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
@@ -77,7 +77,7 @@ def stream_choices(client: httpx.Client, path: str, body: dict[str, Any]) -> Ite
 
 
 def get_error_message(response: httpx.Response) -> str:
-    """The message of an error reply."""
+    """Returns the message of an error reply."""
     try:
         error = response.json()["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -86,7 +86,7 @@ def get_error_message(response: httpx.Response) -> str:
 
 
 def make_data_url(path: Path) -> str:
-    """An image file as a data URL; the server detects the format."""
+    """Returns an image file as a data URL; the server detects the format."""
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
@@ -131,7 +131,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def get_first_model(client: httpx.Client) -> str:
-    """The first model name that the server lists."""
+    """Returns the first model name that the server lists."""
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise StartupError(f"the server answered {response.status_code}: {get_error_message(response)}")
@@ -139,7 +139,7 @@ def get_first_model(client: httpx.Client) -> str:
 
 
 def converse(chat: ChatSession) -> None:
-    """Asks line by line until the terminal or pipe ends."""
+    """Reads and answers line by line until the terminal or pipe ends."""
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"{chat.model}. {HELP}")
@@ -166,7 +166,7 @@ def converse(chat: ChatSession) -> None:
 
 
 def print_answer(chat: ChatSession, text: str) -> None:
-    """Prints the answer as it comes; Ctrl-C ends the answer, not the conversation."""
+    """Prints the answer as it arrives; Ctrl-C ends the answer, not the conversation."""
     begun, pieces = time.monotonic(), 0
     try:
         for piece in chat.ask(text):

@@ -1,4 +1,4 @@
-"""``trencadis check-backend``: checks whether a device does what the engine needs."""
+"""``trencadis check-backend``: checks that a device does what the engine needs."""
 
 from __future__ import annotations
 

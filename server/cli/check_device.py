@@ -1,4 +1,6 @@
-"""``trencadis check-device``: what a device's stack is, and whether each part of it does one small piece of work."""
+"""``trencadis check-device``: describes a device's software stack, and tests each part of it with a small piece of
+work.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ line each. Exit code 0: all is well; 1: a line failed; 2: the device cannot be s
 """
 
 Line = tuple[str, str, str]
-"""(pass, fail, none or info; what; detail)."""
+"""Line of the report: (pass, fail, none or info; what; detail)."""
 
 
 def list_devices() -> list[str]:
-    """Devices that have a command of their own."""
+    """Returns the devices that have a command of their own."""
     return sorted(devices.BUILT)
 
 
@@ -63,10 +65,10 @@ def main(words: Sequence[str], device: str = "") -> int:
 
 
 def parse(words: Sequence[str], device: str = "") -> tuple[str, bool]:
-    """(what ``--device`` would be, whether JSON is asked for).
+    """Returns (value of ``--device``, True if JSON is requested).
 
     Raises:
-        StartupError: a word that is not known.
+        StartupError: an unknown word.
     """
     named = [word for word in words if not word.startswith("-")]
     wrong = [word for word in words if word.startswith("-") and word != "--json"]
@@ -79,7 +81,7 @@ def parse(words: Sequence[str], device: str = "") -> tuple[str, bool]:
 
 
 def check(asked: str, tell: Callable[[Line], None]) -> None:
-    """Tells every line about a device.
+    """Calls ``tell`` with every line about a device.
 
     Raises:
         StartupError: it cannot be started.
@@ -108,7 +110,7 @@ def check(asked: str, tell: Callable[[Line], None]) -> None:
 
 
 def _get_backend_module(name: str) -> str:
-    """The module of an installed package's backend.
+    """Returns the module of an installed package's backend.
 
     Raises:
         StartupError: there is none.
@@ -120,7 +122,7 @@ def _get_backend_module(name: str) -> str:
 
 
 def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[[], str]]]:
-    """Probes over the backend's protocol alone."""
+    """Returns probes that use only the backend's protocol."""
     from trencadis.assets import demo_path
 
     module: Any = import_module(f"{devices.CONFORMANCE}.device_probes")
@@ -129,7 +131,7 @@ def _make_generic_probes(name: str, index: int) -> Iterable[tuple[str, Callable[
 
 
 def run_probe(what: str, run: Callable[[], str]) -> Line:
-    """Runs one probe; whatever it raises is a line."""
+    """Runs one probe; any exception becomes a line."""
     begun = time.perf_counter()
     try:
         figure = run()

@@ -1,4 +1,4 @@
-"""``trencadis check-model``: checks whether a checkpoint's family computes what transformers computes."""
+"""``trencadis check-model``: checks that a checkpoint's family computes the same as transformers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _run(suite: Any, model: Any, asked: ModelCheckOptions) -> int:
 
 
 def parse(words: Sequence[str]) -> ModelCheckOptions:
-    """Parses the words; raises a StartupError that names the first one that does not fit."""
+    """Parses the words; raises a StartupError that names the first wrong one."""
     asked, queue = ModelCheckOptions(), list(words)
     while queue:
         word = queue.pop(0)

@@ -1,4 +1,4 @@
-"""``trencadis collect-env``: what an issue needs to know about a machine, and nothing that is secret."""
+"""``trencadis collect-env``: facts about a machine for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ OTHERS = (
     "HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "HABANA_LOGS", "GC_KERNEL_PATH", "PT_HPU_LAZY_MODE", "HF_HOME",
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME", "PYTHONPATH", "VIRTUAL_ENV", "LANG",
 )  # fmt: skip
-"""Variables of others that change what happens; no other names are shown."""
+"""Other programs' variables that affect the server; no other names are shown."""
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
 HIDDEN = "***"
 LEAST_SECRET = 4
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|PRIVATE", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _TOKENS = re.compile(r"\b(?:hf|ghp|gho|glpat|sk|tk|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}")
-"""What keys of hubs, forges and clouds, and ours, look like."""
+"""Pattern of API keys of hubs, forges and clouds, and of this server's."""
 Section = dict[str, str]
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints the report; ``--json`` as one object."""
+    """Prints the report; with ``--json`` as one object."""
     unknown = [word for word in words if word not in ("--json", "-h", "--help")]
     if unknown:
         raise StartupError(f"collect-env does not know {unknown[0][:40]}; it takes --json.")
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def make_report(environ: Mapping[str, str]) -> dict[str, Section]:
-    """Title -> lines. Nothing in it is secret, as far as names tell; ``redact_secrets`` takes care of the rest."""
+    """Returns the report: title -> lines. Secrets by name are left out; ``redact_secrets`` removes the rest."""
     return {
         "Trencadis": {"version": __version__, "python": sys.version.split()[0], "folder": str(_find_install_folder())},
         "System": _describe_system(),
@@ -76,7 +76,7 @@ def make_report(environ: Mapping[str, str]) -> dict[str, Section]:
 
 
 def redact_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """``text`` without the values of variables whose names speak of secrets, users in URLs, and known kinds of keys."""
+    """Returns ``text`` without the values of variables with secret names, users in URLs, and known kinds of keys."""
     values = {v for name, v in environ.items() if _SECRET_NAME.search(name) and len(v) >= LEAST_SECRET}
     for value in sorted(values, key=len, reverse=True):
         for form in {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}:
@@ -127,19 +127,19 @@ def _describe_devices() -> Section:
 def _list_devices() -> list[str]:
     try:
         return devices.describe_devices()
-    except Exception as error:  # A broken stack is what such a report is for.
+    except Exception as error:  # The report must also work with a broken stack.
         return [f"cannot be listed: {type(error).__name__}: {error}"]
 
 
 def _describe_kernels() -> str:
     try:
         return devices.kernels()
-    except Exception as error:  # As above.
+    except Exception as error:  # The same here.
         return f"cannot be told: {type(error).__name__}: {error}"
 
 
 def _list_variables(environ: Mapping[str, str]) -> Section:
-    """Variables of ours, of bucketing and of the list above; of those that are secret only that they are set."""
+    """Returns our variables, those of bucketing and ``OTHERS``; of secret ones only that they are set."""
     names = [*(one.name for one in envs.TABLE), *OTHERS]
     names += sorted(name for name in environ if name.startswith(envs.PREFIXES))
     shown = {name: environ[name] for name in dict.fromkeys(names) if name in environ}
@@ -157,7 +157,7 @@ def _get_version(package: str) -> str:
 
 
 def _read_fields(path: Path, sign: str) -> Section:
-    """The first value of each name in a file of lines ``name SIGN value``."""
+    """Returns the first value of each name in a file of lines ``name SIGN value``."""
     made: Section = {}
     for line in _read_text(path).splitlines():
         name, _, value = line.partition(sign)

@@ -1,4 +1,4 @@
-"""``trencadis complete``: continues texts with a running server, as they come."""
+"""``trencadis complete``: continues texts with a running server, line by line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _read_lines() -> Iterator[str]:
-    """Lines of the terminal or pipe."""
+    """Yields the lines of the terminal or pipe."""
     terminal = sys.stdin.isatty()
     if terminal:
         print(HELP)

@@ -1,4 +1,4 @@
-"""``trencadis models``: the families of models that can be served, what each takes, and where it comes from."""
+"""``trencadis models``: the families of models that can be served, with their inputs and origin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def list_families() -> list[str]:
-    """A line for each family and one for each of its architectures; a package that fails has a line that says why."""
+    """Returns a line for each family and one for each of its architectures; a package that fails gets a line with
+    the error.
+    """
     lines: list[str] = []
     for origin, names in group_architectures().items():
         try:
@@ -42,7 +44,7 @@ def list_families() -> list[str]:
 
 
 def group_architectures() -> dict[str, list[str]]:
-    """Origin of a family, unique to it -> its architectures that can be asked for."""
+    """Returns a family's origin, unique to it -> its architectures that can be requested."""
     found: dict[str, list[str]] = {}
     for name, target in registry.TABLE.items():
         found.setdefault(f"built in, {target.removesuffix(':FAMILY')}", []).append(name)
@@ -58,7 +60,7 @@ def _list_media(family: Family) -> list[str]:
 
 
 def describe_use(family: Family, architecture: str) -> str:
-    """What an architecture is for."""
+    """Returns what an architecture is used for."""
     kind = family.architectures[architecture]
     pools = ["embeddings", "scores"] if family.pooling is not None else []
     if kind == GENERATE:
@@ -72,7 +74,7 @@ BEGIN, END = "<!-- made by tools/gen_flags.py -->", "<!-- end of the table -->"
 
 
 def make_docs_page(text: str) -> str:
-    """docs/models.md with its table as the registry has it; the ``text`` around it is kept."""
+    """Returns docs/models.md with the table from the registry; the rest of ``text`` is kept."""
     lines = ["| Family | Architecture | Serves |", "|---|---|---|"]
     for name in registry.TABLE:
         family = registry.family_of(name)

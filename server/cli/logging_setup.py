@@ -1,4 +1,4 @@
-"""Logging of the API process: our loggers and uvicorn's, in one format."""
+"""Logging of the API process: our loggers and uvicorn's in one format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STARTED = "Application startup complete."
 
 
 class _Quiet(logging.Filter):
-    """Drops the access lines of certain paths."""
+    """Drops the access log lines of certain paths."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__()
@@ -24,14 +24,16 @@ class _Quiet(logging.Filter):
 
 
 class _DropStartupLine(logging.Filter):
-    """Drops uvicorn's own start-up line: ``run`` logs it once the engine accepts requests, as scripts expect."""
+    """Drops uvicorn's own start-up line: ``log_started`` logs it once the engine accepts requests, as scripts
+    expect.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.msg != STARTED or bool(getattr(record, "accepting", False))
 
 
 class _NoQueries(logging.Filter):
-    """Takes queries out of uvicorn's lines about scopes (at level trace), as some clients put keys there."""
+    """Removes query strings from uvicorn's lines about scopes (at level trace), as some clients put keys there."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -43,7 +45,7 @@ class _NoQueries(logging.Filter):
 
 
 def set_up_logging(level: str, server: ServerConfig, form: str = "text") -> None:
-    """Sets the form (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
+    """Sets the format (text or json) and the levels: ours to ``level``, uvicorn's to ``--uvicorn-log-level``."""
     log_setup.setup(level, form)
     named = server.uvicorn_log_level
     logging.getLogger("uvicorn").setLevel(5 if named == "trace" else named.upper())

@@ -45,7 +45,7 @@ MODULES = {
 """Sub-commands and the modules whose ``main`` takes the words after them."""
 COMMANDS = ("serve", *MODULES, "check-device", "devices", "version")
 CHECK = "check-"
-"""``check-NAME`` of a built-in device is ``check-device NAME``."""
+"""Prefix of commands: ``check-NAME`` of a built-in device is ``check-device NAME``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_checkable_devices(command: str) -> tuple[str, ...]:
-    """Built-in devices, if ``command`` may name one."""
+    """Returns the built-in devices, if ``command`` may name one."""
     if not command.startswith(CHECK):
         return ()
     from trencadis.core.devices import BUILT
@@ -124,7 +124,7 @@ def _run_with_one_line_errors(command: Callable[[], int]) -> int:
     except (signals.EarlyStop, KeyboardInterrupt):
         return 0
     except BrokenPipeError:
-        # The reader, such as ``head``, has closed the pipe.
+        # The program that reads the output, such as ``head``, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

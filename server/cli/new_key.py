@@ -1,4 +1,4 @@
-"""``trencadis key new``: a key for a client, and its entry for ``--api-key-file``."""
+"""``trencadis key new``: makes a key for a client, and its entry for ``--api-key-file``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "tk-"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a new key and its entry; nothing is kept."""
+    """Prints a new key and its entry; stores nothing."""
     parser = argparse.ArgumentParser(
         prog="trencadis key", description="Makes API keys. A key is shown once; the server keeps its digest alone."
     )

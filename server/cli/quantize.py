@@ -1,4 +1,4 @@
-"""``trencadis quantize``: writes a 16-bit checkpoint again in 8 or 4 bits."""
+"""``trencadis quantize``: converts a 16-bit checkpoint to 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     to, group, longest = check_options(values)
     signals.raise_early_stop()
     torch_build.import_torch()
-    # Imported by name, because torch comes with it.
+    # Imported by name, because it imports torch.
     convert: Any = import_module("trencadis.core.quant.writing.convert_checkpoint")
     stored: Any = import_module("trencadis.core.quant.writing.source_checkpoint")
     calibration: Any = import_module("trencadis.core.quant.writing.calibration")
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(positional words, option -> value); raises a StartupError that names the first unknown one."""
+    """Returns (positional words, option -> value); raises a StartupError that names the first unknown one."""
     names, values, queue = list[str](), dict[str, str](), list(words)
     while queue:
         word = queue.pop(0)
@@ -97,7 +97,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def check_options(values: Mapping[str, str]) -> tuple[str, int, int]:
-    """(type, columns of a group or 0, tokens of a prompt)."""
+    """Returns (type, columns of a group or 0, tokens of a prompt)."""
     to, group, longest = values.get("to", ""), values.get("group", ""), values.get("max-tokens", str(LONGEST))
     if to not in TYPES:
         raise StartupError(f"--to must be one of {', '.join(TYPES)}{f', not {to!r}' if to else ''}.")
@@ -111,10 +111,10 @@ def check_options(values: Mapping[str, str]) -> tuple[str, int, int]:
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
-    """The objects of a JSON-lines file.
+    """Returns the objects of a JSON-lines file.
 
     Raises:
-        StartupError: it cannot be read, is empty, or a line is no prompt; the line's number is named.
+        StartupError: it cannot be read, is empty, or a line is not a prompt; the message has the line's number.
     """
     found: list[Mapping[str, Any]] = []
     try:
@@ -141,7 +141,7 @@ def _parse_line(where: str, line: bytes) -> Mapping[str, Any]:
 
 
 def resolve_part_path(part: Any, folder: Path) -> Any:
-    """A content part whose image or video, if it is a path, is found beside the file that names it."""
+    """Returns a content part whose image or video path, if it is one, is relative to ``folder``."""
     kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
     if kind not in ("image", "video"):
         return part
@@ -162,7 +162,7 @@ def _resolve_message_paths(message: Any, folder: Path) -> Any:
 async def _make_prompts(
     model: Path, lines: Sequence[Mapping[str, Any]], folder: Path, longest: int
 ) -> list[tuple[int, Prompt]]:
-    """Each line as ids, with its media prepared; ``folder``: where their paths begin."""
+    """Converts each line to ids, with its media prepared; ``folder``: base of their paths."""
     config = EngineConfig(model=str(model))
     service = text_service_builder.make_text_service(config, text_service_builder.MediaRules(any_path=True))
     service.min_output_tokens = 0
@@ -179,7 +179,7 @@ async def _make_prompt(
         if "messages" not in line:
             made = await service.make_raw_prompt(line["prompt"], truncate=longest, truncation_side="right")
         else:
-            # An answer that ends a conversation is part of what is calibrated.
+            # An answer at the end of a conversation is part of the calibration text.
             messages = [_resolve_message_paths(message, folder) for message in line["messages"]]
             last = messages[-1] if messages else None
             answered = isinstance(last, dict) and last.get("role") == "assistant"
@@ -194,8 +194,10 @@ async def _make_prompt(
 
 
 def _get_peak_memory() -> int:
-    """Bytes that this process has held at most. A child of vfork has its parent's ``ru_maxrss``, so the kernel's own
-    figure comes first."""
+    """Returns the peak bytes of memory of this process.
+
+    The kernel's VmHWM is preferred, since a child of vfork has its parent's ``ru_maxrss``.
+    """
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:

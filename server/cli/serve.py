@@ -1,4 +1,4 @@
-"""``trencadis serve``: bind, spawn the engine, build the app meanwhile, serve, drain."""
+"""``trencadis serve``: binds, spawns the engine, builds the app meanwhile, serves, drains."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def serve(settings: Settings) -> int:
         )
     listener.raise_file_limit()
     if settings.server.ssl_certfile:
-        tls_reload.Certificates(settings.server)  # a wrong one ends the start-up here, before anything slow
+        tls_reload.Certificates(settings.server)  # a wrong certificate ends the start-up here, before anything slow
     with listener.open_listener(settings.server) as sock:
         if listener.is_reachable(sock) and not (settings.server.api_key or settings.server.api_key_file):
             log.warning("%s", NO_KEYS_WARNING)
@@ -81,7 +81,7 @@ def serve(settings: Settings) -> int:
 
 
 def find_model(settings: Settings) -> Settings:
-    """Settings with the folder of the model, and its names in the API as the user knows them."""
+    """Returns settings with the model's folder, and the model's names in the API as given by the user."""
     engine, server = settings.engine, settings.server
     named = engine.model
     changes: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def find_model(settings: Settings) -> Settings:
 
 
 def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
-    """Starts the engine, which loads while this process imports the web framework."""
+    """Starts the engine, which loads while this process imports the web framework; then serves."""
     size = settings.server.data_parallel_size
     what = "the engine" if size == 1 else f"{size} engines"
     log.info("listening on %s; starting %s", listener.format_address(sock, bool(settings.server.ssl_certfile)), what)
@@ -125,7 +125,7 @@ def _start(settings: Settings, sock: socket.socket, begun: float) -> int:
             app = find_app(settings.server.app)(settings, supervisor)
         for path, methods in list_routes(app):
             log.info("Route: %s, Methods: %s", path, methods)
-        # Objects of start-up live for ever; without freeze, each full collection during a stream would walk them.
+        # Objects of start-up live for ever; without freeze, each full collection during a stream would traverse them.
         gc.collect()
         gc.freeze()
         log.info("app built (%.1f s)", time.monotonic() - begun)
@@ -141,7 +141,7 @@ def _make_supervisor(settings: Settings, engines: StartedEngines) -> Supervisor 
 def supervise(
     server: ServerConfig, configs: Sequence[EngineConfig], handles: Sequence[EngineHandle], sleep_after: float = 0.0
 ) -> Supervisor | Fleet:
-    """What keeps the engines running; ``sleep_after`` as ``Supervisor`` takes it."""
+    """Makes the supervisor of one engine, or the fleet of several; ``sleep_after`` as in ``Supervisor``."""
     from trencadis.server.engine.supervisor import Supervisor
 
     options: dict[str, Any] = {
@@ -157,7 +157,7 @@ def supervise(
 
 
 def end_engines(handles: Sequence[EngineHandle]) -> None:
-    """Ends the engines, also after an interrupted start-up; the supervisor has ended restarted ones."""
+    """Kills engines that still run, also after an interrupted start-up; the supervisor has ended restarted ones."""
     signals.ignore_signals()
     for handle in handles:
         if handle.process.poll() is None:
@@ -165,14 +165,16 @@ def end_engines(handles: Sequence[EngineHandle]) -> None:
 
 
 def find_app(entry: str) -> Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]:
-    """The factory of apps that ``package.module:name`` names."""
+    """Returns the factory of apps that ``package.module:name`` names."""
     module, _, name = entry.partition(":")
     found = getattr(importlib.import_module(module), name)
     return cast("Callable[[Settings, Supervisor | Fleet | RemoteEngines], FastAPI]", found)
 
 
 def list_routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(path, methods) of every route that is served. Newer FastAPI keeps routers as a tree, which it offers to walk."""
+    """Yields (path, methods) of every route that is served. Newer FastAPI has routers as a tree with a function to walk
+    it.
+    """
     from fastapi import routing
 
     from trencadis.server.routes.pooling.wrong_task import WRONG_TASK

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: during start-up they end it; later the first drains and the second stops at once."""
+"""Handlers of SIGINT and SIGTERM: they end a start-up; later the first drains and the second stops at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
 class EarlyStop(BaseException):
-    """A signal came while the server was starting."""
+    """Raised when a signal arrives during start-up."""
 
 
 def raise_early_stop() -> None:
@@ -41,7 +41,9 @@ def handle_in_loop(loop: asyncio.AbstractEventLoop, first: Callable[[bool], None
 
 
 def on_hangup(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
-    """Calls ``calls`` at each SIGHUP, by which operators ask for files to be read again; with none it ends all."""
+    """Calls ``calls`` at each SIGHUP, which requests that files are read again; without calls SIGHUP ends the
+    process.
+    """
 
     def again() -> None:
         for call in calls:

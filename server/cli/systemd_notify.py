@@ -1,4 +1,6 @@
-"""Tells systemd how the server is (sd_notify(3)): starting, ready, stopping, alive; nothing without NOTIFY_SOCKET."""
+"""Reports the server's state to systemd (sd_notify(3)): starting, ready, stopping, alive; does nothing without
+NOTIFY_SOCKET.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from collections.abc import Callable, Mapping
 
 STARTING_EVERY = 10.0
 EXTENSION = 60.0
-"""Seconds that each message during start-up asks for: loading and warm-up may take longer than any fixed limit."""
+"""Seconds that each message during start-up requests: loading and warm-up may take longer than any fixed limit."""
 
 
 class Notifier:
-    """One unit's socket.
+    """The notification socket of one systemd unit.
 
     Args:
-        environ: with NOTIFY_SOCKET, and WATCHDOG_USEC where systemd restarts a server that is silent.
+        environ: has NOTIFY_SOCKET, and WATCHDOG_USEC if systemd restarts a server that sends nothing.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -36,18 +38,17 @@ class Notifier:
                 sock.sendto("\n".join(lines).encode(), self._address)
 
     def notify_ready(self) -> None:
-        """The server takes requests."""
+        """Reports that the server accepts requests."""
         self.ready = True
         self.send("READY=1", "STATUS=serving")
 
     def notify_stopping(self) -> None:
-        """The server drains."""
+        """Reports that the server drains."""
         self.send("STOPPING=1", "STATUS=finishing requests")
 
     async def run(self, alive: Callable[[], bool], phase: Callable[[], str]) -> None:
-        """Asks for time while the server starts, then says that it is alive, in half of the watchdog's time.
-
-        The event loop that runs this is the one that serves: if it hangs, systemd hears nothing.
+        """Requests more time while the server starts, then reports that it is alive, at twice the watchdog's rate. This
+        runs in the event loop that serves: if it hangs, systemd gets no messages.
         """
         if not self._address:
             return

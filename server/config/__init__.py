@@ -1,1 +1,1 @@
-"""Flags, variables and YAML files, and the configuration that they become."""
+"""Flags, environment variables and YAML files, and the configuration that results."""

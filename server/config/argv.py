@@ -19,11 +19,11 @@ _NUMBER = re.compile(r"-[\d.]")
 
 @dataclass(slots=True)
 class ParsedArguments:
-    """What the command line says.
+    """Parsed command line.
 
     Args:
-        values: by field of our configurations.
-        vllm_flags: by name of another server's flag; ``parse`` settles them into ``values`` and ``notes``.
+        values: values by field of our configurations.
+        vllm_flags: values by name of vLLM's flags; ``parse`` converts them to ``values`` and ``notes``.
         help: the topic of ``--help=``, "" for a bare ``--help``, None without it.
     """
 
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
 
 
 def _parse_option(given: ParsedArguments, word: str, words: deque[str]) -> None:
-    """Parses one option; takes its values off ``words``."""
+    """Parses one option; removes its values from ``words``."""
     written, sign, attached = word.partition("=")
     value = attached if sign else None
     base, dot, key = written.partition(".")
@@ -112,7 +112,7 @@ def _parse_own_flag(
 
 
 def _parse_dotted_option(given: ParsedArguments, found: Match, written: str, path: str, text: str) -> None:
-    """``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
+    """Parses ``--opt.key value``, ``--opt.a.b value``, and ``--opt.key+ value``, which appends to a list."""
     flag = found.flag or ROWS.get(found.name)
     if flag is None or flag.kind not in ("json", "limits"):
         raise StartupError(f"{written}: --{found.name.replace('_', '-')} takes no keys.")
@@ -134,7 +134,7 @@ def _parse_dotted_option(given: ParsedArguments, found: Match, written: str, pat
 def _parse_vllm_flag(
     given: ParsedArguments, row: FlagRow, found: Match, written: str, value: str | None, words: deque[str]
 ) -> None:
-    """Parses a flag of another server as that server does; ``parse`` settles what it comes to."""
+    """Parses a flag of vLLM as vLLM does; ``parse`` converts the value."""
     if found.negated:
         if value is not None:
             raise StartupError(f"{written} takes no value.")
@@ -167,7 +167,7 @@ def _take_value(written: str, value: str | None, words: deque[str]) -> str:
 
 
 def _take_values(words: deque[str]) -> list[str]:
-    """The words that follow, as long as they are values."""
+    """Removes and returns the words that follow, as long as they are values."""
     taken: list[str] = []
     while words and _is_value(words[0]):
         taken.append(words.popleft())

@@ -85,7 +85,7 @@ def make_vllm_flags_section() -> str:
 
 
 def _list_keys(row: FlagRow) -> Iterator[FlagRow]:
-    """A row, and those of its keys."""
+    """Yields a row, and the rows of its keys."""
     yield row
     for key in row.keys:
         yield replace(key, name=f"{row.name}.{key.name}")
@@ -108,7 +108,7 @@ def _format_row(flag: Flag) -> str:
 
 
 def _format_bounds(flag: Flag) -> str:
-    """Where the upper end is only there to catch nonsense, the lower one says enough."""
+    """Formats the bounds of a flag; only the lower one if the upper one just rejects absurd values."""
     bound = flag.bound
     if bound is None or -bound.least > MOST:
         return ""
@@ -124,7 +124,7 @@ def _format_default(flag: Flag) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Text of a table's cell."""
+    """Escapes a text for a table cell."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "\\{")
 
 

@@ -1,4 +1,4 @@
-"""The table of flags, made from the fields of EngineConfig and ServerConfig, and the look-up of a written name."""
+"""The table of flags, made from the fields of EngineConfig and ServerConfig, and the look-up of flag names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.vllm_flags.flag_table import ROWS, SHORT
 
 UNSET = ("auto", "none", "null")
-"""Texts that stand for None where that is a value."""
+"""Texts that mean None for flags that accept it."""
 WHOLE = ("int", "count", "bytes")
 NUMBERS = (*WHOLE, "float")
 LISTS = ("list", "commas")
-"""Kinds that take any number of words; of commas each word may hold several."""
+"""Kinds that take any number of words; with commas, each word may have several values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -40,10 +40,10 @@ class Flag(Option):
         return "--" + self.name.replace("_", "-")
 
     def parse(self, text: str, where: str = "") -> Any:
-        """The value of ``text``; ``where`` names its source in an error.
+        """Parses ``text``; ``where`` names its source in an error.
 
         Raises:
-            StartupError: the text cannot be read, or is not one of the choices.
+            StartupError: the text cannot be parsed, or is not one of the choices.
         """
         where = where or self.written
         written = text.strip().lower()
@@ -54,7 +54,7 @@ class Flag(Option):
         return self.check(value_parsers.PARSERS[self.kind](text, where), where)
 
     def convert(self, value: Any, where: str) -> Any:
-        """The value of a YAML or Python value; texts go through ``parse``."""
+        """Converts a YAML or Python value; texts go through ``parse``."""
         if isinstance(value, str):
             return self.parse(value, where)
         if value is None and self.optional:
@@ -68,7 +68,7 @@ class Flag(Option):
         return value if self.kind == "bool" else self.parse(str(value), where)
 
     def check(self, value: Any, where: str) -> Any:
-        """The value that another word means; raises StartupError for one that is not one of the choices."""
+        """Resolves aliases of choices; raises StartupError for a value that is not one of the choices."""
         value = self.means.get(value, value) if isinstance(value, str) else value
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
@@ -78,7 +78,7 @@ class Flag(Option):
 
 
 def _get_kind(hint: Any, named: str) -> tuple[str, bool]:
-    """The parser's name (``named``, else by type), and whether None is a value."""
+    """Returns the parser's name (``named``, else by type), and True if None is a value."""
     parts = typing.get_args(hint)
     optional = type(None) in parts
     base = next(p for p in parts if p is not type(None)) if optional else hint
@@ -98,7 +98,7 @@ def _make_flags(owner: str, config: type) -> typing.Iterator[Flag]:
 
 @functools.cache
 def get_flag_table() -> dict[str, Flag]:
-    """All flags by field name, the server's first."""
+    """Returns all flags by field name, the server's first."""
     every = [*_make_flags("server", ServerConfig), *_make_flags("engine", EngineConfig)]
     found = {f.name: f for f in every}
     assert len(found) == len(every), "a field of both configurations"
@@ -107,13 +107,13 @@ def get_flag_table() -> dict[str, Flag]:
 
 @functools.cache
 def get_flag_variables() -> dict[str, Flag]:
-    """The variables that set a flag."""
+    """Returns the environment variables that set a flag, with the flags."""
     return {name: flag for flag in get_flag_table().values() for name in flag.env}
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a written name stands for: a flag (maybe negated), a row of ``vllm_flags.flag_table``, or one of
+    """Result of looking up a name: a flag (maybe negated), a row of ``vllm_flags.flag_table``, or one of
     ``SPECIAL``.
     """
 
@@ -127,7 +127,7 @@ SPECIAL = ("help", "config")
 
 @functools.cache
 def _get_written_names() -> dict[str, Match]:
-    """Every name that users may write, without dashes and with underscores."""
+    """Returns every name that users may write, without dashes and with underscores."""
     names = {name: Match(name) for name in (*ROWS, *SPECIAL)}
     for row in ROWS.values():
         if row.kind == "bool":
@@ -143,10 +143,10 @@ def _get_written_names() -> dict[str, Match]:
 
 
 def find_flag(written: str) -> Match:
-    """The flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
+    """Finds the flag of ``--some-name``, ``--some_name``, an unambiguous prefix, or a short option.
 
     Raises:
-        StartupError: the name is unknown (the line suggests the nearest flag) or ambiguous.
+        StartupError: the name is unknown (the message suggests the nearest flag) or ambiguous.
     """
     names = _get_written_names()
     name = written.lstrip("-").replace("-", "_")
@@ -159,7 +159,7 @@ def find_flag(written: str) -> Match:
         ordered = sorted(hits, key=lambda found: (found.flag is None, _format_flag(found)))
         some = ", ".join(_format_flag(f) for f in ordered[:5])
         raise StartupError(f"{written} is ambiguous: {some}.")
-    # Of another server's flags no word may be missing: --max-rank need not be about adapters.
+    # vLLM's flags are only suggested with the same number of words: --max-rank need not be about adapters.
     near = suggest_name(name, (key for key, found in names.items() if found.flag or key.count("_") == name.count("_")))
     hint = f"; did you mean {_format_flag(names[near])}?" if near else "; see --help."
     raise StartupError(f"unknown flag {written}{hint}")

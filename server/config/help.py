@@ -1,4 +1,4 @@
-"""``--help``, ``--help=all``, ``--help=FLAG`` and ``--help=server|engine|legacy``."""
+"""Texts of ``--help``, ``--help=all``, ``--help=FLAG`` and ``--help=server|engine|legacy``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GROUPS = {"server": "HTTP server", "engine": "Engine and model"}
 
 
 def make_help_text(topic: str = "") -> str:
-    """The text that ``--help=topic`` prints.
+    """Returns the text that ``--help=topic`` prints.
 
     Raises:
-        StartupError: no such topic.
+        StartupError: there is no such topic.
     """
     low = topic.lower()
     if low in GROUPS:
@@ -75,7 +75,7 @@ TITLES = {
 
 
 def _describe_vllm_flag(row: FlagRow) -> str:
-    """What a flag of vLLM does here."""
+    """Returns what a flag of vLLM does here."""
     verdict = {MEANS: "means", FREE: "has no effect here:", REFUSED: "is refused here:"}[row.verdict]
     return textwrap.fill(f"{row.written} {verdict} {row.why}.", 116, break_on_hyphens=False) + "\n"
 

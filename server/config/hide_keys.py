@@ -11,13 +11,13 @@ from trencadis.server.config.flags import get_flag_table
 from trencadis.server.config.resolve_settings import Settings
 
 ARG_START = 45
-"""Field of /proc/self/stat, counted after the name: the address of the command line in this process's memory."""
+"""Index of a field of /proc/self/stat, counted after the name: the address of the command line in memory."""
 LONG = 4
-"""Shortest key that is masked inside words too."""
+"""Shortest key that is also masked inside words."""
 
 
 def hide_keys(settings: Settings) -> Iterator[str]:
-    """Masks keys that came by flags; yields a warning for each such flag."""
+    """Masks keys that were passed as flags; yields a warning for each such flag."""
     for flag in get_flag_table().values():
         if flag.secret and settings.sources.get(flag.name) == "flag":
             value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
@@ -29,9 +29,9 @@ def hide_keys(settings: Settings) -> Iterator[str]:
 
 
 def mask(keys: Iterable[str]) -> None:
-    """Overwrites ``keys`` with asterisks in this process's arguments; does nothing where the system hides those.
+    """Overwrites ``keys`` with asterisks in this process's arguments; does nothing if the system hides those.
 
-    Linux shows the memory that held the arguments at the start, so this changes that; ``sys.argv`` is a copy.
+    Linux shows the memory that held the arguments at the start, so this changes that memory; ``sys.argv`` is a copy.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -47,7 +47,7 @@ def mask(keys: Iterable[str]) -> None:
 
 
 def _find_key(shown: bytes, key: bytes) -> Iterator[int]:
-    """Offsets of ``key``: as a whole word, after =, or anywhere if it is too long for a chance match."""
+    """Yields the offsets of ``key``: as a whole word, after =, or anywhere if it is too long for a chance match."""
     at = shown.find(key) if key else -1
     while at >= 0:
         before, after = shown[at - 1 : at], shown[at + len(key) : at + len(key) + 1]

@@ -1,4 +1,4 @@
-"""Finds or downloads the folder of the model that the user names."""
+"""Finds or downloads the model that the user names."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trencadis.core.config import EngineConfig
 from trencadis.core.errors import StartupError
 
 TEXT = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-"""Files of configuration, tokenizer and templates."""
+"""Patterns of files of configuration, tokenizer and templates."""
 PATTERNS = [*TEXT, "*.safetensors"]
-"""The same with weights in safetensors; never code."""
+"""Patterns including weights in safetensors; never code."""
 BIN = [*TEXT, "pytorch_model.bin", "pytorch_model-*.bin"]
-"""The same with weights that torch.save wrote, for repositories that have no others."""
+"""Patterns including weights written by torch.save, for repositories without safetensors."""
 COPIES = ["original/*", "consolidated*", "onnx/*", "*.gguf", "*/flax_model*"]
-"""The same model a second time, in other formats."""
+"""Patterns of copies of the same model in other formats."""
 
 _NAME = r"\w(?:[\w.-]{0,94}\w)?"
 _HUB_ID = re.compile(rf"{_NAME}(?:/{_NAME})?", re.ASCII)
-"""The oldest ids, such as gpt2, have no owner."""
+"""Pattern of hub ids; the oldest, such as gpt2, have no owner."""
 
 
 def find_model_folder(config: EngineConfig) -> Path:
-    """The folder of the model. For a hub id, downloads weights only after config.json shows a model that can be served.
+    """Returns the folder of the model. For a hub id, downloads weights only after config.json shows a supported model.
 
     Raises:
         StartupError: see ``resolve`` and ``load_config``.
@@ -44,7 +44,7 @@ def find_model_folder(config: EngineConfig) -> Path:
 
 
 def find_tokenizer_folder(config: EngineConfig) -> Path:
-    """The folder of the tokenizer that ``get_tokenizer_name`` names. ``--revision`` is the model's alone.
+    """Returns the folder of the tokenizer that ``get_tokenizer_name`` names. ``--revision`` applies to the model only.
 
     Raises:
         StartupError: see ``resolve``.
@@ -53,7 +53,9 @@ def find_tokenizer_folder(config: EngineConfig) -> Path:
 
 
 def get_tokenizer_name(config: EngineConfig) -> str:
-    """``--tokenizer``, or the model where its tokenizer has a revision of its own; "": the model's folder has it."""
+    """Returns ``--tokenizer``, or the model if its tokenizer has a revision of its own; "": it is in the model's
+    folder.
+    """
     return config.tokenizer or (config.model if config.tokenizer_revision else "")
 
 
@@ -64,10 +66,10 @@ def _resolve(config: EngineConfig, name: str, patterns: Sequence[str]) -> Path:
 def resolve(
     model: str, revision: str = "", token: str = "", download_dir: str = "", patterns: Sequence[str] = PATTERNS
 ) -> Path:
-    """The folder of ``model``; downloads the files of a hub id that match ``patterns``.
+    """Returns the folder of ``model``; downloads the files of a hub id that match ``patterns``.
 
     Raises:
-        StartupError: no such folder, no such repository, or no network, in one line.
+        StartupError: there is no such folder, no such repository, or no network; one line.
     """
     path = Path(model).expanduser()
     if path.is_dir():

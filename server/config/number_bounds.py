@@ -1,4 +1,4 @@
-"""Holds every number of a configuration within the bounds that its option states."""
+"""Checks every number of a configuration against the bounds of its option."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trencadis.server.config.config import ServerConfig
 from trencadis.server.config.flags import NUMBERS, WHOLE, Flag, get_flag_table
 
 VARIABLE = "environment "
-"""What the source of a value from the environment begins with; the variable's name follows."""
+"""Prefix of the source of a value from the environment; the variable's name follows."""
 
 
 def list_numeric_flags() -> list[Flag]:
-    """The flags that take a number."""
+    """Returns the flags that take a number."""
     return [flag for flag in get_flag_table().values() if flag.kind in NUMBERS]
 
 
@@ -25,7 +25,7 @@ def check(config: EngineConfig | ServerConfig, sources: Mapping[str, str] | None
     """Checks every number of ``config``. ``sources``: as in ``Settings``.
 
     Raises:
-        StartupError: names the first flag (or the variable that set it) that is out of bounds, its value and the rule.
+        StartupError: a number is out of bounds; the message names the flag or variable, the value and the rule.
     """
     flags = get_flag_table()
     for field, option in options(config):

@@ -1,4 +1,4 @@
-"""Joins flags, file, environment and defaults into the two configurations, and notes where each value comes from."""
+"""Joins flags, file, environment and defaults into the two configurations, and records the source of each value."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trencadis.server.config.vllm_flags.flag_table import ROWS
 
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 UNITS = {"VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "MiB"}
-"""Units of variables that give a number where our flag takes bytes."""
+"""Units of variables whose flag takes bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to serve, and how.
+    """The complete settings of a server.
 
     Args:
         sources: field name -> ``flag``, ``file PATH`` or ``environment NAME``; defaults are absent.
         notes: lines for the terminal.
-        shapes: the bucket variables that are set; no flag stands for them.
+        shapes: the bucket variables that are set; they have no flags.
     """
 
     engine: EngineConfig
@@ -43,7 +43,7 @@ class Settings:
 
 
 def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, str]) -> Settings:
-    """Flag > file > environment > default.
+    """Resolves every value by precedence: flag > file > environment > default.
 
     Raises:
         StartupError: one line about the first invalid value.
@@ -81,7 +81,7 @@ def resolve_settings(given: command_line.ParsedArguments, environ: Mapping[str, 
 
 
 def _check_no_blanks(server: ServerConfig) -> None:
-    """Refuses a key or a name that is empty, as a script's unset variable is: such a key would admit every client."""
+    """Refuses an empty key or name, as from an unset variable of a script: an empty key would admit every client."""
     for given, flag, what in (
         (server.api_key, "--api-key", "a key is empty, which guards nothing; leave the flag out to serve everybody"),
         (server.served_model_name, "--served-model-name", "a name is empty"),
@@ -91,7 +91,7 @@ def _check_no_blanks(server: ServerConfig) -> None:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Field name -> (value, variable)."""
+    """Returns field name -> (value, variable) from the environment."""
     found: dict[str, tuple[Any, str]] = {}
     for flag in get_flag_table().values():
         for name in reversed(flag.env):
@@ -102,7 +102,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def _get_cpu_kv_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> int:
-    """Bytes that vLLM's variable gives the KV cache of a CPU; 0: it leaves them to the server."""
+    """Returns the bytes of a CPU's KV cache from vLLM's variable; 0: the server chooses."""
     text = envs.get(CPU_SPACE, environ)
     if text is None or likely(chosen.get("device", "auto")) != "cpu":
         return 0
@@ -110,7 +110,7 @@ def _get_cpu_kv_space(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> 
 
 
 def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
-    """The values of a YAML file, whose keys are long option names."""
+    """Reads the values of a YAML file, whose keys are long option names."""
     if not path.endswith((".yaml", ".yml")):
         raise StartupError(f"--config {path}: the file must end in .yaml or .yml.")
     import yaml
@@ -139,7 +139,7 @@ def _read_file(path: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _add_file_entry(key: str, value: Any, found: dict[str, Any], vllm_flags: dict[str, Any]) -> None:
-    """Adds one line of the file to the values of our flags, or to those of other servers."""
+    """Adds one line of the file to the values of our flags, or to those of vLLM's."""
     hit = find_flag(key)
     if hit.flag is not None:
         converted = hit.flag.convert(value, key)
@@ -152,14 +152,14 @@ def _add_file_entry(key: str, value: Any, found: dict[str, Any], vllm_flags: dic
 
 
 def _read_bucket_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The bucket variables that are set."""
+    """Returns the bucket variables that are set."""
     return {e.name: environ[e.name] for e in envs.TABLE if envs.shapes(e.name) and environ.get(e.name)}
 
 
 def _warn_about_graph_settings(
     engine: EngineConfig, sources: Mapping[str, str], environ: Mapping[str, str]
 ) -> list[str]:
-    """A warning for each graph or bucket setting, if the device is a CPU."""
+    """Returns a warning for each graph or bucket setting, if the device is a CPU."""
     if likely(engine.device) != "cpu":
         return []
     written = [

@@ -1,4 +1,4 @@
-"""The start-up dump: every value that differs from its default, and where it comes from."""
+"""The start-up dump: every value that differs from its default, and its source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MASK = "****"
 
 
 def format_lines(settings: Settings) -> Iterator[str]:
-    """One line for each value that the user chose or that differs from its default; secrets are masked."""
+    """Yields one line for each value that the user chose or that differs from its default; secrets are masked."""
     for flag in get_flag_table().values():
         value = getattr(settings.engine if flag.owner == "engine" else settings.server, flag.name)
         source = settings.sources.get(flag.name)

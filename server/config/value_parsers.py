@@ -17,7 +17,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)[bB]?|[bB])?")
 
 
 def parse_count(text: str, name: str) -> int:
-    """``1k`` is 1000, ``1K`` is 1024, ``25.6k`` is 25600.
+    """Parses an integer with unit: ``1k`` is 1000, ``1K`` is 1024, ``25.6k`` is 25600.
 
     Raises:
         StartupError: not a whole number.
@@ -32,7 +32,7 @@ def parse_count(text: str, name: str) -> int:
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes: ``256MiB``, ``1GiB``, ``1GB`` (10^9), ``4K`` (4096), ``4k`` (4000)."""
+    """Parses bytes: ``256MiB``, ``1GiB``, ``1GB`` (10^9), ``4K`` (4096), ``4k`` (4000)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
         raise StartupError(f"{name}: {text!r} is not a size (such as 256MiB, 1GB or 268435456).")
@@ -45,7 +45,7 @@ def parse_size(text: str, name: str) -> int:
 
 
 def parse_number(text: str, name: str) -> float:
-    """A finite decimal number."""
+    """Parses a finite decimal number."""
     try:
         value = float(text)
     except ValueError:
@@ -56,7 +56,7 @@ def parse_number(text: str, name: str) -> float:
 
 
 def parse_integer(text: str, name: str) -> int:
-    """A whole number without units."""
+    """Parses an integer without units."""
     try:
         return int(text)
     except ValueError:
@@ -64,7 +64,7 @@ def parse_integer(text: str, name: str) -> int:
 
 
 def parse_mapping(text: str, name: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parses a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -75,7 +75,7 @@ def parse_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_limits(text: str, name: str) -> dict[str, Any]:
-    """``image=4,video=1`` or the same as JSON."""
+    """Parses ``image=4,video=1`` or the same as JSON."""
     if text.lstrip().startswith("{"):
         return check_limits(parse_mapping(text, name), name)
     pairs = [part.partition("=") for part in text.split(",")]
@@ -85,7 +85,7 @@ def parse_limits(text: str, name: str) -> dict[str, Any]:
 
 
 def check_limits(value: dict[str, Any], name: str) -> dict[str, Any]:
-    """Counts by modality, none of them negative; also reads vLLM's ``{"image": {"count": 4}}``."""
+    """Checks counts by modality, none of them negative; also accepts vLLM's ``{"image": {"count": 4}}``."""
     flat = {key: (one.get("count") if isinstance(one, dict) else one) for key, one in value.items()}
     for key, one in flat.items():
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
@@ -94,7 +94,7 @@ def check_limits(value: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_words(text: str, name: str) -> list[str]:
-    """A JSON list, or one word."""
+    """Parses a JSON list, or one word."""
     if text.lstrip().startswith("["):
         try:
             value = json.loads(text)
@@ -107,12 +107,12 @@ def parse_words(text: str, name: str) -> list[str]:
 
 
 def parse_commas(text: str, name: str) -> list[str]:
-    """A JSON list, or words with commas between them."""
+    """Parses a JSON list, or words separated by commas."""
     return [one for word in parse_words(text, name) for one in word.split(",") if one]
 
 
 def parse_json_or_text(text: str) -> Any:
-    """The value of ``--opt.key value``: parsed if it is JSON, else the text itself."""
+    """Parses the value of ``--opt.key value``: JSON if possible, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,1 +1,1 @@
-"""Other APIs over one inner request: what they say becomes a chat request, and its answer is said their way."""
+"""Other APIs on top of the chat API: their requests are converted to chat requests, and the answers back."""

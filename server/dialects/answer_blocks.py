@@ -1,5 +1,7 @@
-"""An answer as blocks, one after another, each of one kind: thoughts, text or a call. Streams and whole answers are
-made from the same blocks, so that they cannot differ."""
+"""An answer as blocks, one after another, each of one kind: thoughts, text or a call.
+
+Streams and whole answers are made from the same blocks, so that they cannot differ.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ class AnswerBlock:
     """A part of an answer.
 
     Args:
-        index: its place in the answer.
-        id: of a call.
-        name: of the function that is called.
-        pieces: text, or the arguments of a call as written.
-        logprobs: of the tokens of a text, as far as they are asked for.
+        index: position in the answer.
+        id: id of a call.
+        name: name of the called function.
+        pieces: text, or the arguments of a call as the model wrote them.
+        logprobs: log-probabilities of the tokens of a text, if requested.
     """
 
     index: int
@@ -36,18 +38,18 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the block."""
         return "".join(self.pieces)
 
 
 class BlockOpened(NamedTuple):
-    """A block begins."""
+    """Event: a block begins."""
 
     block: AnswerBlock
 
 
 class BlockDelta(NamedTuple):
-    """A block, which is open, has more text."""
+    """Event: the open block has more text."""
 
     block: AnswerBlock
     text: str
@@ -55,7 +57,7 @@ class BlockDelta(NamedTuple):
 
 
 class BlockClosed(NamedTuple):
-    """A block is complete, or the answer has ended within it (``cut``)."""
+    """Event: a block is complete, or (``cut``) the answer has ended within it."""
 
     block: AnswerBlock
     cut: bool
@@ -65,7 +67,7 @@ BlockEvent = BlockOpened | BlockDelta | BlockClosed
 
 
 class BlockBuilder:
-    """The blocks of one choice.
+    """Builds the blocks of one choice from its pieces.
 
     Args:
         ends: ids that end an answer without being part of it.
@@ -77,10 +79,10 @@ class BlockBuilder:
         self._open: AnswerBlock | None = None
         self._call = -1
         self._waiting: list[TokenLogprob] = []
-        """Log-probabilities of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text has not arrived yet."""
 
     def feed(self, piece: TextPiece) -> Iterator[BlockEvent]:
-        """What a piece adds."""
+        """Yields the events that a piece of text causes."""
         segments = [AnswerContent(piece.text)] if piece.answer is None else piece.answer.segments
         self._waiting += self._select_logprobs(piece)
         for segment in segments:

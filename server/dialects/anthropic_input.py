@@ -1,4 +1,4 @@
-"""/v1/messages: from content blocks to a chat request."""
+"""/v1/messages: converts content blocks to a chat request."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ FIELDS = {
 }
 ROLES = ("user", "assistant", "system")
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates turn thinking on and off."""
+"""Template variables that turn thinking on and off."""
 BILLING = "x-anthropic-billing-header"
-"""Begins a block that some clients put before their instructions: it differs in every request, so that no prompt would
-share a prefix with another."""
+"""Start of a block that some clients put before their instructions. It differs in every request, so that no two prompts
+would share a prefix.
+"""
 ERROR = "Error: "
-"""Begins the result of a call that failed; chat templates have no other place for that."""
+"""Prefix of the result of a call that failed, since chat templates have no other place for that."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
 Parts = list[tuple[Any, str]]
 
 
 def make_inner_request(body: CountTokensRequest, mentions: Callable[[str], bool], reasons: bool) -> InnerRequest:
-    """The chat request that ``body`` means.
+    """Converts ``body`` to a chat request.
 
     Args:
-        mentions: whether the chat template contains the name of a variable.
-        reasons: whether answers have reasoning that is told from content.
+        mentions: True if the chat template contains the name of a variable.
+        reasons: True if answers have reasoning that is parsed separately from content.
 
     Raises:
         BadRequest: a block, a tool or an option is wrong or not supported; ``param`` is its JSON path.
@@ -62,7 +63,7 @@ def make_inner_request(body: CountTokensRequest, mentions: Callable[[str], bool]
     fields = body.get_shared_fields() | {"messages": messages}
     last = collector.last
     if last is not None and last.role == "assistant" and last.parts and not last.calls:
-        # The client has begun the answer.
+        # The client has supplied the beginning of the answer.
         fields["continue_final_message"] = True
     if isinstance(body, MessagesRequest):
         fields["max_tokens"] = body.max_tokens
@@ -114,7 +115,9 @@ def _add_message(collector: MessageCollector, message: Mapping[str, Any], where:
 
 
 def _get_message(collector: MessageCollector, role: str, where: str) -> CollectedMessage:
-    """The message that goes on: Anthropic's API merges consecutive messages of one role, as many templates want."""
+    """Returns the message to extend: Anthropic's API merges consecutive messages of one role, as many templates
+    require.
+    """
     last = collector.last
     return last if last is not None and last.role == role else collector.begin(role, where)
 
@@ -146,7 +149,7 @@ def _read_tool_result(block: Mapping[str, Any], where: str) -> str | Parts:
 
 
 def _convert_block(block: Mapping[str, Any], where: str) -> Parts:
-    """A block of a user or of a tool's result as content parts."""
+    """Converts a block of a user or of a tool's result to content parts."""
     kind = block.get("type")
     if kind == "text":
         return [({"type": "text", "text": get_text_field(block, "text", where)}, where)]
@@ -252,7 +255,7 @@ def _add_tools(body: CountTokensRequest, fields: dict[str, Any]) -> None:
 def _set_thinking(
     body: CountTokensRequest, fields: dict[str, Any], mentions: Callable[[str], bool], reasons: bool
 ) -> None:
-    """Sets what the template offers: whether to think, and for how long where requests may say so."""
+    """Sets the template's options for thinking, and the thinking budget if requests may set one."""
     thinking = body.thinking or {}
     kind = thinking.get("type", "adaptive")
     switch = next((name for name in SWITCHES if mentions(name)), None)
@@ -266,7 +269,7 @@ def _set_thinking(
 
 
 def _convert_format(form: Any) -> dict[str, Any]:
-    """``output_config.format`` as chat's ``response_format``."""
+    """Converts ``output_config.format`` to chat's ``response_format``."""
     if form.get("type") != "json_schema":
         return dict(form)
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True}}

@@ -1,4 +1,4 @@
-"""/v1/messages: from blocks to content blocks and events, and Anthropic's errors."""
+"""/v1/messages: converts blocks to content blocks and events; Anthropic's errors."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", OVERLOADED: "overloaded_error",
 }  # fmt: skip
-"""Types by status; other statuses of the 400s are invalid requests, the rest are errors of the server."""
+"""Error types by status; other 4xx statuses are invalid requests, the rest are server errors."""
 BAD_JSON = "INVALID_JSON"
-"""The key under which arguments go out that are no JSON object, which the API's ``input`` must be."""
+"""Key for arguments of a call that are not a JSON object, which the API's ``input`` must be."""
 
 
 def is_anthropic_path(path: str) -> bool:
-    """Whether ``path`` belongs to this API, so that its errors have Anthropic's form."""
+    """Returns True if ``path`` belongs to this API, so that its errors have Anthropic's form."""
     return path in PATHS or path.startswith(tuple(f"{p}/" for p in PATHS))
 
 
 def get_status(error: TrencadisError) -> int:
-    """The status of an error: a full queue, or an engine that is not there, is 529 here; a key's own limit is 429."""
+    """Returns the status of an error: a full queue or a missing engine is 529 here; a key's own limit is 429."""
     return OVERLOADED if error.status in (429, 503) and not isinstance(error, KeyLimitReached) else error.status
 
 
 def make_error(error: TrencadisError, request_id: str | None) -> MessagesError:
-    """The envelope of an error; the field at fault stands in the message, as the envelope has no place for it."""
+    """Returns the envelope of an error; the name of the wrong field is added to the message, since the envelope has
+    no field for it.
+    """
     status = get_status(error)
     kind = TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     message = error.message
@@ -57,7 +59,7 @@ def make_error(error: TrencadisError, request_id: str | None) -> MessagesError:
 
 
 def encode_event(kind: str, /, **fields: Any) -> bytes:
-    """One event of a stream."""
+    """Encodes one event of a stream."""
     data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
 
@@ -66,12 +68,12 @@ PING = encode_event("ping")
 
 
 def encode_error_event(error: TrencadisError, request_id: str | None) -> bytes:
-    """The event of an error within a stream."""
+    """Encodes the event of an error within a stream."""
     return encode_event("error", **make_error(error, request_id).model_dump(exclude={"type"}))
 
 
 def convert_usage(usage: Usage) -> MessagesUsage:
-    """Chat's usage in this API's words, in which tokens from the cache are no input tokens."""
+    """Converts chat's usage to this API's, in which cached tokens are not input tokens."""
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     thoughts = usage.completion_tokens_details
     return MessagesUsage(
@@ -83,24 +85,24 @@ def convert_usage(usage: Usage) -> MessagesUsage:
 
 
 class MessageWriter:
-    """Writes a message: whole, or as events.
+    """Writes a message as a whole, or as events.
 
     Args:
-        message: before its first token; the writer completes it.
+        message: the message before its first token; the writer completes it.
     """
 
     def __init__(self, message: MessagesResponse) -> None:
         self.message = message
         self._templates: dict[int, SseEventTemplate] = {}
-        """By the index of the block that grows."""
+        """Event templates by the index of the block that grows."""
 
     def write_first_events(self, usage: Usage) -> Iterator[bytes]:
-        """The first event, once the first token is there."""
+        """Yields the first event, once the first token exists."""
         self.message.usage = convert_usage(usage)
         yield encode_event("message_start", message=self.message.model_dump())
 
     def write_events(self, change: BlockEvent) -> Iterator[bytes]:
-        """The events of a change."""
+        """Yields the events of a change."""
         index = change.block.index
         if isinstance(change, BlockOpened):
             yield encode_event("content_block_start", index=index, content_block=self._make_empty_block(change.block))
@@ -124,18 +126,18 @@ class MessageWriter:
         return template.fill(encode(change.text))
 
     def add_block(self, change: BlockEvent) -> None:
-        """As ``write_events``, for a message that is sent whole."""
+        """Adds a change to a message that is sent as a whole."""
         if isinstance(change, BlockClosed):
             self.message.content.append(_make_content_block(change.block))
 
     def complete(self, reason: str, sequence: str | None, usage: Usage) -> MessagesResponse:
-        """The message once its last block is closed."""
+        """Returns the message once its last block is closed."""
         self.message.stop_reason, self.message.stop_sequence = reason, sequence
         self.message.usage = convert_usage(usage)
         return self.message
 
     def write_final_events(self) -> Iterator[bytes]:
-        """The last events of a complete message."""
+        """Yields the last events of a complete message."""
         delta = {"stop_reason": self.message.stop_reason, "stop_sequence": self.message.stop_sequence}
         yield encode_event("message_delta", delta=delta, usage=self.message.usage.model_dump())
         yield encode_event("message_stop")
@@ -176,10 +178,10 @@ def _make_content_block(block: AnswerBlock) -> ContentBlock:
 
 
 def convert_call_id(id: str) -> str:
-    """A call's id in this API's form; one that the model wrote stays as it is."""
+    """Converts a call's id to this API's form; an id that the model wrote is kept."""
     return f"toolu_{id.removeprefix('call_')}" if id.startswith("call_") else id
 
 
 def make_signature(thought: str) -> str:
-    """A digest of a thought: clients keep and send back what is there, and drop thoughts without."""
+    """Returns a digest of a thought as its signature: clients keep and send it back, and drop thoughts without one."""
     return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""What the parts of a chat request are called in the request that it was made from: errors name those."""
+"""Names of the parts of a chat request in the request that it was converted from, for error messages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MessageNames:
     """Names of the parts of one message.
 
     Args:
-        where: the message itself.
-        content: each content part; empty if the content is one text.
-        calls: each call.
+        where: name of the message itself.
+        content: names of the content parts; empty if the content is one text.
+        calls: names of the calls.
     """
 
     where: str
@@ -34,11 +34,11 @@ class FieldNames:
     """Names of the parts of a chat request.
 
     Args:
-        fields: by field of the chat request, or by path of a field's part.
-        messages: one per message.
-        tools: which tool of the request each tool is.
-        parameters: the schema of a tool.
-        arguments: the arguments of a call.
+        fields: names by field of the chat request, or by path of a part of a field.
+        messages: names per message.
+        tools: index of each tool in the original request.
+        parameters: name of the schema of a tool.
+        arguments: name of the arguments of a call.
     """
 
     fields: Mapping[str, str]
@@ -48,7 +48,7 @@ class FieldNames:
     arguments: str = "arguments"
 
     def translate_path(self, path: str) -> str:
-        """The name of the part at ``path`` of the chat request."""
+        """Returns the original name of the part at ``path`` of the chat request."""
         found = _MESSAGE.match(path)
         if found and int(found[1]) < len(self.messages):
             rest = path[found.end() :].replace(".arguments", f".{self.arguments}")
@@ -72,7 +72,7 @@ class FieldNames:
         return names.where + found[0].partition("]")[2]
 
     def translate_message(self, text: str) -> str:
-        """A message in which paths and names of fields are this request's; ordinary words stay."""
+        """Replaces paths and names of fields in a message by the original ones; ordinary words are kept."""
         text = _PATH.sub(lambda m: self.translate_path(m[0]), text)
         for inner, outer in self.fields.items():
             if "_" in inner:

@@ -11,12 +11,12 @@ from trencadis.server.dialects.field_names import FieldNames, MessageNames
 from trencadis.server.protocol.chat_completions import MAX_MESSAGES, ChatRequest
 
 TEXT_SEPARATOR = "\n\n"
-"""Stands between two texts that become one message."""
+"""Separator of two texts that become one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerRequest:
-    """A chat request, and what its parts are called in the request that it was made from."""
+    """A chat request, and the names of its parts in the request that it was converted from."""
 
     chat: ChatRequest
     names: FieldNames
@@ -24,12 +24,12 @@ class InnerRequest:
 
 @dataclass(slots=True)
 class CollectedMessage:
-    """A message that is being put together.
+    """A message under construction.
 
     Args:
-        parts: content, and the name of each part.
-        is_text: whether the content is one text, which then has no name of its own.
-        calls: and the name of each.
+        parts: content parts with their names.
+        is_text: True if the content is one text, which then has no name of its own.
+        calls: calls with their names.
         extra_fields: other fields.
     """
 
@@ -42,7 +42,7 @@ class CollectedMessage:
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def add(self, content: str | Sequence[tuple[Any, str]], gap: str = TEXT_SEPARATOR) -> None:
-        """Adds content: a text, or parts with their names. ``gap`` divides two texts."""
+        """Adds content: a text, or parts with their names. ``gap`` separates two texts."""
         new = [(content, self.where)] if isinstance(content, str) else list(content)
         if not new:
             return
@@ -52,7 +52,7 @@ class CollectedMessage:
         self.parts += new
 
     def build(self) -> tuple[dict[str, Any], MessageNames]:
-        """The message as chat takes it, and its names."""
+        """Returns the message in chat's form, and its names."""
         message: dict[str, Any] = {"role": self.role, **self.extra_fields}
         names = MessageNames(self.where, calls=[name for _, name in self.calls])
         if self.is_text:
@@ -80,14 +80,14 @@ class MessageCollector:
 
     @property
     def last(self) -> CollectedMessage | None:
-        """The message that was begun last."""
+        """The last message, or None."""
         return self.messages[-1] if self.messages else None
 
     def begin(self, role: str, where: str) -> CollectedMessage:
-        """A new message.
+        """Begins a new message and returns it.
 
         Raises:
-            BadRequest: there are too many; a block can be a message of its own.
+            BadRequest: there are too many messages.
         """
         if len(self.messages) >= MAX_MESSAGES:
             raise BadRequest(f"{where}: the conversation has more than {MAX_MESSAGES} messages.", param=where)
@@ -95,13 +95,13 @@ class MessageCollector:
         return self.messages[-1]
 
     def add_call(self, message: CollectedMessage, id: str, name: str, arguments: Any, where: str) -> None:
-        """Adds a call to a message of the assistant."""
+        """Adds a call to an assistant message."""
         made = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         message.calls.append((made, where))
         self.names_by_call[id] = name
 
     def add_result(self, id: str, where: str) -> CollectedMessage:
-        """A new message with the result of the call ``id``."""
+        """Begins a new message with the result of the call ``id``."""
         message = self.begin("tool", where)
         message.extra_fields["tool_call_id"] = id
         if id in self.names_by_call:
@@ -109,16 +109,16 @@ class MessageCollector:
         return message
 
     def build_messages(self) -> tuple[list[dict[str, Any]], list[MessageNames]]:
-        """The messages as chat takes them, and their names."""
+        """Returns the messages in chat's form, and their names."""
         pairs = [message.build() for message in self.messages]
         return [message for message, _ in pairs], [names for _, names in pairs]
 
 
 def get_text_field(value: Mapping[str, Any], name: str, where: str) -> str:
-    """A field of an item that must be a text.
+    """Returns a field of an item that must be a string.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is not a string.
     """
     found = value.get(name)
     if not isinstance(found, str):
@@ -127,10 +127,10 @@ def get_text_field(value: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def check_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """A list of objects.
+    """Checks that ``value`` is a list of objects and returns it.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is not.
     """
     if not isinstance(value, list):
         raise BadRequest(f"{where} must be a string or a list of objects.", param=where)
@@ -141,7 +141,8 @@ def check_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def make_function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """A tool as chat has it; templates print all of it, so only what chat's clients send is kept.
+    """Returns a tool in chat's form; only the fields that chat's clients send are kept, since templates print all of
+    it.
 
     Args:
         parameters: the key of its schema.

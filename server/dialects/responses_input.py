@@ -1,4 +1,4 @@
-"""/v1/responses: from items to a chat request."""
+"""/v1/responses: converts items to a chat request."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FIELDS = {
 ROLES = ("user", "assistant", "system", "developer")
 INSTRUCTING = ("system", "developer")
 MIN_OUTPUT_TOKENS = 256
-"""Tokens that ``truncation: auto`` leaves for an answer without a limit, as far as half of the context has them."""
+"""Tokens that ``truncation: auto`` leaves for an answer without a limit, but at most half of the context."""
 
 
 def make_inner_request(body: ResponsesRequest, max_model_len: int) -> InnerRequest:
-    """The chat request that ``body`` means.
+    """Converts ``body`` to a chat request.
 
     Raises:
         BadRequest: an item, a tool or an option is wrong or not supported; ``param`` is its JSON path.
@@ -99,19 +99,19 @@ def _add_message(collector: MessageCollector, item: Mapping[str, Any], where: st
         raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
     content, last = _convert_content(item.get("content"), f"{where}.content"), collector.last
     if role == "assistant":
-        # A message of an answer that also has thoughts or calls is one with them; a second message is a new assistant
-        # message.
+        # A message of an answer that also has thoughts or calls is joined with them; a second message is a new
+        # assistant message.
         spoken = last is not None and last.parts and not last.calls
         (collector.begin(role, where) if spoken else _get_assistant_message(collector, where)).add(content, "")
     elif role in INSTRUCTING and last is not None and last.where == "instructions":
-        # Many templates take one system message only, at the beginning.
+        # Many templates accept only one system message, at the beginning.
         last.add(content)
     else:
         collector.begin(role, where).add(content, "")
 
 
 def _get_assistant_message(collector: MessageCollector, where: str) -> CollectedMessage:
-    """The assistant message that the next item belongs to: items of one answer follow each other."""
+    """Returns the assistant message that the next item belongs to: items of one answer follow each other."""
     last = collector.last
     return last if last is not None and last.role == "assistant" else collector.begin("assistant", where)
 
@@ -131,7 +131,7 @@ def _convert_content(content: Any, where: str) -> str | list[tuple[Any, str]]:
 
 
 def _get_reasoning_text(item: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning item, or its summary; "" for one that only its maker can read."""
+    """Returns the text of a reasoning item, or its summary; "" for an encrypted one."""
     for name in ("content", "summary"):
         found = item.get(name)
         if found:
@@ -141,7 +141,7 @@ def _get_reasoning_text(item: Mapping[str, Any], where: str) -> str:
 
 
 def _convert_format(form: Any) -> dict[str, Any]:
-    """``text.format`` as chat's ``response_format``."""
+    """Converts ``text.format`` to chat's ``response_format``."""
     if not isinstance(form, Mapping):
         raise BadRequest("text.format must be an object with a type.", param="text.format")
     if form.get("type") != "json_schema":
@@ -150,7 +150,7 @@ def _convert_format(form: Any) -> dict[str, Any]:
 
 
 def _add_tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
-    """Adds tools and the choice among them; returns which of the request's tools they are."""
+    """Adds tools and the tool choice; returns the indices of these tools in the request."""
     allowed, choice = _convert_tool_choice(body.tool_choice)
     tools, kept = [], []
     for i, tool in enumerate(body.tools or []):
@@ -176,7 +176,7 @@ def _add_tools(body: ResponsesRequest, fields: dict[str, Any]) -> list[int]:
 
 
 def _convert_tool_choice(choice: str | dict[str, Any] | None) -> tuple[set[str] | None, str | dict[str, Any] | None]:
-    """The names that ``allowed_tools`` leaves (None: all), and the choice as chat has it."""
+    """Returns the names that ``allowed_tools`` permits (None: all), and the choice in chat's form."""
     if not isinstance(choice, dict):
         return None, choice
     kind = choice.get("type")

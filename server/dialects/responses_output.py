@@ -1,4 +1,4 @@
-"""/v1/responses: from blocks to items and events."""
+"""/v1/responses: converts blocks to items and events."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from trencadis.server.text.sse_event_template import SseEventTemplate, encode, m
 
 PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
 CUT = ("length",)
-"""Finish reasons of an answer that its limit has cut off."""
+"""Finish reasons of an answer that was cut off by its limit."""
 Shown = Callable[[list[TokenLogprob]], list[TokenLogprobs]]
 
 
 def make_initial_response(
     body: ResponsesRequest, id: str, model: str, temperature: float, top_p: float
 ) -> ResponsesResponse:
-    """The response before its first token, with what was asked for."""
+    """Returns the response before its first token, with the fields of the request."""
     asked = body.reasoning or {}
     tools = [{"strict": None, **tool, "type": "function"} for tool in body.tools or []]
     return ResponsesResponse(
@@ -68,7 +68,7 @@ def make_initial_response(
 
 
 def convert_usage(usage: Usage) -> ResponsesUsage:
-    """Chat's usage in this API's words."""
+    """Converts chat's usage to this API's."""
     details, thoughts = usage.prompt_tokens_details, usage.completion_tokens_details
     return ResponsesUsage(
         input_tokens=usage.prompt_tokens,
@@ -80,11 +80,11 @@ def convert_usage(usage: Usage) -> ResponsesUsage:
 
 
 class ResponseWriter:
-    """Writes a response: whole, or as events with sequence numbers.
+    """Writes a response as a whole, or as events with sequence numbers.
 
     Args:
-        response: before its first token; the writer completes it.
-        shown: log-probabilities in this API's form.
+        response: the response before its first token; the writer completes it.
+        shown: converts log-probabilities to this API's form.
     """
 
     def __init__(self, response: ResponsesResponse, shown: Shown) -> None:
@@ -92,16 +92,16 @@ class ResponseWriter:
         self._shown = shown
         self._ids: dict[int, str] = {}
         self._templates: dict[int, SseEventTemplate] = {}
-        """By the index of the block that grows."""
+        """Event templates by the index of the block that grows."""
         self._number = 0
 
     def write_first_events(self, usage: Usage) -> Iterator[bytes]:
-        """The first events."""
+        """Yields the first events."""
         for name in ("created", "in_progress"):
             yield self._write_state_event(name)
 
     def write_events(self, change: BlockEvent) -> Iterator[bytes]:
-        """The events of a change; the item of a closed block joins the response."""
+        """Yields the events of a change; adds the item of a closed block to the response."""
         if isinstance(change, BlockOpened):
             yield from self._write_item_added(change.block)
         elif isinstance(change, BlockDelta):
@@ -110,12 +110,12 @@ class ResponseWriter:
             yield from self._write_item_done(change)
 
     def add_block(self, change: BlockEvent) -> None:
-        """As ``write_events``, for a response that is sent whole."""
+        """Adds a change to a response that is sent as a whole."""
         if isinstance(change, BlockClosed):
             self.response.output.append(self._make_item(change.block, "incomplete" if change.cut else "completed"))
 
     def complete(self, finish: str | None, usage: Usage) -> ResponsesResponse:
-        """The response once its last block is closed."""
+        """Returns the response once its last block is closed."""
         made = self.response
         made.usage = convert_usage(usage)
         if finish in CUT:
@@ -125,11 +125,11 @@ class ResponseWriter:
         return made
 
     def write_final_events(self) -> Iterator[bytes]:
-        """The last event of a complete response."""
+        """Yields the last event of a complete response."""
         yield self._write_state_event(self.response.status)
 
     def make_failed_event(self, error: TrencadisError) -> bytes:
-        """The last event of a response that an error ends."""
+        """Returns the last event of a response that ends with an error."""
         code = "rate_limit_exceeded" if isinstance(error, QueueFull) else "server_error"
         self.response.status = "failed"
         self.response.error = ResponsesFault(code=code, message=error.message)
@@ -211,7 +211,7 @@ class ResponseWriter:
         return self._write_event(name, response=self.response.model_dump())
 
     def _write_block_event(self, name: str, block: AnswerBlock, /, item_id: str | None = "", **fields: Any) -> bytes:
-        """An event about a block; ``item_id`` None: without the item's id."""
+        """Encodes an event about a block; ``item_id`` None: without the item's id."""
         own = {} if item_id is None else {"item_id": self._get_item_id(block)}
         return self._write_event(name, output_index=block.index, **own, **fields)
 

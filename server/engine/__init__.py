@@ -1,1 +1,1 @@
-"""The engine process as the server sees it: client, supervisor, spawning."""
+"""The server's side of an engine process: client, supervisor, spawning."""

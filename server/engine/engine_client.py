@@ -1,4 +1,4 @@
-"""The engine as the routes see it. ``engine.supervisor`` implements it over the engine's process."""
+"""The engine's interface for the routes. ``engine.supervisor`` implements it over the engine's process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Pixels = npt.NDArray[np.uint8]
 """uint8 [patches, PATCH_VALUES] of one image."""
 
 DeltaCallback = Callable[[Delta], bool]
-"""Takes a delta, or returns False, and leaves it as it is; see ``EngineClient.set_delta_callback``."""
+"""Handles a delta and returns True, or returns False without handling it; see ``EngineClient.set_delta_callback``."""
 
 
 class EngineClient(Protocol):
-    """Takes requests and returns deltas."""
+    """Protocol of an engine: takes requests and returns deltas."""
 
     observers: list[Callable[[EngineStats], None]]
-    """Called with every statistics message, whose lists hold only what is new."""
+    """Called with every statistics message, whose lists contain only new entries."""
 
     on_operation: list[Callable[[str, float], None]]
     """Called after falling asleep or waking, with ``sleep`` or ``wake`` and the seconds that it took."""
@@ -39,37 +39,37 @@ class EngineClient(Protocol):
 
     @property
     def sleep_operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on, else empty."""
+        """``sleep`` or ``wake`` while the operation runs, else empty."""
         ...
 
     @property
     def failing(self) -> bool:
-        """Whether engines fail again and again, so that this process should be replaced too."""
+        """True if engines fail repeatedly, so that this process should be replaced too."""
         ...
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine reported when it was ready; None while it loads."""
+        """The engine's report when it became ready; None while it loads."""
         ...
 
     @property
     def phase(self) -> str:
-        """What the engine is doing, in a word or two (``loading``, ``running``, ``draining``, ``stalled``)."""
+        """The engine's current activity in a word or two (``loading``, ``running``, ``draining``, ``stalled``)."""
         ...
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine takes requests; one that sleeps does."""
+        """True if the engine accepts requests, also while it sleeps."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine is neither dead nor stalled."""
+        """True if the engine is neither dead nor stalled."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether the engine takes requests and is as warm as ``--warmup`` asks for."""
+        """True if the engine accepts requests and is as warm as ``--warmup`` requires."""
         ...
 
     @property
@@ -88,7 +88,9 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
-        """Deltas of all choices until each has finished. Raises TrencadisError, here or from the iterator."""
+        """Submits a request; yields deltas of all choices until each has finished. Raises TrencadisError, here or from
+        the iterator.
+        """
         ...
 
     def abort(self, id: str, choice: int = -1) -> None:
@@ -96,20 +98,20 @@ class EngineClient(Protocol):
         ...
 
     def set_delta_callback(self, id: str, callback: DeltaCallback) -> None:
-        """Sets a callback that gets a request's deltas at once while its reader is idle; what it returns False for is
-        read from the iterator.
+        """Sets a callback that gets a request's deltas at once while its reader is idle.
 
-        The iterator still gives each choice's last delta and deltas for which it returns False, in order. Unknown ids
-        are ignored. Called once the first delta has come: until then the request may change its engine.
+        The iterator still yields each choice's last delta and the deltas for which the callback returns False, in
+        order.
+        Unknown ids are ignored. Call it after the first delta: until then the request may change its engine.
         """
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Blocks that were computed so far are not found again."""
+        """Makes all cached blocks unavailable to later requests."""
         ...
 
     def reset_encoder_cache(self) -> None:
-        """Embeddings of images that no running request waits for are forgotten."""
+        """Drops embeddings of images that no running request waits for."""
         ...
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
@@ -117,11 +119,11 @@ class EngineClient(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Starts an engine where one sleeps, and waits until it takes requests."""
+        """Starts the engine if it sleeps, and waits until it accepts requests."""
         ...
 
 
 def get_replicas(engine: EngineClient) -> Sequence[EngineClient]:
-    """The engines behind a client: those of a fleet, else the client itself."""
+    """Returns the engines of a client: those of a fleet, else the client itself."""
     found: Sequence[EngineClient] = getattr(engine, "engines", ())
     return found or [engine]

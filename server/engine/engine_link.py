@@ -25,13 +25,13 @@ SLOW_PHASES = ("compiling", "capturing", "validating")
 
 
 class EngineLink(RequestLink):
-    """Talks to one engine process until it is gone.
+    """The connection to one engine process until it ends.
 
     Args:
         compile_timeout: limit in seconds of loading and of a step that compiles.
         on_stats: called with every message of counters.
         on_info: called once, when the engine accepts requests.
-        vocabulary: as ``RequestLink`` takes it.
+        vocabulary: see ``RequestLink``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineLink(RequestLink):
         self.progress: engine_messages.Phase | None = None
         self.plan: engine_messages.GraphPlan | None = None
         self.capturing = ""
-        """The bucket that is being captured."""
+        """Bucket that is being captured."""
         self.fatal: engine_messages.Fatal | None = None
         self.reason = ""
         self.pinged = self.ponged = 0
@@ -117,7 +117,7 @@ class EngineLink(RequestLink):
     def on_start_progress(
         self, message: engine_messages.Phase | engine_messages.Capture | engine_messages.Ready | engine_messages.Fatal
     ) -> None:
-        """Handles a frame that tells how far the start is, or the warm-up."""
+        """Handles a frame about the progress of the start or the warm-up."""
         match message:
             case engine_messages.Phase():
                 self.phase, self.progress = message.name, message
@@ -134,7 +134,9 @@ class EngineLink(RequestLink):
                 self.fatal, self.reason = message, message.message
 
     def check_step(self, pong: engine_messages.Pong) -> None:
-        """Notes a sign of life; kills an engine whose step runs far too long; compiling has a limit of its own."""
+        """Records an answer to a ping; kills an engine whose step takes far too long; compiling has a limit of its
+        own.
+        """
         self.ponged = max(self.ponged, pong.n)
         self.phase = pong.phase
         limit = self.compile_timeout
@@ -146,9 +148,10 @@ class EngineLink(RequestLink):
     # --- whether it lives ---
 
     async def watch(self) -> None:
-        """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here kills no healthy engine.
+        """Pings the engine. Counts unanswered pings, not seconds, so a blocked event loop here does not kill a healthy
+        engine.
 
-        While the engine loads, imports may block its reader thread, so only the limit of loading applies.
+        While the engine loads, imports may block its reader thread, so only the time limit of loading applies.
         """
         while True:
             if self.info is None:
@@ -160,7 +163,7 @@ class EngineLink(RequestLink):
             await asyncio.sleep(PING_INTERVAL)
 
     def watch_start(self) -> None:
-        """Kills an engine that takes too long to start; until then, pings that it does not answer do not count."""
+        """Kills an engine that takes too long to start; until then, unanswered pings do not count."""
         if time.monotonic() - self.born > self.compile_timeout:
             self.kill_engine(f"not ready after {self.compile_timeout:.0f} s")
         self.ponged = self.pinged
@@ -171,7 +174,7 @@ def log_engine_info(info: engine_messages.EngineInfo) -> None:
     tokens = info.num_blocks * info.block_size
     log.info("engine ready on %s, %s, after %.1f s", info.device, info.dtype, info.seconds)
     log.info("KV cache size: %s tokens", f"{tokens:,}")
-    # As vLLM words them on every device; scripts read the numbers.
+    # In vLLM's words on every device; scripts parse the numbers.
     log.info("GPU KV cache size: %s tokens", f"{tokens:,}")
     log.info("# GPU blocks: %d, # CPU blocks: %d", info.num_blocks, info.host_blocks)
     if info.max_model_len:

@@ -10,7 +10,7 @@ from trencadis.core.process.engine_messages import GraphPlan
 
 
 def format_plan_lines(plan: GraphPlan) -> Iterator[str]:
-    """Ledger, pools, buckets by stage and state, advice."""
+    """Yields the lines of ledger, pools, buckets by stage and state, and advice."""
     yield f"{'memory':<26} {'':>12} {'':>7}"
     for name, count in plan.ledger:
         yield f"  {name:<26} {gib(count):>12} {100 * count / max(plan.total, 1):6.1f} %"

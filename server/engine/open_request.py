@@ -11,14 +11,14 @@ from trencadis.server.engine.engine_client import DeltaCallback, Pixels
 
 
 class OpenRequest:
-    """One request.
+    """One open request.
 
-    A delta waits for its reader, which is a task: waking it costs more than what it does with a token. So a reader may
-    register a ``callback``, which is called at once instead while the reader waits and nothing is queued. Nothing is
-    overtaken then, since a reader waits only once it has done with all that came before.
+    A delta waits for its reader, which is a task: waking it takes longer than handling a token. So a reader may
+    register a ``callback``, which is called at once instead while the reader waits and nothing is queued. The order is
+    kept, since a reader waits only once it has handled all earlier deltas.
 
     Args:
-        choices: how many it has.
+        choices: its number of choices.
     """
 
     __slots__ = ("_deltas", "_reader", "callback", "pixels", "unfinished")
@@ -29,11 +29,12 @@ class OpenRequest:
         self.callback: DeltaCallback | None = None
         self._deltas: deque[Delta | Exception] = deque()
         self._reader: asyncio.Future[None] | None = None
-        """What the reader waits for."""
+        """Future that the waiting reader awaits."""
 
     def deliver(self, delta: Delta) -> None:
-        """Delivers a delta: to the callback if the reader is idle, else to the reader's queue. The last delta of a
-        choice is always queued.
+        """Delivers a delta: to the callback if the reader is idle, else to the reader's queue.
+
+        The last delta of a choice is always queued.
         """
         reader = self._reader
         if self.callback is None or delta.finish is not None or reader is None or reader.done():
@@ -42,7 +43,7 @@ class OpenRequest:
         try:
             taken = self.callback(delta)
         except Exception as error:
-            # A mistake in one stream must not end the task that hands on the deltas of all.
+            # An error in one stream must not end the task that delivers the deltas of all streams.
             self.callback = None
             self._put(error)
             return
@@ -55,10 +56,10 @@ class OpenRequest:
             self._reader.set_result(None)
 
     async def next_delta(self) -> Delta:
-        """The next delta for the reader; one task calls it.
+        """Returns the next delta for the reader; called by one task only.
 
         Raises:
-            Exception: the callback did.
+            Exception: the callback raised it.
         """
         while not self._deltas:
             self._reader = asyncio.get_running_loop().create_future()

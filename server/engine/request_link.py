@@ -1,7 +1,6 @@
 """Requests that are open at another process: their deltas, their pixels on demand, the vocabulary before a grammar.
-
-``server/engine/engine_link.py`` speaks to an engine's process so; an API process of several speaks to the process that
-has the engine (``server/front/remote_engine.py``).
+Used by ``server/engine/engine_link.py`` towards an engine's process, and by each of several API processes towards the
+process that has the engine (``server/front/remote_engine.py``).
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ log = logging.getLogger("trencadis.server")
 
 STOPPED = "The engine stopped; please retry."
 DELIVERY_SLICE = 0.001
-"""Seconds for which a step's deltas are handed on before the event loop serves others: each may be written to its
-client at once, which takes some twenty microseconds."""
+"""Seconds for which a step's deltas are delivered before the event loop continues with other tasks: each may be
+written to its client at once, which takes some twenty microseconds.
+"""
 CLOCK_INTERVAL = 16
-"""Deltas between two looks at the clock."""
+"""Number of deltas between two reads of the clock."""
 
 
 class RemotePixels(Sequence[Pixels]):
-    """Placeholder for the pixels of a request whose data another process holds.
+    """Placeholder for the pixels of a request that another process holds.
 
     Args:
-        media: how many it has.
-        need: called with the index of a medium whose pixels ``link`` wants.
+        media: number of media.
+        need: called with the link and the index of a medium whose pixels it needs.
     """
 
     def __init__(self, media: int, need: Callable[[RequestLink, int], None]) -> None:
@@ -49,11 +49,11 @@ class RemotePixels(Sequence[Pixels]):
 
 
 class RequestLink:
-    """The requests that this process has open at another one.
+    """The requests that this process has open at another process.
 
     Args:
-        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request whose
-            rule has a grammar is sent.
+        vocabulary: returns the packed ``core.masks.vocabulary.Vocabulary``; called once, before the first request with
+        a grammar is sent.
     """
 
     def __init__(self, vocabulary: Callable[[], Awaitable[bytes]] | None = None) -> None:
@@ -61,9 +61,9 @@ class RequestLink:
         self.vocabulary_sent: asyncio.Task[None] | None = None
         self.requests: dict[str, OpenRequest] = {}
         self.entering = 0
-        """Requests that wait for something before they are in the engine."""
+        """Number of requests that wait for something before they are sent to the engine."""
         self.submitted = 0
-        """Requests that came so far."""
+        """Number of requests submitted so far."""
         self.wanted_media: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.writer: asyncio.StreamWriter | None = None
         self.alive = True
@@ -105,7 +105,7 @@ class RequestLink:
             entry.callback = callback
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Deltas until every choice has finished; closing the iterator aborts the rest."""
+        """Submits a request; yields deltas until every choice has finished. Closing the iterator aborts the rest."""
         if not self.alive or self.writer is None:
             raise Unavailable(STOPPED, retry_after=5)
         self.submitted += 1
@@ -146,7 +146,9 @@ class RequestLink:
             raise Unavailable(STOPPED, retry_after=5)
 
     async def send_vocabulary(self) -> None:
-        """Sends the vocabulary of grammars, once: all who need it wait for the same task, unless that failed."""
+        """Sends the vocabulary of grammars, once: all requests that need it wait for the same task; a failed one is
+        repeated.
+        """
         task = self.vocabulary_sent
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self.vocabulary_sent = asyncio.create_task(self._send_vocabulary())
@@ -162,7 +164,7 @@ class RequestLink:
             )
 
     def request_media(self, id: str, index: int) -> None:
-        """The other process wants the pixels of medium ``index``."""
+        """Handles a request of the other process for the pixels of medium ``index``."""
         entry = self.requests.get(id)
         if entry is not None and isinstance(entry.pixels, RemotePixels):
             entry.pixels.on_need(self, index)
@@ -170,7 +172,7 @@ class RequestLink:
             self.wanted_media.put_nowait((id, index))
 
     async def send_media(self) -> None:
-        """Sends the pixels that the engine asks for, item by item, in chunks that leave room for other frames."""
+        """Sends the pixels that the engine requests, item by item, in chunks between which other frames can be sent."""
         while True:
             id, index = await self.wanted_media.get()
             entry = self.requests.get(id)

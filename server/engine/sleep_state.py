@@ -1,6 +1,7 @@
 """Sleep state of one engine: awake, falling asleep, asleep or waking.
 
-Awake, falling asleep (what runs is finished), asleep (its process is gone), waking (another one loads), awake.
+The states follow each other: awake, falling asleep (running requests finish), asleep (the process has ended), waking
+(another process loads), awake.
 """
 
 from __future__ import annotations
@@ -14,28 +15,30 @@ from trencadis.core.process.engine_messages import EngineStats
 
 
 class SleepState:
-    """State machine of sleep mode for one engine. ``Supervisor`` drives it; its events release waiting callers."""
+    """State machine of sleep mode for one engine. ``Supervisor`` changes the state; the events release waiting
+    callers.
+    """
 
     def __init__(self) -> None:
         self.level = 0
-        """0: awake; else as asked for, until the engine has woken up."""
+        """0: awake; else the requested level, until the engine has woken up."""
         self.asked_to_end = False
-        """The engine was told to end."""
+        """True once the engine was asked to end."""
         self.process_gone = asyncio.Event()
-        """Its process has ended, or did not fall asleep at all."""
+        """Set when the process has ended, or did not fall asleep at all."""
         self.wake_wanted = asyncio.Event()
-        """Somebody wants it awake."""
+        """Set when a wake-up is requested."""
         self.woken: asyncio.Future[bool] | None = None
-        """Whether it has woken up; false: it failed."""
+        """Result of the wake-up: True if the engine is awake, False if it failed."""
         self.waiters = 0
-        """Requests that wait for it."""
+        """Number of requests that wait for the engine."""
         self.on_operation: list[Callable[[str, float], None]] = []
         """Called with ``sleep`` or ``wake``, and the seconds that it took."""
         self._since = 0.0
 
     @property
     def operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on, else empty."""
+        """``sleep`` or ``wake`` while the operation runs, else empty."""
         if not self.level:
             return ""
         if not self.process_gone.is_set():
@@ -49,13 +52,13 @@ class SleepState:
 
     @property
     def phase(self) -> str:
-        """In a word or two; empty: awake."""
+        """The state in a word or two; empty: awake."""
         if not self.level:
             return ""
         return {"sleep": "falling asleep", "wake": "waking"}.get(self.operation, "asleep")
 
     def start_sleep(self, level: int) -> None:
-        """It falls asleep."""
+        """Begins to fall asleep at ``level``."""
         self.level, self.asked_to_end = level, False
         self.process_gone.clear()
         self.wake_wanted.clear()
@@ -63,7 +66,7 @@ class SleepState:
         self._since = time.monotonic()
 
     def mark_asleep(self) -> None:
-        """Its process is gone."""
+        """Marks that the process has ended."""
         self.process_gone.set()
         self._notify_operation("sleep")
 
@@ -93,7 +96,7 @@ class SleepState:
             self.woken.set_result(well)
 
     def adjust_stats(self, stats: EngineStats) -> EngineStats:
-        """Returns ``stats`` as they are while no process runs: requests that wait for the engine count as waiting."""
+        """Returns ``stats`` corrected while no process runs: requests that wait for the engine count as waiting."""
         if not self.level or not self.process_gone.is_set():
             return stats
         waiting = self.waiters

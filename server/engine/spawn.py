@@ -1,4 +1,4 @@
-"""Starts the engine's process, before FastAPI is imported, so that torch loads at the same time."""
+"""Starts the engine's process, before FastAPI is imported, so that torch loads in parallel."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ log = logging.getLogger("trencadis.server")
 
 
 class EngineProcessHandle(Protocol):
-    """An engine's process, here or elsewhere; ``subprocess.Popen`` is one."""
+    """Protocol of an engine's process, on this machine or another; ``subprocess.Popen`` implements it."""
 
     returncode: int | None
-    """None while it runs."""
+    """Exit code; None while the process runs."""
 
     @property
     def pid(self) -> int:
-        """Of a process of this machine; 0: it is elsewhere."""
+        """Process id; 0 for a process on another machine."""
         ...
 
     def poll(self) -> int | None:
-        """``returncode``, looked up now."""
+        """Returns the current ``returncode``."""
         ...
 
     def kill(self) -> None:
-        """Ends it; does nothing where it has ended."""
+        """Kills the process; does nothing if it has ended."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code."""
+        """Waits for the exit code and returns it."""
         ...
 
 
@@ -53,7 +53,7 @@ class EngineHandle:
     """The process and our end of its socket.
 
     Args:
-        successor: starts another one in its place; None: ``spawn_engine``.
+        successor: starts another engine in its place; None: ``spawn_engine``.
     """
 
     process: EngineProcessHandle
@@ -64,7 +64,7 @@ class EngineHandle:
         """Starts a successor of this engine, which has ended.
 
         Raises:
-            StartupError: as ``spawn_engine`` does.
+            StartupError: see ``spawn_engine``.
         """
         return (self.successor or spawn_engine)(config)
 
@@ -95,22 +95,21 @@ def spawn_engine(config: EngineConfig) -> EngineHandle:
 
 
 def make_child_config(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
-    """``config`` with the threads of all ranks; in the child's environment OMP_NUM_THREADS is the share of rank 0."""
+    """Returns ``config`` with the threads of all ranks; OMP_NUM_THREADS of the child is the share of rank 0 only."""
     threads = requested_threads(config.threads, environ) or computing_cpus()
     return dataclasses.replace(config, threads=threads)
 
 
 def make_child_environment(config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the engine process, with the threads of rank 0, which runs in it.
-
-    What the device needs before torch is imported is settled here, so that a start that cannot succeed ends at once.
-    What was found is logged.
+    """Returns the environment of the engine process, with the threads of rank 0, which runs in it. The device's
+    variables, which are needed before torch is imported, are set here, so that a start that cannot succeed ends at
+    once. The device's lines are logged.
     """
     ranks = topology(config, environ).here
     threads = threads_of(requested_threads(config.threads, environ), ranks)
     made = environment(environ, threads, config.threads is not None or ranks > 1)
     if config.distributed_executor_backend == RAY and RAY_TOKEN in environ:
-        made[RAY_TOKEN] = environ[RAY_TOKEN]  # the engine asks the cluster for its ranks
+        made[RAY_TOKEN] = environ[RAY_TOKEN]  # the engine requests its ranks from the cluster
     if config.engine == EngineConfig().engine:
         for line in device_env.prepare_device_env(config.device, made, world=ranks).lines:
             log.info("%s", line)

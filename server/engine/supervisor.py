@@ -1,4 +1,4 @@
-"""Keeps an engine running: one object for the app, while engine processes end and start."""
+"""Keeps an engine running: one object for the app, across engine processes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ log = logging.getLogger("trencadis.server")
 MAX_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
 END_SECONDS = 30.0
-"""Seconds that an engine without requests gets to end before it is killed."""
+"""Seconds that an engine without requests has to exit before it is killed."""
 
 
 class Supervisor:
-    """An EngineClient (``server/engine/engine_client.py``) that survives its engine.
+    """An EngineClient (``server/engine/engine_client.py``) that restarts its engine.
 
     Args:
         handle: the first engine process, already spawned.
         compile_timeout: limit in seconds of loading and of a step that compiles.
         backoff: seconds before the first restart; doubled up to 30 s, until an engine has run for a minute.
         sleep_after: seconds without a request after which the engine falls asleep; 0: never.
-        max_restarts: restarts without a steady minute after which the engine counts as failing (restarts go on).
+        max_restarts: restarts without a steady minute after which the engine counts as failing (restarts continue).
         on_fatal: called with (message, exit code) when the first start cannot succeed.
-        vocabulary: gives the packed ``core.masks.vocabulary.Vocabulary``, at once or in a while. It is called once,
-            before the first request whose rule has a grammar; each engine is sent what it gave. The attribute may be
-            set later than here.
+        vocabulary: returns the packed ``core.masks.vocabulary.Vocabulary`` or an awaitable of it. It is called once,
+        before the first request with a grammar; the result is sent to each engine. The attribute may also be set later.
     """
 
     def __init__(
@@ -67,12 +66,12 @@ class Supervisor:
         self.on_info: list[Callable[[engine_messages.EngineInfo], None]] = []
         self.restarts = 0
         self.failures = 0
-        """Engines that have failed since the last steady one."""
+        """Number of engines that have failed since the last steady one."""
         self.ready_since: float | None = None
-        """When the engine began to accept requests."""
+        """Time at which the engine began to accept requests."""
         self.last_info: engine_messages.EngineInfo | None = None
         self.leaving = False
-        """The server still takes requests, but tells balancers to send no more."""
+        """True while the server still accepts requests, but tells load balancers to send no more."""
         self.draining = False
         self.stopping = False
         self.waiting = False
@@ -84,7 +83,7 @@ class Supervisor:
 
     @property
     def info(self) -> engine_messages.EngineInfo | None:
-        """What the last engine reported when it was ready; kept while the next one loads."""
+        """The last engine's report when it became ready; kept while the next one loads."""
         return self.link.info or self.last_info
 
     @property
@@ -102,39 +101,39 @@ class Supervisor:
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine would run a request submitted now, perhaps after waking up."""
+        """True if the engine would run a request submitted now, perhaps after waking up."""
         if self.sleep_state.level:
             return not self.draining
         return self.link.alive and self.link.info is not None and not self.draining and not self.waiting
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine runs and is to stay; a stalled one has been killed."""
+        """True if the engine runs and is not leaving; a stalled one has been killed."""
         return self.accepting and not self.leaving
 
     @property
     def ready(self) -> bool:
-        """Whether the engine takes requests and is as warm as ``--warmup`` asks for."""
+        """True if the engine accepts requests and is as warm as ``--warmup`` requires."""
         return self.accepting and not self.leaving
 
     @property
     def steady(self) -> bool:
-        """Whether the engine has accepted requests for a minute; loading does not count."""
+        """True if the engine has accepted requests for a minute; loading does not count."""
         return self.ready_since is not None and time.monotonic() - self.ready_since > STEADY_SECONDS
 
     @property
     def failing(self) -> bool:
-        """Whether engines fail again and again; only a restart of this process may help."""
+        """True if engines fail repeatedly, so that only a restart of this process may help."""
         return self.failures > self.max_restarts and not self.steady
 
     @property
     def stats(self) -> engine_messages.EngineStats:
-        """The last counters; ``observers`` get every message, whose lists hold only what is new."""
+        """The last counters; ``observers`` get every message, whose lists contain only new entries."""
         return self.sleep_state.adjust_stats(self.link.stats)
 
     @property
     def open_requests(self) -> int:
-        """Requests in the engine, or on their way there."""
+        """Number of requests in the engine, or on their way there."""
         return len(self.link.requests) + self.link.entering + self.sleep_state.waiters
 
     @property
@@ -144,7 +143,7 @@ class Supervisor:
 
     @property
     def sleep_operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on, else empty."""
+        """``sleep`` or ``wake`` while the operation runs, else empty."""
         return self.sleep_state.operation
 
     @property
@@ -158,7 +157,7 @@ class Supervisor:
         return None if self.sleep_state.is_asleep else self.link.progress
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Deltas of a request; closing the iterator aborts it.
+        """Submits a request and yields its deltas; closing the iterator aborts it.
 
         Raises:
             Unavailable: no engine accepts requests now.
@@ -188,23 +187,23 @@ class Supervisor:
         self.link.set_delta_callback(id, callback)
 
     def reset_prefix_cache(self) -> None:
-        """Blocks that were computed so far are not found again."""
+        """Makes all cached blocks unavailable to later requests."""
         self.link.write(engine_messages.ResetPrefixCache())
 
     def reset_encoder_cache(self) -> None:
-        """Embeddings of images that no running request waits for are forgotten."""
+        """Drops embeddings of images that no running request waits for."""
         self.link.write(engine_messages.ResetEncoderCache())
 
     # --- sleep ---
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
-        """Ends the engine's process once it has no request; returns when that is so, with all memory given back.
+        """Ends the engine's process once it has no request; returns once it has ended and all its memory is free.
 
         Args:
-            abort: end its requests now. Those that come from now on wait, and wake it again.
+            abort: ends its requests now. Later requests wait, and wake it again.
 
         Raises:
-            Unavailable: it loads, restarts or drains.
+            Unavailable: the engine loads, restarts or drains.
         """
         s = self.sleep_state
         while s.level and s.wake_wanted.is_set() and s.woken is not None:
@@ -222,7 +221,7 @@ class Supervisor:
             raise Unavailable(STOPPED, retry_after=5)
 
     async def wake(self) -> None:
-        """Starts an engine if this one sleeps; returns when it takes requests.
+        """Starts an engine if this one sleeps; returns when it accepts requests.
 
         Raises:
             Unavailable: it did not start.
@@ -245,7 +244,9 @@ class Supervisor:
             link.kill_engine(f"it did not end within {END_SECONDS:.0f} s")
 
     async def _watch_idle(self) -> None:
-        """Lets an engine fall asleep that has had no request for ``sleep_after`` seconds and has nothing to warm up."""
+        """Puts an engine to sleep that has had no request for ``sleep_after`` seconds and has nothing left to warm
+        up.
+        """
         since, seen = time.monotonic(), (self.link, 0)
         while True:
             await asyncio.sleep(min(1.0, self.sleep_after / 4))
@@ -274,7 +275,7 @@ class Supervisor:
     # --- life ---
 
     def start(self) -> None:
-        """Starts to supervise; needs a running event loop."""
+        """Starts supervision; needs a running event loop."""
         self.delay = self.backoff
         self.task = asyncio.create_task(self._run())
         if self.sleep_after:
@@ -291,14 +292,16 @@ class Supervisor:
         self.link.handle.process.kill()
 
     async def drain(self, timeout: float) -> None:
-        """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
+        """Refuses new requests and waits for the running ones, at most ``timeout`` seconds."""
         self.draining = True
         end = time.monotonic() + timeout
         while self.open_requests and (self.link.alive or self.sleep_state.level) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """Ends the engine: asks it if no request is open, else kills it, so that open requests end with an error."""
+        """Ends the engine: asks it to drain if no request is open, else kills it, so that open requests end with an
+        error.
+        """
         self.draining = self.stopping = True
         for task in (self.idle_task, self.sleep_task):
             if task is not None:
@@ -317,15 +320,16 @@ class Supervisor:
         self.link.handle.kill()
 
     async def _run(self) -> None:
-        """Runs one engine after the other."""
+        """Runs one engine after the other, until the server stops or a start fails for good."""
         while True:
             await self.link.run()
             if self.stopping or not await self._start_successor():
                 return
 
     async def _start_successor(self) -> bool:
-        """Starts a successor of an engine that has ended, after a back-off if it failed; False if there will be
-        none.
+        """Starts a successor of an engine that has ended, after a back-off if it failed.
+
+        Returns False if there will be none.
         """
         if self.steady:
             self.delay, self.failures = self.backoff, 0
@@ -365,7 +369,7 @@ class Supervisor:
         return EngineLink(handle, self.compile_timeout, self._on_stats, self._on_engine_ready, self._get_vocabulary)
 
     async def _get_vocabulary(self) -> bytes:
-        """The packed vocabulary, made at the first call.
+        """Returns the packed vocabulary, made at the first call.
 
         Raises:
             Unavailable: this server has none.

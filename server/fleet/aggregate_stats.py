@@ -1,4 +1,4 @@
-"""Counters of several engines as one's."""
+"""Combines counters of several engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Number = TypeVar("Number", int, float)
 
 
 def _sum_by_name(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
-    """The sums by name."""
+    """Returns the sums by name."""
     found: dict[str, Number] = {}
     for part in parts:
         for name, value in part.items():
@@ -21,7 +21,7 @@ def _sum_by_name(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums of counters and gauges. Lists, which hold only what is new, are left empty."""
+    """Returns the sums of counters and gauges. Lists, which contain only new entries, are left empty."""
     made = EngineStats()
     for one in dataclasses.fields(EngineStats):
         if isinstance(getattr(made, one.name), int):

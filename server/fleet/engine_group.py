@@ -11,16 +11,16 @@ from trencadis.server.fleet import aggregate_stats
 
 
 class GroupMember(EngineClient, Protocol):
-    """An engine that may be one of several."""
+    """Protocol of an engine that may be one of several."""
 
     @property
     def open_requests(self) -> int:
-        """Requests in the engine, or on their way there."""
+        """Number of requests in the engine, or on their way there."""
         ...
 
     @property
     def stopping(self) -> bool:
-        """Whether the server ends."""
+        """True if the server is ending."""
         ...
 
 
@@ -28,7 +28,7 @@ Member = TypeVar("Member", bound=GroupMember)
 
 
 class EngineGroup(Generic[Member]):
-    """The readings of several engines, joined.
+    """Combined properties of several engines.
 
     Args:
         engines: at least one.
@@ -38,12 +38,12 @@ class EngineGroup(Generic[Member]):
 
     @property
     def info(self) -> engine_messages.EngineInfo | None:
-        """What all engines offer together; None while the first one loads."""
+        """The combined report of all engines; None while the first one loads."""
         return aggregate_stats.merge_infos([e.info for e in self.engines])
 
     @property
     def phase(self) -> str:
-        """The engines' phase where it is one, else how many are in which."""
+        """The engines' common phase, or the number of engines in each phase."""
         phases = [e.phase for e in self.engines]
         if len(set(phases)) == 1:
             return phases[0]
@@ -51,27 +51,27 @@ class EngineGroup(Generic[Member]):
 
     @property
     def accepting(self) -> bool:
-        """Whether any engine would run a request submitted now."""
+        """True if any engine would run a request submitted now."""
         return any(e.accepting for e in self.engines)
 
     @property
     def healthy(self) -> bool:
-        """Whether any engine runs and is to stay."""
+        """True if any engine runs and is not leaving."""
         return any(e.healthy for e in self.engines)
 
     @property
     def ready(self) -> bool:
-        """Whether every engine has come up once, and one takes requests."""
+        """True if every engine has come up once, and one accepts requests."""
         return all(e.info is not None for e in self.engines) and any(e.ready for e in self.engines)
 
     @property
     def failing(self) -> bool:
-        """Whether all engines fail again and again; one that serves is worth more than a restart of all."""
+        """True if all engines fail repeatedly; as long as one serves, a restart of all is not worth it."""
         return all(e.failing for e in self.engines)
 
     @property
     def restarts(self) -> int:
-        """Engines that failed and were replaced."""
+        """Number of engines that failed and were replaced."""
         return sum(e.restarts for e in self.engines)
 
     @property
@@ -81,12 +81,12 @@ class EngineGroup(Generic[Member]):
 
     @property
     def open_requests(self) -> int:
-        """Requests in an engine, or on their way there."""
+        """Number of requests in an engine, or on their way there."""
         return sum(e.open_requests for e in self.engines)
 
     @property
     def plan(self) -> engine_messages.GraphPlan | None:
-        """The first engine's planned shapes; all plan alike."""
+        """The first engine's planned shapes; all engines have the same plan."""
         return self.engines[0].plan
 
     @property
@@ -102,10 +102,10 @@ class EngineGroup(Generic[Member]):
 
     @property
     def sleep_operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on anywhere, else empty."""
+        """``sleep`` or ``wake`` while the operation runs in any engine, else empty."""
         return next((e.sleep_operation for e in self.engines if e.sleep_operation), "")
 
     @property
     def stopping(self) -> bool:
-        """Whether the server ends."""
+        """True if the server is ending."""
         return any(e.stopping for e in self.engines)

@@ -1,4 +1,4 @@
-"""N engines behind one ``EngineClient``: a router sends each request to one, and to another where that one dies."""
+"""Several engines as one ``EngineClient``: a router sends each request to one, and to another if that one dies."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from trencadis.server.routing.step_costs import ReplicaCosts, StepCosts
 log = logging.getLogger("trencadis.server")
 
 MAX_ENGINE_DEATHS = 2
-"""Engines that may die under a request; it is not tried again after that."""
+"""Maximum engines that may die during a request; it is not retried after that."""
 
 WAKE_WAIT = 1.0
-"""Seconds of work in front of a request from which another engine is woken, if one sleeps."""
+"""Seconds of work queued before a request from which a sleeping engine is woken instead."""
 
 COST_STAGES = {"prefill": "prefill", "fresh": "prefill", "context": "prefill", "vision": "vision", "decode": "decode"}
-"""Stages from whose launches the router learns, and as what."""
+"""Stage of a launch -> the cost that the router learns from it."""
 
 
 class Fleet(EngineGroup[Supervisor]):
     """An EngineClient (``server/engine/engine_client.py``) over several Supervisors.
 
     Args:
-        configs: of each engine, as ``divide_resources`` gives them.
+        configs: configuration of each engine, from ``divide_resources``.
         handles: their processes, already spawned.
-        compile_timeout, backoff, max_restarts, sleep_after: of each engine, as ``Supervisor`` takes them.
-        seed: of the router's draws.
+        compile_timeout, backoff, max_restarts, sleep_after: for each engine, see ``Supervisor``.
+        seed: seed of the router's random choices.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Fleet(EngineGroup[Supervisor]):
         self.on_operation: list[Callable[[str, float], None]] = []
         self.task: asyncio.Task[None] | None = None
         self.retries = 0
-        """Requests that were sent to another engine because theirs died."""
+        """Number of requests that were sent to another engine because theirs died."""
         self.engines = [
             Supervisor(
                 config, handle, compile_timeout=compile_timeout, backoff=backoff, max_restarts=max_restarts,
@@ -87,12 +87,12 @@ class Fleet(EngineGroup[Supervisor]):
     # --- requests ---
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
-        """Deltas of a request; closing the iterator aborts it.
+        """Submits a request and yields its deltas; closing the iterator aborts it.
 
-        ``request.replica`` pins it to an engine; from then on it says where the request was sent.
+        ``request.replica`` pins it to an engine; afterwards it is the engine that got the request.
 
         Raises:
-            BadRequest: it is pinned to an engine that there is not.
+            BadRequest: it is pinned to an engine that does not exist.
             Unavailable: no engine accepts requests now.
         """
         if request.replica >= len(self.engines):
@@ -130,10 +130,10 @@ class Fleet(EngineGroup[Supervisor]):
     async def _try_engine(
         self, request: Request, pixels: Sequence[Pixels], ticket: Assignment
     ) -> AsyncGenerator[Delta]:
-        """Deltas of one engine.
+        """Yields the deltas of one engine.
 
         Raises:
-            _NotRun: there was none, and another engine may be tried.
+            _RequestNotStarted: there was none, and another engine may be tried.
         """
         sent = False
         try:
@@ -149,7 +149,7 @@ class Fleet(EngineGroup[Supervisor]):
             self.router.on_ended(ticket, time.monotonic())
 
     def _choose_engine(self, cost: RequestCost, avoid: set[int], pinned: int) -> Assignment | None:
-        """The engine of a request, charged; an engine that sleeps is chosen where none is awake."""
+        """Chooses and charges the engine of a request; a sleeping one is chosen if none is awake."""
         now, asleep = time.monotonic(), list[int]()
         for i, engine in enumerate(self.engines):
             if engine.accepting and not engine.sleep_level:
@@ -182,13 +182,13 @@ class Fleet(EngineGroup[Supervisor]):
             self.engines[at].set_delta_callback(id, callback)
 
     def reset_prefix_cache(self) -> None:
-        """Blocks that were computed so far are not found again."""
+        """Makes all cached blocks unavailable to later requests."""
         for i, engine in enumerate(self.engines):
             engine.reset_prefix_cache()
             self.router.prefixes.forget(i)
 
     def reset_encoder_cache(self) -> None:
-        """Embeddings of images that no running request waits for are forgotten."""
+        """Drops embeddings of images that no running request waits for."""
         for i, engine in enumerate(self.engines):
             engine.reset_encoder_cache()
             self.router.images.forget(i)
@@ -204,7 +204,7 @@ class Fleet(EngineGroup[Supervisor]):
         await _wait_all([e.sleep(level, abort) for e in self.engines])
 
     async def wake(self) -> None:
-        """Starts the engines that sleep; returns when they take requests.
+        """Starts the engines that sleep; returns when they accept requests.
 
         Raises:
             Unavailable: one did not start.
@@ -214,22 +214,22 @@ class Fleet(EngineGroup[Supervisor]):
     # --- life ---
 
     def start(self) -> None:
-        """Starts to supervise; needs a running event loop."""
+        """Starts supervision; needs a running event loop."""
         for engine in self.engines:
             engine.start()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Until no engine is supervised any more; a failed supervision ends it at once."""
+        """Runs until no engine is supervised any more; ends at once if a supervision fails."""
         await asyncio.gather(*(e.task for e in self.engines if e.task is not None))
 
     def leave(self) -> None:
-        """Takes requests, but tells balancers to send no more."""
+        """Still accepts requests, but tells load balancers to send no more."""
         for engine in self.engines:
             engine.leave()
 
     async def drain(self, timeout: float) -> None:
-        """Takes no new requests and waits for the running ones, at most ``timeout`` seconds."""
+        """Refuses new requests and waits for the running ones, at most ``timeout`` seconds."""
         await asyncio.gather(*(e.drain(timeout) for e in self.engines))
 
     def kill(self) -> None:
@@ -247,7 +247,7 @@ class Fleet(EngineGroup[Supervisor]):
             await asyncio.gather(self.task, return_exceptions=True)
 
     async def _get_vocabulary(self) -> bytes:
-        """The packed vocabulary, made once for all engines."""
+        """Returns the packed vocabulary, made once for all engines."""
         if self._vocabulary_task is None or (self._vocabulary_task.done() and self._vocabulary_task.exception()):
             self._vocabulary_task = asyncio.create_task(self._make_vocabulary())
         return await asyncio.shield(self._vocabulary_task)
@@ -263,8 +263,9 @@ class Fleet(EngineGroup[Supervisor]):
             listener(operation, seconds)
 
     def _on_engine_ready(self, at: int, info: engine_messages.EngineInfo) -> None:
-        """Resets the router's state of an engine that (re)started; notifies listeners once all engines are up.
-        Listeners hear of it once all are up.
+        """Resets the router's state of an engine that (re)started.
+
+        Calls the listeners once all engines are up.
         """
         self.router.on_engine_lost(at)
         self.router.loads[at].set_capacity(info.num_blocks * info.block_size)
@@ -274,7 +275,7 @@ class Fleet(EngineGroup[Supervisor]):
                 listener(together)
 
     def _on_stats(self, at: int, stats: engine_messages.EngineStats) -> None:
-        """Learns what an engine's steps cost and what it evicted."""
+        """Updates the router's step costs and its record of cached keys from an engine's counters."""
         for use in stats.buckets:
             stage = COST_STAGES.get(use.stage)
             if stage is not None:
@@ -294,10 +295,10 @@ class _RequestNotStarted(Exception):
 
 
 async def _stream_deltas(engine: Supervisor, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-    """Deltas of ``engine``.
+    """Yields the deltas of ``engine``.
 
     Raises:
-        _NotRun: it did not take the request.
+        _RequestNotStarted: it did not take the request.
     """
     begun = False
     try:

@@ -14,11 +14,11 @@ from trencadis.core.executor.rank_info import requested_threads
 
 
 def divide_resources(config: EngineConfig, size: int, environ: Mapping[str, str] | None = None) -> list[EngineConfig]:
-    """The configurations of ``size`` engines.
+    """Returns the configurations of ``size`` engines.
 
-    Engine i has the cards [i * tp, (i + 1) * tp), counted from the one that ``--device`` names. On a CPU, where all
-    share one machine, the threads, the KV cache and the share of the memory are divided. Host memory for KV blocks is
-    divided everywhere.
+    Engine i has the cards [i * tp, (i + 1) * tp), counted from the one that ``--device`` names. On a CPU, which all
+    share, the threads, the KV cache and the share of the memory are divided. Host memory for KV blocks is divided
+    everywhere.
 
     Raises:
         StartupError: ``--device`` names no device.
@@ -44,13 +44,12 @@ def divide_resources(config: EngineConfig, size: int, environ: Mapping[str, str]
 def divide_resources_over_nodes(
     config: EngineConfig, size: int, max_per_node: int, environ: Mapping[str, str] | None = None
 ) -> list[EngineConfig]:
-    """The configurations of ``size`` engines on several machines, at most ``max_per_node`` of them on one.
+    """Returns the configurations of ``size`` engines on several machines, at most ``max_per_node`` of them on one.
 
-    Each sees its own cards alone, which count from 0 for it. What a machine's engines share is divided by
-    ``max_per_node``.
+    Each engine sees only its own cards, numbered from 0. Shared resources of a machine are divided by ``max_per_node``.
 
     Raises:
-        StartupError: ``--device`` names a card, which is the cluster's to choose, or no device.
+        StartupError: ``--device`` names a card, which the cluster must choose, or no device.
     """
     name = likely(config.device)
     if name == "cpu":

@@ -1,4 +1,4 @@
-"""A request as the router sees it: keys of the starts of its prompt, and of its images."""
+"""The router's view of a request: keys of the prefixes of its prompt, and of its images."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trencadis.core.request import Request
 from trencadis.server.routing.request_cost import Key, RequestCost, RoutedImage, RoutedPrefix, is_indexed_prefix
 
 PREFIX_STEP = 128
-"""Tokens between two starts of a prompt that are known apart, or a block where that is larger."""
+"""Tokens between two prefixes of a prompt that have keys; one block, if that is larger."""
 
 
 def read_key(data: bytes) -> Key:
-    """The key of 8 bytes."""
+    """Returns the key in 8 bytes."""
     return int.from_bytes(data[:SIZE], "little")
 
 
 def read_keys(data: bytes) -> array[int]:
-    """The keys of an eviction log."""
+    """Returns the keys of an eviction log."""
     found = array("Q")
     found.frombytes(data)
     if sys.byteorder == "big":

@@ -24,7 +24,7 @@ RAY = "ray"
 
 @dataclass(frozen=True)
 class StartedEngines:
-    """What each engine gets, and their processes, which may still be on their way."""
+    """Configurations of the engines, and their processes, which may still be starting."""
 
     configs: list[EngineConfig]
     handles: list[EngineHandle]
@@ -37,7 +37,7 @@ def start_engines(
 
     Args:
         backend: ``mp`` or ``ray``, as ``--data-parallel-backend`` says.
-        begun: told of each one, so that those that started end where another one does not.
+        begun: called with each engine, so that those that started are ended if another one fails.
 
     Raises:
         StartupError: an engine cannot start, or the cluster has not enough free resources.
@@ -65,17 +65,17 @@ def start_engines(
 
 def _reserve_on_ray(config: EngineConfig, size: int, multi_node: bool = False) -> RayEngines:
     """Reserves resources for ``size`` engines on a Ray cluster."""
-    # It imports numpy, for which an engine on this machine would wait.
+    # Imported late: it imports numpy, which would delay an engine on this machine.
     from trencadis.server.engine.on_ray.cluster_engines import RayEngines
 
     return RayEngines(config, size, multi_node=multi_node)
 
 
 def _start_engine(config: EngineConfig, size: int) -> EngineHandle:
-    """Starts an engine here, or where the Ray cluster has a card for its first rank and this node has none."""
+    """Starts an engine here, or on a node of the Ray cluster with a card for its first rank if this node has none."""
     if config.distributed_executor_backend == RAY and size == 1:
         cluster = _reserve_on_ray(config, 1, multi_node=True)
         if not cluster.on_this_node:
             return cluster.start_engine(0, config)
-        cluster.close()  # the engine asks for its ranks by itself
+        cluster.close()  # the engine requests its ranks by itself
     return spawn_engine(config)

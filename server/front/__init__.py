@@ -1,1 +1,3 @@
-"""Several API processes over one engine: the front that starts them, their link to it, and what they count together."""
+"""Several API processes over one engine: the front process that starts them, their links to it, and their shared
+counters.
+"""

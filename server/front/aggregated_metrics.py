@@ -25,8 +25,9 @@ Families = list[aggregate.FamilySamples]
 
 
 class AggregatedMetrics:
-    """What /metrics and /buckets show. Everything that an API process tells can be added up (``PrometheusMetrics`` as a
-    part).
+    """The data of /metrics and /buckets.
+
+    All metrics of an API process can be summed (``PrometheusMetrics`` as a part).
 
     Args:
         fair_queued: counts requests in the fair queues of all API processes.
@@ -38,7 +39,7 @@ class AggregatedMetrics:
         self._by_process: dict[int, Families] = {}
         self._retired: Families = []
         self._early_stats: list[tuple[int, engine_messages.EngineStats]] = []
-        """Messages of counters that came before it was known how large histograms are."""
+        """Counter messages that arrived before the sizes of histograms were known."""
         self._listeners = [
             (one, lambda stats, i=i: self._early_stats.append((i, stats))) for i, one in enumerate(get_replicas(engine))
         ]
@@ -46,7 +47,7 @@ class AggregatedMetrics:
             one.observers.append(listener)
 
     def start(self, max_model_len: int) -> None:
-        """The first API process is up; all have histograms of these sizes."""
+        """Starts with the first API process; all processes have histograms of these sizes."""
         if self._metrics is not None:
             return
         for one, listener in self._listeners:
@@ -70,7 +71,7 @@ class AggregatedMetrics:
         return (self._settings.engine.max_num_seqs or 128) * self._settings.server.data_parallel_size
 
     def update_process(self, index: int, data: bytes) -> None:
-        """The figures of API process ``index`` as they are now."""
+        """Stores the current metrics of API process ``index``."""
         self._by_process[index] = aggregate.unpack_registry(data)
 
     def retire_process(self, index: int) -> None:
@@ -79,7 +80,7 @@ class AggregatedMetrics:
         self._retired = aggregate.aggregate([self._retired, aggregate.keep_counters(last)])
 
     def format_text(self) -> bytes:
-        """Prometheus' text format.
+        """Returns the metrics in Prometheus' text format.
 
         Raises:
             Unavailable: no API process was up yet.
@@ -90,7 +91,7 @@ class AggregatedMetrics:
         return aggregate.format_text(aggregate.aggregate([own, self._retired, *self._by_process.values()]))
 
     def format_buckets(self) -> bytes:
-        """The JSON of ``/buckets``.
+        """Returns the JSON of ``/buckets``.
 
         Raises:
             Unavailable: no API process was up yet.

@@ -29,12 +29,14 @@ log = logging.getLogger("trencadis.server")
 FIRST_DELAY, MAX_DELAY = 0.1, 30.0
 STEADY_SECONDS = 60.0
 UNRESPONSIVE_SECONDS = 60
-"""Seconds without an answer after which an API process is killed; only those count in which the front itself runs."""
+"""Seconds without an answer after which an API process is killed; time in which the front process itself does not run
+is not counted.
+"""
 END_SECONDS = 3.0
 
 
 class ApiProcessOwner(Protocol):
-    """Has all API processes (``server/front/api_process_manager.py``)."""
+    """Protocol of the owner of all API processes (``server/front/api_process_manager.py``)."""
 
     settings: Settings
     table: SharedTable
@@ -49,10 +51,10 @@ class ApiProcessOwner(Protocol):
 
 
 class ApiProcess:
-    """API process ``index``.
+    """Supervises API process ``index``.
 
     Args:
-        listen: a socket for each that is started, which then belongs to it alone; told whether it is to listen at once.
+        listen: makes a socket for each started process, which owns it; its argument is True if it must listen at once.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class ApiProcess:
         self.owner, self.index, self._replicas, self._listen = owner, index, replicas, listen
         self.restarts = 0
         self.ready_since: float | None = None
-        """When it began to take connections."""
+        """Time at which it began to accept connections."""
         self.leaving = False
         self.refused = False
-        """It cannot start at all, and is not tried again."""
+        """True if it cannot start at all, and is not restarted."""
         self._leaving_event = asyncio.Event()
         self._leave_seconds = 0
-        """For its last answers, once it leaves."""
+        """Seconds for its last answers once it leaves."""
         self._running = False
         self.handle: subprocess.Popen[bytes] | None = None
         self.channel: Channel[ipc_messages.Up] | None = None
@@ -75,7 +77,7 @@ class ApiProcess:
         self._sock, self._listener = self._spawn()
 
     def _spawn(self) -> tuple[socket.socket, socket.socket]:
-        """Starts the process and tells it what to serve; its app takes a second or more to build."""
+        """Starts the process and sends it the serve order; its app takes a second or more to build."""
         listener = self._listen(not self.restarts)
         ours, theirs = socket.socketpair()
         table = self.owner.table.descriptor
@@ -128,7 +130,7 @@ class ApiProcess:
             started = self._start_again()
 
     def _start_again(self) -> bool:
-        """Whether another process could be started."""
+        """Starts another process; returns False if that failed."""
         try:
             self._sock, self._listener = self._spawn()
         except (OSError, StartupError) as error:
@@ -137,13 +139,14 @@ class ApiProcess:
         return True
 
     async def _serve(self) -> None:
-        """One process from its first frame to its end."""
+        """Handles one process from its first frame to its end."""
         channel = self.channel = Channel(self._sock, ipc_messages.decode_up, self._receive, self.owner.answer)
         self._relay = self.owner.make_relay(self.index, channel)
         await channel.connect()
         self.owner.on_connected(self)
         if self.leaving:
-            channel.write(ipc_messages.LeaveOrder(self._leave_seconds))  # told before it could be told on
+            # the order to leave came before the channel was open
+            channel.write(ipc_messages.LeaveOrder(self._leave_seconds))
         watching = asyncio.create_task(self._watch(channel))
         try:
             await channel.run()
@@ -158,14 +161,14 @@ class ApiProcess:
             self.owner.on_ended(self)
 
     async def _reap(self) -> None:
-        """Gives a process whose socket has ended a little time to exit by itself."""
+        """Waits briefly for a process whose socket has ended to exit by itself, then kills it."""
         end = time.monotonic() + END_SECONDS
         while self.handle is not None and self.handle.poll() is None and time.monotonic() < end:
             await asyncio.sleep(0.01)
         self.kill()
 
     async def _watch(self, channel: Channel[ipc_messages.Up]) -> None:
-        """Kills a process whose event loop answers no more."""
+        """Kills a process whose event loop no longer answers."""
         while True:
             await asyncio.sleep(1.0)
             if self.ready_since is not None and not await _is_responsive(channel):
@@ -175,7 +178,7 @@ class ApiProcess:
     def _receive(self, message: ipc_messages.Up, payload: bytes) -> Any:
         match message:
             case ipc_messages.ApiReady(max_model_len):
-                # From now on the socket ends with the process, and the system sends it no connection any more.
+                # From now on the socket ends with the process, and the system sends it no more connections.
                 self._listener.close()
                 self.ready_since = time.monotonic()
                 self.owner.on_ready(self, max_model_len)
@@ -184,31 +187,31 @@ class ApiProcess:
             case engine_messages.ResetPrefixCache() | engine_messages.ResetEncoderCache():
                 self.owner.reset_cache(message)
             case ipc_messages.FrontQuestion() | ipc_messages.FrontReply():
-                pass  # the channel's own
+                pass  # handled by the channel itself
             case _:
                 assert self._relay is not None
                 return self._relay.receive(message, payload)
         return None
 
     def leave(self, seconds: int) -> None:
-        """Tells it to finish its answers and to exit."""
+        """Asks the process to finish its answers and to exit."""
         self.leaving, self._leave_seconds = True, seconds
         self._leaving_event.set()
         if self.channel is not None:
             self.channel.write(ipc_messages.LeaveOrder(seconds))
 
     def kill(self) -> None:
-        """Ends the process at once, and reaps it."""
+        """Kills the process and reaps it."""
         if self.handle is not None:
             with contextlib.suppress(OSError):
                 self.handle.kill()
             self.handle.wait()
 
     def close(self) -> None:
-        """Ends the process, also where ``run`` never ran.
+        """Ends the process, even if ``run`` never ran.
 
-        While it runs its socket stays open: ``run`` ends with what it reads there, and nobody is told of a descriptor
-        that is closed under the event loop.
+        While ``run`` runs the socket stays open: ``run`` ends with the end of file there, while the event loop would
+        not notice a descriptor that is closed under it.
         """
         self.leaving = True
         self._leaving_event.set()

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.server")
 
 STATE_INTERVAL = 0.1
-"""Seconds between two looks at what the engines do, which API processes are told if it has changed."""
+"""Seconds between two checks of the engines' states, which are pushed to API processes if they have changed."""
 METRICS_TIMEOUT = 2.0
-"""Seconds in which an API process gives its figures; those of one that does not are the last that it gave."""
+"""Seconds within which an API process must report its metrics; otherwise its last report is used."""
 MAX_START_RETRIES = 3
-"""Times that a process is started again while the server itself starts."""
+"""Maximum restarts of a process while the server itself starts."""
 METRICS_INTERVAL = 10.0
-"""Seconds between two readings of figures that nobody asked for: what they count outlives its process."""
+"""Seconds between two collections of metrics without a request: counters then survive their process."""
 
 
 class ApiProcessManager:
-    """The processes behind one address, over one engine or several.
+    """The API processes of one address, over one engine or several.
 
     Args:
-        listen: a socket for each process that is started, as ``ApiProcess`` takes it.
-        on_all_ready: called when one takes connections.
+        listen: makes a socket for each started process; see ``ApiProcess``.
+        on_all_ready: called once all processes accept connections.
         on_failed: called with (message, exit code) of a process that cannot start, before all have been up once.
     """
 
@@ -74,7 +74,9 @@ class ApiProcessManager:
             raise
 
     def set_engine(self, engine: Supervisor | Fleet) -> None:
-        """``engine`` runs the requests of all. What figures need is imported now, while API processes start."""
+        """Sets the engine that runs the requests of all processes. Imports the metrics code now, while API processes
+        start.
+        """
         from trencadis.server.front.aggregated_metrics import AggregatedMetrics
 
         self.engine = engine
@@ -84,7 +86,7 @@ class ApiProcessManager:
     # --- life ---
 
     async def run(self) -> None:
-        """Until all have left."""
+        """Runs until all processes have left."""
         helpers = [asyncio.create_task(self._push_states()), asyncio.create_task(self._collect_periodically())]
         try:
             await asyncio.gather(*(one.run() for one in self.processes))
@@ -93,34 +95,34 @@ class ApiProcessManager:
                 task.cancel()
 
     def leave(self, seconds: int) -> None:
-        """Tells all to finish their answers within ``seconds``, and to exit."""
+        """Asks all processes to finish their answers within ``seconds``, and to exit."""
         self.notify_state_change()
         for one in self.processes:
             one.leave(seconds)
 
     @property
     def fair_queued(self) -> int:
-        """Requests in the fair queues of all API processes, as of the last second."""
+        """Number of requests in the fair queues of all API processes, as of the last second."""
         return self.table.total(FAIR_QUEUED)
 
     async def drain_fair_queues(self, seconds: float) -> int:
-        """Has all take no more requests; returns how many were not admitted within ``seconds``."""
+        """Closes the fair queues of all processes; returns how many requests were not admitted within ``seconds``."""
         left = await asyncio.gather(*self._ask_all("close turns", {"seconds": seconds}), return_exceptions=True)
         return sum(int(one) for one in left if isinstance(one, bytes))
 
     def reload(self) -> None:
-        """Has all read keys and certificates again."""
+        """Makes all processes read keys and certificates again."""
         self._send_all(ipc_messages.ReloadOrder())
 
     def close(self) -> None:
-        """Ends all at once."""
+        """Kills all processes."""
         for one in self.processes:
             one.close()
 
     # --- what a process does (``ApiProcessOwner``) ---
 
     def make_relay(self, index: int, channel: Channel[ipc_messages.Up]) -> RequestRelay:
-        """What runs the requests of a process."""
+        """Makes the relay that runs the requests of a process."""
         assert self.engine is not None
         return RequestRelay(self.engine, index, channel.write, len(get_replicas(self.engine)) > 1, self._set_vocabulary)
 
@@ -134,7 +136,7 @@ class ApiProcessManager:
             process.channel.write(msgspec.msgpack.decode(last_state, type=ipc_messages.EngineStates))
 
     def on_ready(self, process: ApiProcess, max_model_len: int) -> None:
-        """A process takes connections."""
+        """Handles a process that now accepts connections."""
         if self.metrics is not None and max_model_len:
             self.metrics.start(max_model_len)
         if all(one.ready_since is not None for one in self.processes):
@@ -158,7 +160,7 @@ class ApiProcessManager:
             self.metrics.retire_process(process.index)
 
     def reset_cache(self, message: engine_messages.Resets) -> None:
-        """Forgets what an engine's cache holds."""
+        """Resets an engine's prefix cache or encoder cache."""
         assert self.engine is not None
         if isinstance(message, engine_messages.ResetPrefixCache):
             self.engine.reset_prefix_cache()
@@ -208,10 +210,10 @@ class ApiProcessManager:
     # --- what processes ask ---
 
     async def answer(self, method: str, arguments: dict[str, Any]) -> bytes:
-        """A question of an API process.
+        """Answers a question of an API process.
 
         Raises:
-            TrencadisError: as what was asked for raises it.
+            TrencadisError: the requested operation raised it.
         """
         assert self.engine is not None and self.metrics is not None
         match method:
@@ -245,14 +247,14 @@ class ApiProcessManager:
         ]
 
     async def _fetch_media(self, given: dict[str, Any]) -> bytes:
-        """What the first process that has a medium gives; nothing if none has it."""
+        """Returns a medium from the first process that has it; empty bytes if none has."""
         for found in await asyncio.gather(*self._ask_all("media", given), return_exceptions=True):
             if isinstance(found, bytes):
                 return found
         return b""
 
     async def _collect_metrics(self) -> None:
-        """Takes the figures of every process that gives them in time."""
+        """Collects the metrics of every process that reports them in time."""
         assert self.metrics is not None
 
         async def one(process: ApiProcess) -> None:
@@ -270,7 +272,7 @@ class ApiProcessManager:
 
 
 def get_replica_state(engine: EngineClient) -> ipc_messages.ReplicaState:
-    """How one engine is."""
+    """Returns the state of one engine."""
     return ipc_messages.ReplicaState(
         engine.phase, engine.accepting, engine.healthy, engine.ready, engine.failing,
         bool(getattr(engine, "stopping", False)), engine.restarts, engine.sleep_level, engine.sleep_operation,
@@ -279,7 +281,7 @@ def get_replica_state(engine: EngineClient) -> ipc_messages.ReplicaState:
 
 
 def get_counters(engine: EngineClient) -> engine_messages.EngineStats:
-    """An engine's counters, without the lists of what is new since the last message, and without its plan."""
+    """Returns an engine's counters, without the lists of new entries and without its plan."""
     return dataclasses.replace(
         engine.stats, step_tokens=[], buckets=[], evicted_blocks=b"", evicted_images=b"", plan=None
     )

@@ -1,4 +1,6 @@
-"""Frames between the front and an API process: reading, writing, and questions with their replies, both ways."""
+"""Frames between the front process and an API process: reading, writing, and questions with their replies, both
+ways.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ GONE = "A process of this server ended; please retry."
 
 
 class Channel(Generic[M]):
-    """One end of a socket pair.
+    """One end of the connection.
 
     Args:
-        decode: of what comes.
-        receive: called with each message that is neither question nor reply, and its payload; awaited where it waits.
+        decode: decodes received messages.
+        receive: called with each message that is neither question nor reply, and its payload; awaited if it returns an
+        awaitable.
         answer: called with a question; returns the payload of its reply, or raises a TrencadisError.
     """
 
@@ -44,11 +47,11 @@ class Channel(Generic[M]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> None:
-        """Takes the socket into this event loop; frames can be written from now on."""
+        """Connects the socket to this event loop; frames can be written from now on."""
         self._reader, self.writer = await asyncio.open_connection(sock=self._sock)
 
     async def run(self) -> None:
-        """Reads until the other end is gone."""
+        """Reads until the other end has closed."""
         reader = self._reader
         try:
             while True:
@@ -73,7 +76,7 @@ class Channel(Generic[M]):
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Unavailable(GONE, retry_after=1))
-                future.exception()  # nobody may wait for it any more
+                future.exception()  # marks the error as retrieved, since its waiter may be gone
         self._asked.clear()
         for task in self._tasks:
             task.cancel()
@@ -88,11 +91,11 @@ class Channel(Generic[M]):
     # --- questions ---
 
     async def ask(self, method: str, **given: Any) -> bytes:
-        """The other end's answer.
+        """Asks the other end and returns its answer.
 
         Raises:
-            TrencadisError: what it raised.
-            Unavailable: it is gone.
+            TrencadisError: the other end raised it.
+            Unavailable: the other end has closed.
         """
         if self.writer is None or self.writer.is_closing():
             raise Unavailable(GONE, retry_after=1)
@@ -130,7 +133,7 @@ class Channel(Generic[M]):
     # --- frames ---
 
     def write(self, message: msgspec.Struct, payload: bytes | memoryview[Any] = b"") -> None:
-        """Writes one frame; does nothing where the other end is gone."""
+        """Writes one frame; does nothing if the other end has closed."""
         if self.writer is None or self.writer.is_closing():
             return
         self.writer.write(make_frame(message, payload))

@@ -1,8 +1,7 @@
-"""Messages between the front and an API process. Frames are those of ``core/process/engine_messages.py``; payloads have
-any size.
+"""Messages between the front process and an API process.
 
-To the front an API process speaks as a server speaks to its engine: Add, Abort, Media, VocabularyPart. What is here
-comes beside that.
+Frames are those of ``core/process/engine_messages.py``; payloads have any size. API processes use an engine's messages
+for requests: Add, Abort, Media, VocabularyPart. The messages here are sent in addition.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class ServeOrder(msgspec.Struct, tag=True):
     """Down, first message: what to serve, as which of ``count`` processes, and over which descriptors.
 
     Args:
-        replicas: engines behind the front.
+        replicas: number of engines.
     """
 
     settings: Settings
@@ -32,7 +31,7 @@ class ServeOrder(msgspec.Struct, tag=True):
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """One engine as the front sees it; the names are those of ``EngineClient``."""
+    """State of one engine; the names are those of ``EngineClient``."""
 
     phase: str = "starting"
     accepting: bool = False
@@ -47,14 +46,14 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class EngineStates(msgspec.Struct, tag=True):
-    """Down: the engines' states, and their counters without the lists of what is new."""
+    """Down: the engines' states, and their counters without the lists of new entries."""
 
     states: list[ReplicaState]
     stats: list[engine_messages.EngineStats]
 
 
 class ReplicaInfo(msgspec.Struct, tag=True):
-    """Down: what engine ``replica`` was ready with, and its planned shapes; sent when they change."""
+    """Down: the info that engine ``replica`` reported when ready, and its planned shapes; sent when they change."""
 
     replica: int
     info: engine_messages.EngineInfo | None
@@ -79,30 +78,30 @@ class ReloadOrder(msgspec.Struct, tag=True):
 
 
 class LeaveOrder(msgspec.Struct, tag=True):
-    """Down: take no more connections, finish the answers within ``seconds``, then exit."""
+    """Down: accept no more connections, finish the answers within ``seconds``, then exit."""
 
     seconds: int
 
 
 class ApiReady(msgspec.Struct, tag=True):
-    """Up: the app is built and takes connections.
+    """Up: the app is built and accepts connections.
 
     Args:
-        max_model_len: before the engine reports its own; the sizes of histograms follow from it.
+        max_model_len: from the configuration, before the engine reports its own; determines the sizes of histograms.
     """
 
     max_model_len: int
 
 
 class ApiFailed(msgspec.Struct, tag=True):
-    """Up: the process cannot start; ``code`` 2: the configuration is at fault."""
+    """Up: the process cannot start; ``code`` 2: the configuration is wrong."""
 
     message: str
     code: int
 
 
 class FrontQuestion(msgspec.Struct, tag=True):
-    """Both ways: asks ``method``, with what it needs to be answered; a ``FrontReply`` with the same number follows."""
+    """Both ways: a question ``method`` with arguments; a ``FrontReply`` with the same number follows."""
 
     number: int
     method: str
@@ -153,6 +152,6 @@ decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 def make_frame(message: msgspec.Struct, payload: bytes | memoryview = b"") -> bytes:
-    """Header and message; the caller writes the payload after it."""
+    """Encodes header and message; the caller writes the payload after it."""
     body = _encoder.encode(message)
     return engine_messages.HEADER.pack(len(body), len(payload)) + body

@@ -1,4 +1,4 @@
-"""Prepared images and videos as bytes, for another API process whose client names one by its uuid."""
+"""Prepared images and videos as bytes, for another API process whose client refers to one by its uuid."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trencadis.multimodal.videos.prepared_video import PreparedVideo
 
 
 def pack_media(made: PreparedImage | PreparedVideo) -> bytes:
-    """All of it, pixels included."""
+    """Encodes a prepared image or video, including pixels."""
     return msgspec.msgpack.encode(_encode_video(made) if isinstance(made, PreparedVideo) else _encode_image(made))
 
 
 def unpack_media(data: bytes) -> PreparedImage | PreparedVideo:
-    """What ``pack_media`` was given."""
+    """Decodes the result of ``pack_media``."""
     found = msgspec.msgpack.decode(data)
     if "patches" not in found:
         return _decode_image(found)

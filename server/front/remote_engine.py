@@ -1,4 +1,4 @@
-"""The engine as an API process of several sees it: an EngineClient whose engine is behind the front."""
+"""The engine client of an API process whose engine runs under the front process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class FrontLink(RequestLink):
     """Connection of an API process to the front process: sends requests, receives deltas and engine states.
 
     Args:
-        replicas: engines behind the front.
-        table: what API processes count together.
+        replicas: number of engines.
+        table: the shared counters of API processes.
     """
 
     def __init__(self, sock: socket.socket, replicas: int, table: SharedTable) -> None:
@@ -43,14 +43,14 @@ class FrontLink(RequestLink):
         self.replicas = [RemoteReplica(self, i) for i in range(replicas)]
         self.make_vocabulary: Callable[[], Awaitable[bytes] | bytes] | None = None
         self.answers: dict[str, Answer] = {}
-        """To questions of the front."""
+        """Handlers of questions from the front process."""
         self.shared = SharedProcessState(self.channel, self.answers, table)
         self.commands: dict[type[msgspec.Struct], Callable[[Any], None]] = {}
-        """What is done at ``ReloadOrder`` and ``LeaveOrder``."""
+        """Handlers of ``ReloadOrder`` and ``LeaveOrder``."""
         self._sent: dict[str, Request] = {}
 
     async def run(self) -> None:
-        """Reads until the front is gone; then this process is of no use, and ends."""
+        """Reads until the front process has closed the connection; then ends this process."""
         await self.channel.connect()
         self.writer = self.channel.writer
         feeding = asyncio.create_task(self.send_media())
@@ -60,12 +60,12 @@ class FrontLink(RequestLink):
             log.exception("a frame of the front could not be read")
         finally:
             feeding.cancel()
-        # Nothing that waits here can end well, and uvicorn would wait for it. A cancelled link does not come here.
+        # No request here can be finished now, and uvicorn would wait for them. A cancelled link does not get here.
         flush_logs()
         os._exit(1)
 
     async def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """See ``RequestLink``; ``request.replica`` says where it was sent, once that is known."""
+        """See ``RequestLink``; ``request.replica`` is set to the engine that runs it, once that is known."""
         self._sent[request.id] = request
         try:
             async with aclosing(super().submit(request, pixels)) as deltas:
@@ -118,12 +118,12 @@ class FrontLink(RequestLink):
 
 
 class RemoteReplica:
-    """One engine behind the front; see ``EngineClient``."""
+    """One engine of the front process; see ``EngineClient``."""
 
     def __init__(self, link: FrontLink, index: int) -> None:
         self.link, self.index = link, index
         self.observers: list[Callable[[engine_messages.EngineStats], None]] = []
-        """Nobody is called here: the front counts what engines do."""
+        """Never called: the front process counts what engines do."""
         self.on_operation: list[Callable[[str, float], None]] = []
         self.on_info = link.on_info
         self.state = ipc_messages.ReplicaState()
@@ -138,32 +138,32 @@ class RemoteReplica:
 
     @property
     def accepting(self) -> bool:
-        """Whether it takes requests."""
+        """True if it accepts requests."""
         return self.state.accepting
 
     @property
     def healthy(self) -> bool:
-        """Whether it is neither dead nor stalled."""
+        """True if it is neither dead nor stalled."""
         return self.state.healthy
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests and is warm."""
+        """True if it accepts requests and is warm."""
         return self.state.ready
 
     @property
     def failing(self) -> bool:
-        """Whether engines fail again and again."""
+        """True if engines fail repeatedly."""
         return self.state.failing
 
     @property
     def stopping(self) -> bool:
-        """Whether the server ends."""
+        """True if the server is ending."""
         return self.state.stopping
 
     @property
     def restarts(self) -> int:
-        """Engines that failed and were replaced."""
+        """Number of engines that failed and were replaced."""
         return self.state.restarts
 
     @property
@@ -173,7 +173,7 @@ class RemoteReplica:
 
     @property
     def sleep_operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on, else empty."""
+        """``sleep`` or ``wake`` while the operation runs, else empty."""
         return self.state.sleep_operation
 
     @property
@@ -183,11 +183,11 @@ class RemoteReplica:
 
     @property
     def open_requests(self) -> int:
-        """Requests of this process that are in an engine, or on their way there."""
+        """Number of requests of this process in an engine, or on their way there."""
         return len(self.link.requests) + self.link.entering
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
-        """Deltas of a request; closing the iterator aborts it.
+        """Submits a request and yields its deltas; closing the iterator aborts it.
 
         Raises:
             Unavailable: no engine accepts requests now.
@@ -205,23 +205,23 @@ class RemoteReplica:
         self.link.set_delta_callback(id, callback)
 
     def reset_prefix_cache(self) -> None:
-        """Blocks that were computed so far are not found again, in any engine."""
+        """Makes all cached blocks unavailable to later requests, in every engine."""
         self.link.channel.write(engine_messages.ResetPrefixCache())
 
     def reset_encoder_cache(self) -> None:
-        """Embeddings of images that no running request waits for are forgotten, in every engine."""
+        """Drops embeddings of images that no running request waits for, in every engine."""
         self.link.channel.write(engine_messages.ResetEncoderCache())
 
     async def sleep(self, level: int = 1, abort: bool = False) -> None:
-        """Ends the engine's process once its requests have ended (``abort``: now), those of all API processes.
+        """Ends the engine's process once the requests of all API processes have ended (``abort``: now).
 
         Raises:
-            Unavailable: it loads, restarts or drains.
+            Unavailable: the engine loads, restarts or drains.
         """
         await self.link.channel.ask("sleep", replica=self.index, level=level, abort=abort)
 
     async def wake(self) -> None:
-        """Starts the engine if it sleeps; returns when it takes requests.
+        """Starts the engine if it sleeps; returns when it accepts requests.
 
         Raises:
             Unavailable: it did not start.
@@ -230,7 +230,7 @@ class RemoteReplica:
 
 
 class RemoteFleet(EngineGroup[RemoteReplica]):
-    """Several engines behind the front; see ``EngineClient``."""
+    """Several engines of the front process; see ``EngineClient``."""
 
     def __init__(self, link: FrontLink) -> None:
         self.link, self.engines = link, link.replicas
@@ -240,7 +240,7 @@ class RemoteFleet(EngineGroup[RemoteReplica]):
 
     @property
     def open_requests(self) -> int:
-        """Requests of this process that are in an engine, or on their way there."""
+        """Number of requests of this process in an engine, or on their way there."""
         return self.engines[0].open_requests
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncGenerator[Delta]:
@@ -278,5 +278,5 @@ RemoteEngines = RemoteReplica | RemoteFleet
 
 
 def make_engine_client(link: FrontLink) -> RemoteEngines:
-    """The EngineClient for the app: one engine, or several."""
+    """Returns the EngineClient for the app, over one engine or several."""
     return link.replicas[0] if len(link.replicas) == 1 else RemoteFleet(link)

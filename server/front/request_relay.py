@@ -1,4 +1,4 @@
-"""The requests of one API process, as the front runs them: to the engine, and their deltas back, one frame a step."""
+"""Runs the requests of one API process in the front process: forwards them to the engine, and their deltas back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("trencadis.server")
 
 
 class RequestRunner(Protocol):
-    """What runs requests."""
+    """Protocol of an engine that runs requests."""
 
     def submit(self, request: Request, pixels: Sequence[Pixels]) -> AsyncIterator[Delta]:
         """See ``EngineClient``."""
@@ -37,22 +37,22 @@ class RequestRunner(Protocol):
 
 
 class RelayedRequest(RemotePixels):
-    """A request that an API process has submitted, as the front process runs it on the engine.
+    """A request of an API process that the front process runs on the engine.
 
     Args:
-        own: its id in the API process; the engine knows it by another, as two processes may choose the same.
-        request: as the engine gets it.
+        own: its id in the API process; the engine uses another one, as two processes may choose the same.
+        request: the request that the engine gets.
     """
 
     def __init__(self, relay: RequestRelay, own: str, request: Request) -> None:
         super().__init__(len(request.spans), self._request_media)
         self.relay, self.local_id, self.request = relay, own, request
         self.engine_link: RequestLink | None = None
-        """The engine's link that wants its pixels: another one where its first engine died."""
+        """Link of the engine that needs its pixels; changes if the first engine dies."""
         self.task: asyncio.Task[None] | None = None
 
     def forward(self, delta: Delta) -> bool:
-        """Sends a delta to the API process, which knows the request by its own id."""
+        """Sends a delta to the API process, with the request's id there; returns True."""
         delta.id = self.local_id
         self.relay.forward(delta)
         return True
@@ -66,9 +66,9 @@ class RequestRelay:
     """The open requests of one API process.
 
     Args:
-        index: of the API process.
-        write: sends a message to it.
-        several: whether it is told which engine runs a request.
+        index: number of the API process.
+        write: sends a message to the API process.
+        several: True if it is sent the engine of each request.
         on_vocabulary: called with the packed vocabulary, which it sends before its first grammar.
     """
 
@@ -87,7 +87,7 @@ class RequestRelay:
         self._vocabulary = bytearray()
 
     async def receive(self, message: Requests, payload: bytes) -> None:
-        """Carries out a message of the API process."""
+        """Handles a message of the API process."""
         match message:
             case engine_messages.Add(request):
                 self._add(request)
@@ -105,7 +105,7 @@ class RequestRelay:
                     self._vocabulary = bytearray()
 
     def close(self) -> None:
-        """The API process is gone: its requests end in the engine too."""
+        """Aborts all requests in the engine, since the API process has ended."""
         for found in self.requests.values():
             if found.task is not None:
                 found.task.cancel()
@@ -124,7 +124,7 @@ class RequestRelay:
         own, request.id = request.id, f"{self._index}-{request.id}"
         found = self.requests[own] = RelayedRequest(self, own, request)
         found.task = asyncio.create_task(self._run(found))
-        # Not in the task itself: one that is cancelled before it began runs none of its lines.
+        # Not in the task itself: a task that is cancelled before it begins runs none of its code.
         found.task.add_done_callback(lambda task: self.requests.pop(own, None))
 
     def _abort(self, own: str, choice: int) -> None:
@@ -132,7 +132,7 @@ class RequestRelay:
         if found is None:
             return
         if choice < 0 and found.task is not None:
-            # The request may still wait for an engine, which would not know it.
+            # The request may still wait for an engine, which could not abort it yet.
             found.task.cancel()
         else:
             self._engine.abort(found.request.id, choice)
@@ -144,7 +144,7 @@ class RequestRelay:
             await found.engine_link.send(message, payload)
 
     async def _run(self, found: RelayedRequest) -> None:
-        """Hands on the deltas of a request; its first delta, and what ends a choice, pass through here."""
+        """Forwards the first delta of a request and the last one of each choice; a callback forwards the others."""
         try:
             deltas, begun = cast(Any, self._engine.submit(found.request, found)), False
             async with aclosing(deltas):

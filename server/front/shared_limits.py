@@ -1,5 +1,6 @@
-"""Bounds, tenants' limits and names of media, counted by all API processes together
-(``server/front/shared_table.py``).
+"""Bounds, tenants' limits and media uuids, counted by all API processes together.
+
+The counters are in ``server/front/shared_table.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ENTRY = struct.Struct("<24s32sq")
 
 
 class SharedAdmission(Admission):
-    """Counts what is inside of all processes. What is looked at and charged in one section cannot exceed a bound."""
+    """Counts admitted requests of all processes. A check and its charge in one section cannot exceed a bound."""
 
     def __init__(self, bounds: Bounds, table: SharedTable) -> None:
         super().__init__(bounds)
@@ -31,12 +32,12 @@ class SharedAdmission(Admission):
 
     @property
     def inside(self) -> list[int]:
-        """What tickets of all processes hold."""
+        """Amounts that tickets of all processes hold."""
         return [self._table.total(i) for i in range(len(NAMES))]
 
     @property
     def own(self) -> list[int]:
-        """What tickets of this process hold."""
+        """Amounts that tickets of this process hold."""
         return [self._table.get_own(i) for i in range(len(NAMES))]
 
     def take(self, wanted: Amounts) -> None:
@@ -46,12 +47,12 @@ class SharedAdmission(Admission):
                 self._table.add(i, more)
 
     def estimate_retry_after(self, which: int, excess: int) -> int:
-        """See ``Admission``; what leaves through this process stands for an equal part of all."""
+        """See ``Admission``; assumes that the other processes release as much as this one."""
         return super().estimate_retry_after(which, -(-excess // self._table.count))
 
 
 class SharedBodies(BodyBudget):
-    """Bytes of the bodies of all processes."""
+    """Counts the bytes of request bodies of all processes."""
 
     def __init__(self, bound: int, table: SharedTable) -> None:
         super().__init__(bound)
@@ -68,12 +69,13 @@ class SharedBodies(BodyBudget):
 
 
 class SharedAccount(TenantAccount):
-    """A tenant's account over its row of the table: each operation reads it, works on it and writes it back.
+    """A tenant's account in its row of the table: each operation reads it, changes it and writes it back.
 
-    The row holds what is spent and not what is left, so that a key file that changes a rate needs no agreement on when.
+    The row holds what is spent and not what is left, so that processes may read a key file with a new rate at different
+    times.
 
     Raises:
-        KeyFileError: there are more tenants than the table has room for.
+        KeyFileError: there are more tenants than rows of the table.
     """
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float], table: SharedTable) -> None:
@@ -111,7 +113,7 @@ class SharedAccount(TenantAccount):
 
     @property
     def own(self) -> int:
-        """Choices inside by way of this process."""
+        """Number of choices admitted by this process."""
         return self._table.words[self._column]
 
     def update_tenant(self, tenant: Tenant) -> None:
@@ -152,7 +154,7 @@ class SharedAccount(TenantAccount):
 
 
 class SharedMediaUuids(UuidRegistry):
-    """Names of media that all processes know. A set of 16 names forgets the one that was not used for longest."""
+    """Media uuids that all processes share. In a set of 16 entries, the least recently used one is replaced."""
 
     def __init__(self, table: SharedTable, clock: Callable[[], int] = time.monotonic_ns) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class SharedMediaUuids(UuidRegistry):
             self._write(at, name, new)
 
     def _entry(self, name: bytes) -> tuple[int, bytes | None]:
-        """Where ``name`` stands and what for, or where it may be put and None."""
+        """Returns the position of ``name`` and its content, or the position for a new entry and None."""
         first = self._table.find_uuid_set(name)
         oldest, stamp = first, 1 << 62
         for at in range(first, first + UUID_WAYS * UUID_BYTES, UUID_BYTES):
@@ -189,7 +191,9 @@ class SharedMediaUuids(UuidRegistry):
         return oldest, None
 
     def _write(self, at: int, name: bytes, content: bytes) -> None:
-        """Writes an entry. A process that dies in between leaves none, rather than a name with another's content."""
+        """Writes an entry. A process that dies in between leaves no entry, rather than a name with another's
+        content.
+        """
         memory = self._table.bytes
         memory[at : at + len(name)] = bytes(len(name))
         _ENTRY.pack_into(memory, at, bytes(len(name)), content, self._clock())

@@ -1,4 +1,4 @@
-"""State that an API process shares with the others: limits, and requests that only the front process can answer."""
+"""State that an API process shares with the others: limits, and questions that only the front process can answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[bytes]]
 
 
 class FrontAsker(Protocol):
-    """Asks the front."""
+    """Protocol for asking the front process."""
 
     async def ask(self, method: str, **given: Any) -> bytes:
         """See ``Channel``."""
@@ -34,8 +34,8 @@ class SharedProcessState:
     """Shared state of API process ``table.index`` of ``table.count``.
 
     Args:
-        front: asks all the others.
-        answers: to what the front asks this one, by question.
+        front: asks the front process, and through it the other API processes.
+        answers: handlers of the front's questions, by name.
     """
 
     def __init__(self, front: FrontAsker, answers: dict[str, Answer], table: SharedTable) -> None:
@@ -43,20 +43,20 @@ class SharedProcessState:
 
     @property
     def index(self) -> int:
-        """Which one it is."""
+        """Index of this API process."""
         return self.table.index
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of API processes."""
         return self.table.count
 
     def make_admission(self, bounds: Bounds) -> Admission:
-        """The bounded queue of all."""
+        """Makes the bounded queue that all processes share."""
         return SharedAdmission(bounds, self.table)
 
     def make_account(self, tenant: Tenant, clock: Callable[[], float]) -> TenantAccount:
-        """A tenant's account with all."""
+        """Makes a tenant's account that all processes share."""
         return SharedAccount(tenant, clock, self.table)
 
     def share_media(self, service: TextService) -> None:
@@ -74,7 +74,7 @@ class SharedProcessState:
         self._answers["forget media"] = partial(self._answer_forget_media, cache)
 
     async def _fetch_media(self, key: str) -> Any:
-        """What another process has prepared; None: none has."""
+        """Fetches a medium that another process has prepared; None if none has."""
         found = await self._front.ask("media", key=key)
         return media_codec.unpack_media(found) if found else None
 
@@ -91,23 +91,23 @@ class SharedProcessState:
     # --- what all know together ---
 
     async def fetch_metrics(self) -> bytes:
-        """Prometheus' text of the whole server."""
+        """Returns Prometheus' text of the whole server."""
         return await self._front.ask("metrics")
 
     async def fetch_buckets(self) -> bytes:
-        """The JSON of ``/buckets``."""
+        """Returns the JSON of ``/buckets``."""
         return await self._front.ask("buckets")
 
     async def forget_media(self) -> None:
-        """Drops what any process has prepared."""
+        """Drops prepared media in all processes."""
         await self._front.ask("forget media")
 
     def update_connections(self, own: int) -> int:
-        """Notes how many connections this process has; returns how many the others have."""
+        """Records how many connections this process has; returns how many the others have."""
         self.table.put(CONNECTIONS, own)
         return self.table.total(CONNECTIONS) - own
 
     def update_fair_queued(self, own: int) -> int:
-        """Notes how many requests wait in this process's fair queue; returns how many do in all processes."""
+        """Records how many requests wait in this process's fair queue; returns the number of all processes."""
         self.table.put(FAIR_QUEUED, own)
         return self.table.total(FAIR_QUEUED)

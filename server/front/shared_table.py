@@ -1,10 +1,10 @@
-"""What API processes count together: 64-bit words in memory that all of them map, under one lock.
+"""Shared counters of API processes: 64-bit words in memory that all of them map, under one lock.
 
-The memory is an anonymous file (memfd), handed down by its descriptor: it has no name that could be left behind. The
-lock is a record lock of that file, which the system releases when its holder dies. A section takes some microseconds.
+The memory is an anonymous file (memfd), inherited by its descriptor: it has no name that could be left behind. The lock
+is a record lock of that file, which the system releases when its holder dies. A section takes some microseconds.
 
-Each process writes what it holds into a column of its own, so that a dead one's can be taken back; what is spent rather
-than held (rates of tenants, names of media) is shared by all.
+Each process writes what it holds into a column of its own, so that those of a dead process can be reset; what is spent
+rather than held (rates of tenants, media uuids) is in shared rows.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from threading import RLock
 from typing import Final
 
 HELD: Final = ("requests", "tokens", "pixels", "bodies", "connections", "turns")
-"""What a process holds, word by word of its column."""
+"""Names of the counters that a process holds, word by word of its column."""
 RATES_EACH: Final = 3
 NAME_WORDS: Final = 2
 TENANT_ROWS: Final = 1 << 15
-"""Slots for tenants; a quarter stays empty, so that a search ends soon."""
+"""Slots for tenants; a quarter stays empty, so that searches are short."""
 MAX_TENANTS: Final = TENANT_ROWS * 3 // 4
 UUID_SETS: Final = 1 << 12
 UUID_WAYS: Final = 16
-"""Names of media: sets of 16, the oldest of which gives way; as many as ``multimodal.media_uuids.ENTRIES`` in all."""
+"""Entries per set of media uuids; the least recently used one is replaced. In total as many as
+``multimodal.media_uuids.ENTRIES``.
+"""
 UUID_BYTES: Final = 64
-"""A name (24), what it stands for (32), when it was last used (8)."""
+"""Bytes of an entry: name (24), content (32), time of last use (8)."""
 
 
 class SharedTable:
-    """The table as process ``index`` of ``count`` sees it; the front's index is ``count``, and it holds nothing.
+    """The table of process ``index`` of ``count``; the front process has index ``count``, and no column.
 
-    A ``with`` block is a section that no other process is in; threads of this process are serialised by a lock.
+    A ``with`` block excludes all other processes; threads of this process are serialised by a lock.
     """
 
     def __init__(self, descriptor: int, count: int, index: int) -> None:
@@ -47,7 +49,7 @@ class SharedTable:
 
     @classmethod
     def create(cls, count: int) -> SharedTable:
-        """A table of zeros; its descriptor can be inherited."""
+        """Creates a table of zeros; its descriptor can be inherited."""
         descriptor = os.memfd_create("trencadis-api", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, table_bytes(count))
         return cls(descriptor, count, count)
@@ -68,12 +70,12 @@ class SharedTable:
     # --- what is held ---
 
     def total(self, which: int) -> int:
-        """``HELD[which]`` of all processes."""
+        """Returns the sum of ``HELD[which]`` over all processes."""
         step = len(HELD)
         return sum(self.words[which : step * self.count : step])
 
     def get_own(self, which: int) -> int:
-        """``HELD[which]`` of this process."""
+        """Returns ``HELD[which]`` of this process."""
         return self.words[self.index * len(HELD) + which]
 
     def put(self, which: int, value: int) -> None:
@@ -96,11 +98,11 @@ class SharedTable:
 
     @property
     def _tenants(self) -> int:
-        """The word at which rows of tenants begin."""
+        """Index of the first word of the tenants' rows."""
         return self.count * len(HELD) + 1
 
     def list_tenant_rows(self) -> list[int]:
-        """The first words of the rows in use."""
+        """Returns the first words of the rows in use."""
         width, first = count_row_words(self.count), self._tenants
         used = self.words[first - 1]
         found: list[int] = []
@@ -112,7 +114,7 @@ class SharedTable:
         return found
 
     def find_tenant_row(self, name: str) -> int:
-        """The first word of the row of tenant ``name``, which is made where there is none.
+        """Returns the first word of the row of tenant ``name``, which is created if missing.
 
         Raises:
             OverflowError: there are too many tenants.
@@ -137,17 +139,17 @@ class SharedTable:
     # --- names of media ---
 
     def find_uuid_set(self, name: bytes) -> int:
-        """The first byte of the set that ``name`` belongs to."""
+        """Returns the first byte of the set of entries that ``name`` belongs to."""
         base = 8 * (self._tenants + TENANT_ROWS * count_row_words(self.count))
         return base + int.from_bytes(name[:4], "little") % UUID_SETS * UUID_WAYS * UUID_BYTES
 
 
 def count_row_words(count: int) -> int:
-    """Words of a tenant's row: name, what is spent of each rate and when that was, choices inside by process."""
+    """Returns the words of a tenant's row: name, spent amount and time per rate, admitted choices by process."""
     return NAME_WORDS + 2 * RATES_EACH + count
 
 
 def table_bytes(count: int) -> int:
-    """Bytes of the table of ``count`` processes; pages that are never used take no memory."""
+    """Returns the bytes of the table of ``count`` processes; pages that are never used take no memory."""
     words = count * len(HELD) + 1 + TENANT_ROWS * count_row_words(count)
     return 8 * words + UUID_SETS * UUID_WAYS * UUID_BYTES

@@ -1,1 +1,1 @@
-"""From what a request wants of an answer's form to one grammar: schemas, regexes, grammars of users, tags."""
+"""Converts the requested form of an answer to one grammar: schemas, regexes, users' grammars, tags."""

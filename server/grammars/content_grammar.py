@@ -1,4 +1,4 @@
-"""The grammar of an answer's content, from the form that was asked for."""
+"""The grammar of an answer's content, from the requested format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ANY_OBJECT = {"type": "object"}
 
 
 def write_content_rule(asked: RequestedFormat, writer: GrammarWriter) -> str:
-    """The rule of the content.
+    """Writes the rule of the content and returns its name.
 
     Raises:
-        BadRequest: the form is none; ``param`` says where.
+        BadRequest: the format is invalid; ``param`` is its JSON path.
     """
     value, where = asked.value, asked.where
     if asked.kind == "json":
@@ -39,7 +39,7 @@ def write_content_rule(asked: RequestedFormat, writer: GrammarWriter) -> str:
 
 
 def write_user_grammar(text: str, where: str, spaces: WhitespaceRule, writer: GrammarWriter) -> str:
-    """The rule of a user's grammar, in GBNF or Lark."""
+    """Writes the rule of a user's grammar, in GBNF or Lark, and returns its name."""
     return writer.add_grammar(
         gbnf.convert_to_lark(text, where)
         if gbnf.is_gbnf(text)

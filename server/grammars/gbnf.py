@@ -1,8 +1,9 @@
-"""GBNF, the grammars of llama.cpp and of vLLM's EBNF, as Lark.
+"""Converts GBNF, the grammars of llama.cpp and of vLLM's EBNF, to Lark.
 
-llguidance's lexer takes the longest match of a terminal and does not go back: a name with blanks behind it takes the
-line's end that a rule wants. So what leads to no recursion is one terminal, within which every division of a text is
-found; and where what may follow a terminal could also extend it, each character is a terminal, which is exact and slow.
+llguidance's lexer takes the longest match of a terminal without backtracking: a name followed by blanks would consume
+the line end that a rule requires. So every part without recursion is one terminal, in which all divisions of a text are
+found; and if text that may follow a terminal could also extend it, each character is a terminal, which is exact and
+slow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trencadis.server.grammars.regex_translation import literal, translate_regex
 MOST_NESTED = 64
 MOST_REPEATS = 4
 MOST_TERMINALS = 1 << 18
-"""Characters of all terminals together, each written out in those that use it."""
+"""Maximum total characters of all terminals, each written out wherever it is used."""
 _BLANKS = re.compile(r"(?:\s+|#[^\n]*)*+")
 _RULE = re.compile(r"([A-Za-z0-9_][\w.-]*)(?:\s+|#[^\n]*)*+::=")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
@@ -28,15 +29,15 @@ _LETTERS = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF and not Lark."""
+    """Returns True if a grammar is GBNF rather than Lark."""
     return "::=" in text
 
 
 def convert_to_lark(text: str, param: str) -> str:
-    """The Lark grammar of a GBNF grammar, whose first rule is ``root``'s.
+    """Converts a GBNF grammar to Lark; ``root`` becomes the first rule.
 
     Raises:
-        BadRequest: it is none, or its terminals are too large when written out.
+        BadRequest: it is invalid, or its terminals are too large when written out.
     """
     rules = _GbnfReader(text, param).read_rules()
     if "root" not in rules:
@@ -152,7 +153,7 @@ class _LarkWriter:
         self.single = "root" not in self.regular and LexerConflicts(rules, self.regular, self.order).ambiguous
 
     def _sort_rules(self) -> tuple[list[str], set[str]]:
-        """The rules that lead to no recursion, each behind those that it names (Kahn's algorithm)."""
+        """Returns the rules without recursion, each after those that it names (Kahn's algorithm)."""
         users: dict[str, list[str]] = {name: [] for name in self.rules}
         open_names: dict[str, int] = {}
         for name, node in self.rules.items():
@@ -197,7 +198,7 @@ class _LarkWriter:
         return "|".join(inner) if node.kind == "any" else f"(?:{inner[0]}){node.text}"
 
     def _write_rule(self, node: GrammarNode, numbers: dict[str, str]) -> str:
-        """A part of a rule in Lark; what leads to no recursion is one terminal."""
+        """Writes a part of a rule in Lark; a part without recursion is one terminal."""
         if node.kind == "name" and node.text in numbers:
             return numbers[node.text]
         whole = (
@@ -216,7 +217,7 @@ class _LarkWriter:
         return " | ".join(inner) if node.kind == "any" else f"({inner[0]}){node.text}"
 
     def _join_regular_parts(self, node: GrammarNode) -> list[GrammarNode]:
-        """The parts of a node; in a sequence, neighbours without recursion are one."""
+        """Returns the parts of a node; in a sequence, neighbours without recursion are joined."""
         if node.kind != "all":
             return node.parts
         parts: list[GrammarNode] = []

@@ -1,4 +1,6 @@
-"""Grammars of this server: written once, tried in a worker process, remembered; and the vocabulary that ranks need."""
+"""Grammars of this server: written once, test-compiled in a worker process, cached; and the vocabulary that ranks
+need.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from trencadis.server.text.checkpoint_tokenizer import Tokenizer
 
 WORKERS = 2
 SECONDS = 2.0
-"""Limit of one trial."""
+"""Time limit of one trial compilation."""
 MEMORY = 64 << 20
 KEPT_BYTES = 32 << 20
-"""Bytes of grammars that are remembered."""
+"""Maximum bytes of cached grammars."""
 IN_LOOP = 16 << 10
-"""Bytes of schemas that are read in the event loop; more go to a thread."""
+"""Maximum bytes of schemas that are read in the event loop; larger ones are read in a thread."""
 JOBS = {"grammar": "trencadis.core.masks.grammar_trial:try_grammar"}
 TOO_COMPLEX = "it is too large or too complex to be compiled"
 
@@ -30,9 +32,9 @@ class GrammarCache:
     """Makes grammars that every rank can compile.
 
     Args:
-        size: ids that the model can draw.
+        size: number of ids that the model can draw.
         eos: ids that end a choice.
-        pool: workers that try grammars; None: two, started at the first grammar.
+        pool: workers that test-compile grammars; None: two, started at the first grammar.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos: Collection[int], pool: WorkerPool | None = None) -> None:
@@ -46,17 +48,17 @@ class GrammarCache:
         self._running: dict[bytes, asyncio.Future[str]] = {}
 
     def make_writer(self) -> GrammarWriter:
-        """A writer of one grammar for this vocabulary."""
+        """Makes a writer of one grammar for this vocabulary."""
         if self._control is None:
             self._control = find_control_tokens(self._tokenizer)
         return GrammarWriter(self._control)
 
     async def get_grammar(self, key: bytes, write: Callable[[], str], param: str) -> str:
-        """The grammar that ``write`` writes, tried; ``key`` names all that it is made of.
+        """Returns the grammar that ``write`` writes, test-compiled; ``key`` identifies all its inputs.
 
         Raises:
             BadRequest: it cannot be compiled; ``param`` names the field.
-            Unavailable: no worker starts.
+            Unavailable: no worker can be started.
         """
         digest = hashlib.sha256(key).digest()
         known = self._known.get(digest)
@@ -67,13 +69,13 @@ class GrammarCache:
         if running is None:
             running = self._running[digest] = asyncio.ensure_future(self._write_and_try(digest, write, param, len(key)))
             running.add_done_callback(lambda done: self._forget(digest, done))
-        # Others may wait for the same grammar: one that leaves does not end it.
+        # Other requests may wait for the same grammar: one that is cancelled does not end it.
         return await asyncio.shield(running)
 
     def _forget(self, digest: bytes, done: asyncio.Future[str]) -> None:
         self._running.pop(digest, None)
         if not done.cancelled():
-            done.exception()  # taken: its caller may have left
+            done.exception()  # marks the error as retrieved, since its caller may have left
 
     async def _write_and_try(self, digest: bytes, write: Callable[[], str], param: str, size: int) -> str:
         loop = asyncio.get_running_loop()
@@ -100,14 +102,14 @@ class GrammarCache:
         except Unavailable:
             raise Unavailable("Grammars cannot be compiled at the moment.", retry_after=1) from None
         except BadRequest as error:
-            # A worker that died has no words of its own.
+            # A worker that died reports no reason of its own.
             why = TOO_COMPLEX if "media" in error.message else error.message
             raise BadRequest(f"{param[:60]} makes no grammar: {why}.", param=param) from None
         except Exception:
             raise BadRequest(f"{param[:60]} makes no grammar: {TOO_COMPLEX}.", param=param) from None
 
     async def pack_vocabulary(self) -> bytes:
-        """The packed vocabulary, which the engine is sent once; made in a thread, since it takes seconds."""
+        """Returns the packed vocabulary, which is sent to the engine once; made in a thread, since it takes seconds."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._thread, lambda: make_vocabulary(self._tokenizer, self._size, self._eos).pack()

@@ -1,4 +1,4 @@
-"""Writes one grammar of several: Lark rules of an answer's outline, with schemas and users' grammars beside them."""
+"""Writes one combined grammar: Lark rules of an answer's outline, with schemas and users' grammars as sub-grammars."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import Any
 from trencadis.server.grammars.regex_translation import escaped
 
 ANY = "(?s:.*)"
-"""Any text, as a regex; control tokens are none."""
+"""Regex of any text; it does not match control tokens."""
 BLANKS = r"[ \t]{1,16}|\r?\n[ \t]{0,32}"
-"""Blanks at one place of a JSON text, as a regex, unless a request says otherwise. Weak models write blanks
-without end, line breaks most of all: one is enough, with room behind it for the indentation of a nested text."""
+"""Default regex of the blanks at one place of a JSON text. Weak models may write blanks without end, most of all
+line breaks: one is enough, followed by the indentation of a nested text.
+"""
 BETWEEN = r"/[ \t\n\r]{0,16}/"
-"""Blanks between a thought, or a call, and what follows it."""
+"""Regex of the blanks between a thought, or a call, and the text after it."""
 ESCAPES = 'nrbtf\\"'
-"""Escapes in JSON strings."""
+"""Characters allowed after a backslash in JSON strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhitespaceRule:
-    """Blanks in JSON texts.
+    """Rule for blanks in JSON texts.
 
     Args:
-        pattern: a regex of those at one place, beside none at all; empty: there are none.
+        pattern: regex of the blanks at one place, where none are always allowed; empty: no blanks.
     """
 
     pattern: str = BLANKS
 
     def make_options(self, schema: Any) -> dict[str, Any]:
-        """The library's options for a normalised schema.
+        """Returns the library's options for a normalised schema.
 
         Where an object has both names that the schema lists and others, ``\\u`` is no escape: the library would take a
         listed name in such a spelling for another one, and not ask for its schema.
@@ -44,7 +45,7 @@ class WhitespaceRule:
 
 
 def _names_some_properties(schema: Any) -> bool:
-    """Whether a part of a schema lists names of properties and allows others."""
+    """Returns True if a part of a schema lists names of properties and allows others."""
     todo = [schema]
     while todo:
         node = todo.pop()
@@ -59,15 +60,15 @@ def _names_some_properties(schema: Any) -> bool:
 
 
 def quoted(text: str) -> str:
-    """A text as a Lark string."""
+    """Returns a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class GrammarWriter:
-    """Collects rules.
+    """Collects the rules of one grammar.
 
     Args:
-        control: ids of control tokens by their texts. Such a text in an outline is written by its token.
+        control: ids of control tokens by their texts. Such a text in an outline is written as its token.
     """
 
     def __init__(self, control: Mapping[str, int]) -> None:
@@ -79,33 +80,33 @@ class GrammarWriter:
         self._known: dict[str, str] = {}
 
     def is_token(self, text: str) -> bool:
-        """Whether a text is one control token."""
+        """Returns True if a text is one control token."""
         return text in self._control
 
     def write_text(self, text: str) -> str:
-        """A text; control tokens in it are written as tokens."""
+        """Returns a text in Lark; control tokens in it are written as tokens."""
         parts = [text] if self._split is None else self._split.split(text)
         return " ".join(f"<[{self._control[p]}]>" if p in self._control else quoted(p) for p in parts if p) or '""'
 
     def add_rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Adds a rule and returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{f'[{options}]' if options else ''}: {body}")
         return name
 
     def add_terminal(self, body: str) -> str:
-        """The name of a new terminal, which the lexer finds as a whole."""
+        """Adds a terminal, which the lexer matches as a whole, and returns its name."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def add_json(self, schema: Any, spaces: WhitespaceRule = WhitespaceRule()) -> str:
-        """A JSON text that fits a normalised schema."""
+        """Adds a JSON text that fits a normalised schema; returns its name."""
         whole = {} if schema is True else {"not": {}} if schema is False else dict(schema)
         return self._add_nested("json_schema", {**whole, "x-guidance": spaces.make_options(schema)})
 
     def add_grammar(self, lark: str) -> str:
-        """A text of a Lark grammar of its own."""
+        """Adds a text of a separate Lark grammar; returns its name."""
         return self._add_nested("lark_grammar", lark)
 
     def _add_nested(self, kind: str, value: Any) -> str:
@@ -117,10 +118,10 @@ class GrammarWriter:
         return self._known[key]
 
     def write_until(self, end: str, some: str = "") -> str:
-        """Any text up to ``end`` and with it, which the text before does not hold.
+        """Adds a rule for any text up to and including ``end``, which the text before must not contain.
 
         Args:
-            some: a regex of the text, instead of any.
+            some: a regex of the text, instead of any text.
         """
         if self.is_token(end):
             return self.add_rule(f"/{some or ANY}/ {self.write_text(end)}")
@@ -129,12 +130,12 @@ class GrammarWriter:
         return self.add_rule(f"/{ANY}{escaped(end)}/", "lazy")
 
     def write_free_text(self, *without: str) -> str:
-        """Any text that holds none of some texts."""
+        """Adds a terminal for any text that contains none of some texts."""
         plain = [one for one in without if one and not self.is_token(one)]
         return self.add_terminal(f"/{ANY}/" + "".join(f" & ~/{ANY}{escaped(one)}{ANY}/" for one in plain))
 
     def write_grammar(self, start: str) -> str:
-        """The grammar, as ``LLMatcher`` takes it."""
+        """Returns the grammar in the form that ``LLMatcher`` takes."""
         if not self._rules and re.fullmatch(r"@g\d+", start):
             return json.dumps({"grammars": [self._sides[start[1:]]]})
         lark = "\n".join((f"start: {start}", *self._rules)) + "\n"

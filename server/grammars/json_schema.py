@@ -1,9 +1,9 @@
-"""JSON schemas as llguidance takes them: each keyword is enforced by the grammar, or is an error that names it.
+"""Normalises JSON schemas for llguidance: each keyword is enforced by the grammar, or is an error that names it.
 
-The library's own reading leaves gaps that this one closes: it passes over words that no draft knows, takes options from
-a schema (``x-guidance``), rounds numbers to float64, lets ``additionalItems`` fall between two keywords, and follows
-references to any depth on the stack. What comes out has one dialect (2020-12), one place for what is referenced, no
-annotation, and at most ``LEVELS`` levels.
+The library itself ignores keywords of no draft, takes options from a schema (``x-guidance``), rounds numbers to
+float64,
+ignores some ``additionalItems``, and follows references to any depth on the stack. The result here has one
+dialect (2020-12), one place for referenced schemas, no annotations, and at most ``LEVELS`` levels.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trencadis.server.grammars.schema_keywords import (
 from trencadis.server.grammars.schema_rewrite import IN_PLACE, rewrite_schema
 
 LEVELS = 150
-"""Most schemas within one another, references followed."""
+"""Maximum depth of schemas within one another, including references."""
 MOST_SCHEMAS = 20_000
 Schema = dict[str, Any] | bool
 
 
 def normalise_schema(schema: Any, where: str, closed: bool = False) -> Schema:
-    """A schema of a user as the library takes it.
+    """Returns a user's schema in the form that the library takes.
 
     Args:
         where: JSON path of the schema, for errors.
-        closed: whether objects that list properties have no others, unless they say so.
+        closed: True if objects that list properties must have no others by default.
 
     Raises:
         BadRequest: a keyword is wrong or cannot be enforced; ``param`` is its path.
@@ -51,7 +51,7 @@ def normalise_schema(schema: Any, where: str, closed: bool = False) -> Schema:
 
 
 class SchemaReader:
-    """Reads one schema document; references are followed in the order in which the library does."""
+    """Reads one schema document; references are followed in the library's order."""
 
     def __init__(self, root: Any, where: str, closed: bool = False) -> None:
         self.root, self.where, self.closed = root, where, closed
@@ -96,7 +96,7 @@ class SchemaReader:
             else:
                 self._read_keyword(keyword, value, node, plain, f"{path}.{keyword}", level)
         self._complete(plain, path)
-        # One run of plain keywords: the library reads each run by itself, and some keywords look at their neighbours.
+        # Plain keywords in one run: the library reads each run by itself, and some keywords depend on their neighbours.
         return {**early, **plain, **applied}
 
     def _read_keyword(
@@ -125,12 +125,12 @@ class SchemaReader:
             out[keyword] = list(dict.fromkeys(value))
 
     def _complete(self, out: dict[str, Any], path: str) -> None:
-        """What can be said only once all plain keywords are known."""
+        """Applies and checks rules that depend on all plain keywords of a schema."""
         if self.closed and "properties" in out and "additionalProperties" not in out:
             out["additionalProperties"] = False
         extra = out.get("minProperties", 0) - len(out.get("required", ()))
         if extra > 1 and (out.get("additionalProperties") is not False or out.get("patternProperties")):
-            # Names that the schema does not list may occur twice in a text, and then count once.
+            # Names that the schema does not list may occur twice in a text, but count once.
             raise self._make_error(f"{path}.minProperties", "is supported up to one more than 'required' names")
 
     # --- keywords about one value ---
@@ -158,7 +158,7 @@ class SchemaReader:
         return value
 
     def _clamp_bound(self, keyword: str, value: float, at: str) -> float:
-        """An integer bound, drawn in to where integers are exact."""
+        """Clamps an integer bound to the range in which integers are exact."""
         if not isinstance(value, int) or abs(value) <= SAFE:
             return value
         if (value > 0) == keyword.endswith("inimum"):
@@ -222,7 +222,7 @@ class SchemaReader:
         return {"anyOf" if keyword == "oneOf" else keyword: options}
 
     def _require_tag(self, option: Schema, name: str) -> Schema:
-        """An option of a union that is told by a property, which it then requires."""
+        """Makes an option of a union require the property that distinguishes the options."""
         if not isinstance(option, dict) or name in option.get("required", ()):
             return option
         if "$ref" in option and name in _get_required(self._get_defined(option["$ref"])):
@@ -248,7 +248,7 @@ class SchemaReader:
     # --- references ---
 
     def _rename_ref(self, ref: Any, at: str, level: int) -> str:
-        """The new name of a reference, whose target is read when it is first named."""
+        """Returns the new name of a reference, whose target is read at its first use."""
         if not isinstance(ref, str) or not ref.startswith("#"):
             raise self._make_error(at, "only references within the schema ('#/...') are supported")
         seen = {ref}
@@ -290,7 +290,7 @@ class SchemaReader:
         return node
 
     def _find_anchors(self) -> dict[str, Any]:
-        """Schemas by their ``$anchor``."""
+        """Returns schemas by their ``$anchor``."""
         if self._anchors is None:
             self._anchors = {}
             todo = [self.root]
@@ -315,10 +315,10 @@ def _is_small_scale(scale: float) -> bool:
 
 
 def parse_if_text(value: Any, where: str) -> Any:
-    """A value that may have come as a JSON text.
+    """Parses a value that may be a JSON text.
 
     Raises:
-        BadRequest: the text is no JSON.
+        BadRequest: the text is not JSON.
     """
     if not isinstance(value, str):
         return value
@@ -329,10 +329,10 @@ def parse_if_text(value: Any, where: str) -> Any:
 
 
 def parse_schema(value: Any, where: str) -> Any:
-    """A schema that may have come as a JSON text.
+    """Parses a schema that may be a JSON text.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is not a schema.
     """
     value = parse_if_text(value, where)
     if not isinstance(value, dict | bool):

@@ -1,4 +1,4 @@
-"""A user's Lark grammar: its schemas are read as all others are, and options that nothing would heed are refused."""
+"""Checks a user's Lark grammar: its schemas are read as all others are, and options without effect are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGN = re.compile(r"(?m)^\s*[?!]?start\b[^:\n]*:")
 
 
 def check_lark_grammar(text: str, param: str, spaces: WhitespaceRule) -> str:
-    """A user's grammar, ready to be compiled.
+    """Returns a user's grammar, ready to be compiled.
 
     Raises:
         BadRequest: it has no ``start``, an option that is not supported, or a bad schema.
@@ -30,7 +30,7 @@ def check_lark_grammar(text: str, param: str, spaces: WhitespaceRule) -> str:
     at = 0
     while at < len(text):
         match = _PIECE.match(text, at)
-        assert match is not None  # one character at least
+        assert match is not None  # always matches at least one character
         at = match.end()
         if match["json"]:
             start = re.compile(r"\s*").match(text, at)

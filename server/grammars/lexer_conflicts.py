@@ -1,4 +1,4 @@
-"""Whether a lexer that takes longest matches finds every division of a text into the terminals of a grammar."""
+"""Checks that a lexer with longest matches finds every division of a text into the terminals of a grammar."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _SAMPLE = [chr(i) for i in range(128)] + ["é", "中", "😀"]
-"""Characters that stand for all: sets of them are the bits of a number."""
+"""Sample characters that represent all; sets of them are the bits of an integer."""
 _EVERY = (1 << len(_SAMPLE)) - 1
 _MOST_WORK = 200_000
-"""Parts of rules to look at, about 0.2 s; a grammar that needs more counts as ambiguous."""
+"""Maximum parts of rules to examine, about 0.2 s; a grammar that needs more counts as ambiguous."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class GrammarNode:
     parts: list[GrammarNode] = field(default_factory=list)
 
     def list_rule_names(self) -> Iterator[str]:
-        """The rules that this part names."""
+        """Yields the rules that this part names."""
         if self.kind == "name":
             yield self.text
         for part in self.parts:
@@ -31,7 +31,9 @@ class GrammarNode:
 
 @dataclass(slots=True)
 class CharacterSets:
-    """Sample characters that a part may begin with, or go on with once it is complete; whether it may be empty."""
+    """Sample characters that a part may begin with (``first``), or continue with once complete (``more``); ``empty``:
+    may be empty.
+    """
 
     first: int
     more: int
@@ -39,11 +41,11 @@ class CharacterSets:
 
 
 class LexerConflicts:
-    """The conflicts of a grammar between what extends a terminal and what may follow it.
+    """Finds conflicts between characters that extend a terminal and those that may follow it.
 
     Args:
-        rules: by name.
-        regular: names of those that become parts of terminals.
+        rules: the rules by name.
+        regular: names of rules that become parts of terminals.
     """
 
     def __init__(self, rules: Mapping[str, GrammarNode], regular: set[str], order: list[str]) -> None:
@@ -74,7 +76,7 @@ class LexerConflicts:
         return self._changed
 
     def _walk(self, node: GrammarNode, follow: int) -> None:
-        """Carries what may follow a part to the parts within; looks at each terminal."""
+        """Passes the characters that may follow a part to the parts within; checks each terminal."""
         if all(name in self.regular for name in node.list_rule_names()):
             self.ambiguous |= bool(self._get_character_sets(node).more & follow)
         elif node.kind == "name":
@@ -103,7 +105,7 @@ class LexerConflicts:
             for one in inner:
                 made.first |= one.first
                 made.more |= one.more
-            # Where one option may be empty, every other one extends it.
+            # If one option may be empty, every other one extends it.
             made.more |= made.first if made.empty else 0
             return made
         if node.kind == "repeat":
@@ -119,7 +121,7 @@ class LexerConflicts:
         return made
 
     def _match_samples(self, text: str) -> int:
-        """The sample characters that a regex of one character matches; all of them where Python cannot say."""
+        """Returns the sample characters that a regex of one character matches; all if Python cannot evaluate it."""
         if text not in self._classes:
             plain = re.sub(r"\\x\{([0-9a-f]+)\}", lambda m: re.escape(chr(int(m[1], 16))), text)
             try:

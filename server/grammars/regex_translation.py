@@ -1,8 +1,8 @@
-"""Regular expressions as users write them (Python's ``re``, ECMAScript), for llguidance.
+"""Translates regular expressions of users (Python's ``re``, ECMAScript) for llguidance.
 
-The result matches a part of what either dialect matches: ``\\w`` and ``\\d`` are ASCII, and what they exclude is
-excluded in Unicode. Lazy quantifiers become greedy ones, which match the same texts. What a finite automaton cannot
-decide is refused by name.
+The result matches a subset of what either dialect matches: ``\\w`` and ``\\d`` are ASCII, and what they exclude is
+excluded in Unicode. Lazy quantifiers become greedy ones, which match the same texts. Constructs that a finite automaton
+cannot decide are refused by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXCLUDED = {
     "S": r"[^ \t\n\r\f\v]",
     "b": r"\x{8}",
 }
-"""In a class that says what is not meant: all that any dialect has in it."""
+"""Meaning of escapes in a negated class: all characters that any dialect includes."""
 _SAME = "nrtfva"
 _REFUSED = {"b": "word boundaries", "B": "word boundaries", "k": "backreferences", "G": "\\G", "R": "\\R", "X": "\\X"}
 _GROUPS = {
@@ -55,22 +55,22 @@ _META = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
 def literal(character: str) -> str:
-    """The regex of one character."""
+    """Returns the regex of one character."""
     if character in _META:
         return "\\" + character
     return f"\\x{{{ord(character):x}}}" if ord(character) < 32 or ord(character) == 127 else character
 
 
 def escaped(text: str) -> str:
-    """The regex of a text."""
+    """Returns the regex of a text."""
     return "".join(map(literal, text))
 
 
 def translate_regex(pattern: str, param: str) -> str:
-    """``pattern`` in llguidance's syntax, ready to stand between two slashes.
+    """Returns ``pattern`` in llguidance's syntax, ready to be put between two slashes.
 
     Raises:
-        BadRequest: it needs what no automaton has, or is no regex; ``param`` is in the error.
+        BadRequest: it is no regex, or needs more than an automaton; the error has ``param``.
     """
     return _RegexReader(pattern, param).run()
 
@@ -108,7 +108,7 @@ class _RegexReader:
         return "".join(self.out)
 
     def _read_quantifier(self, head: str) -> str:
-        """The quantifier that comes next, without a mark of laziness; "" where a brace is a plain character."""
+        """Reads the next quantifier, without a mark of laziness; "" if a brace is a plain character."""
         if head != "{":
             self.at += 1
             found = head
@@ -148,7 +148,7 @@ class _RegexReader:
         raise self.make_error("has an unknown kind of group")
 
     def _read_escape(self, classes: dict[str, str]) -> str:
-        """What stands behind a backslash."""
+        """Translates the escape after a backslash."""
         head = self.text[self.at : self.at + 1]
         if not head:
             raise self.make_error("ends with a backslash")
@@ -181,7 +181,7 @@ class _RegexReader:
         return literal(head)
 
     def _read_code_point(self, kind: str) -> str:
-        """A character by its number; a pair of surrogates is one character."""
+        """Reads a character by its number; a pair of surrogates is one character."""
         braced = _HEX.match(self.text, self.at + 1)
         if braced:
             self.at = braced.end()
@@ -203,7 +203,7 @@ class _RegexReader:
         return int(found, 16)
 
     def _read_class(self) -> str:
-        """A class of characters, behind its bracket."""
+        """Translates a character class, starting after its bracket."""
         out = ["["]
         members = _INSIDE
         if self.text.startswith("^", self.at):

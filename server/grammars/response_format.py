@@ -1,4 +1,4 @@
-"""What form of answer a request asks for, under all the names that clients have for it."""
+"""Finds the answer format that a request asks for, under all the names that clients use for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trencadis.server.grammars.grammar_writer import WhitespaceRule
 from trencadis.server.grammars.regex_translation import translate_regex
 
 LARGEST = 256 << 10
-"""Most bytes of a schema, regex or grammar, and of all schemas of a request's tools together."""
+"""Maximum bytes of a schema, regex or grammar, and of all schemas of a request's tools together."""
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 IGNORED_OPTIONS = ("disable_fallback", "backend", "_backend", "_backend_was_auto", "backend_was_auto")
-"""Fields of vLLM's that choose among its libraries."""
+"""Fields of vLLM that select one of its libraries; ignored here."""
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag"
 }
@@ -27,13 +27,13 @@ _TYPES = ("text", "json_object", "json_schema", "structural_tag", "grammar", "re
 
 @dataclass(frozen=True, slots=True)
 class RequestedFormat:
-    """The form of an answer.
+    """The requested format of an answer.
 
     Args:
         kind: one of ``KINDS``.
         value: the schema, regex, choices, grammar or tag, as the request has it.
         where: JSON path of ``value``.
-        closed: whether objects that list properties have no others.
+        closed: True if objects that list properties have no others.
     """
 
     kind: str
@@ -49,15 +49,15 @@ def find_requested_format(
     guided: Mapping[str, Any],
     usual: Mapping[str, Any] | None = None,
 ) -> RequestedFormat | None:
-    """The one form that a request asks for; None if it may answer as it likes.
+    """Returns the one format that a request asks for; None without a format.
 
     Args:
         structured: ``structured_outputs``.
         guided: the older fields that are set, by name.
-        usual: options (of ``OPTIONS``) that hold unless the request says otherwise.
+        usual: default options (of ``OPTIONS``).
 
     Raises:
-        BadRequest: there are two forms, or one is no form at all.
+        BadRequest: there are two formats, or one is invalid.
     """
     found = [
         one
@@ -91,7 +91,7 @@ _Found = tuple[str, Any, str]
 
 
 def _read_response_format(given: Mapping[str, Any] | None) -> _Found | None:
-    """``response_format``."""
+    """Reads ``response_format``."""
     if not given:
         return None
     kind, param = given.get("type"), "response_format"
@@ -115,7 +115,7 @@ def _read_response_format(given: Mapping[str, Any] | None) -> _Found | None:
 
 
 def _read_structured_outputs(given: Mapping[str, Any] | None) -> list[_Found]:
-    """``structured_outputs``."""
+    """Reads ``structured_outputs``."""
     param = "structured_outputs"
     unknown = next((k for k in given or {} if k not in (*KINDS, *OPTIONS, *IGNORED_OPTIONS)), None)
     if unknown is not None:
@@ -124,7 +124,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> list[_Found]:
 
 
 def _read_guided_fields(given: Mapping[str, Any]) -> list[_Found]:
-    """Names that vLLM had before ``structured_outputs``."""
+    """Reads the names that vLLM had before ``structured_outputs``."""
     return [(kind, given[name], name) for name, kind in GUIDED.items() if given.get(name) is not None]
 
 

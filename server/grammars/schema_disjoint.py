@@ -1,4 +1,4 @@
-"""Whether no value fits two schemas at once: then ``oneOf`` means the same as ``anyOf``, which grammars have."""
+"""Checks that no value fits two schemas at once: then ``oneOf`` means the same as ``anyOf``, which grammars support."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_CHECKS = 20_000
 _DEPTH = 8
 
 Target = Callable[[str], Any]
-"""The schema that a ``$ref`` names."""
+"""Returns the schema that a ``$ref`` names."""
 
 
 def are_all_disjoint(options: Sequence[Any], target: Target, tag: str = "") -> bool:
     """True if every two of ``options`` are known to be disjoint; False also when that cannot be decided.
 
     Args:
-        tag: a property that each option requires though it may not say so (OpenAPI's ``discriminator``).
+        tag: a property that each option requires, even if it does not list it (OpenAPI's ``discriminator``).
     """
     count = len(options)
     if count * (count - 1) // 2 > MOST_PAIRS:
@@ -30,7 +30,7 @@ def are_all_disjoint(options: Sequence[Any], target: Target, tag: str = "") -> b
 
 
 def _have_distinct_tag(options: Sequence[Any], target: Target, tag: str) -> bool:
-    """Whether one required property has different values in all options."""
+    """Returns True if one required property has different values in all options."""
     look = _DisjointChecker(target, tag)
     first = look.resolve(options[0], _DEPTH)
     for name in look.list_required(first):
@@ -54,7 +54,7 @@ class _DisjointChecker:
         self._target, self._tag, self._left = target, tag, MAX_CHECKS
 
     def resolve(self, node: Any, depth: int) -> Mapping[str, Any]:
-        """A schema as an object, a bare reference replaced by what it names."""
+        """Returns a schema as an object, with a bare reference replaced by its target."""
         while isinstance(node, Mapping) and isinstance(node.get("$ref"), str) and depth:
             depth -= 1
             found = self._target(node["$ref"])
@@ -68,7 +68,7 @@ class _DisjointChecker:
         return [*(named if isinstance(named, list) else []), *([self._tag] if self._tag else [])]
 
     def list_types(self, node: Mapping[str, Any]) -> set[str]:
-        """The types that a schema allows, by itself; integers count as numbers."""
+        """Returns the types that a schema itself allows; integers count as numbers."""
         named = node.get("type", list(TYPES))
         found = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set(TYPES)
         values = self.list_literals(node)
@@ -77,14 +77,14 @@ class _DisjointChecker:
         return {"number" if one == "integer" else one for one in found}
 
     def list_literals(self, node: Mapping[str, Any]) -> list[Any] | None:
-        """The values of ``const`` or ``enum``."""
+        """Returns the values of ``const`` or ``enum``; None without them."""
         if "const" in node:
             return [node["const"]]
         values = node.get("enum")
         return values if isinstance(values, list) else None
 
     def list_values(self, node: Any, depth: int) -> set[str] | None:
-        """Those values as texts that are equal where the values are."""
+        """Returns these values as texts, equal if the values are."""
         found = self.list_literals(self.resolve(node, depth))
         return None if found is None else {_get_text(one) for one in found}
 
@@ -104,7 +104,7 @@ class _DisjointChecker:
         return types == {"object"} and self._are_objects_disjoint(a, b, depth)
 
     def _are_branches_disjoint(self, a: Mapping[str, Any], b: Mapping[str, Any], depth: int) -> bool:
-        """Whether every branch of ``a``, or one part of it, is disjoint from ``b``."""
+        """Returns True if every branch of ``a``, or one part of it, is disjoint from ``b``."""
         for key in ("anyOf", "oneOf"):
             options = a.get(key)
             if isinstance(options, list) and options and all(self.are_disjoint(one, b, depth - 1) for one in options):
@@ -119,7 +119,7 @@ class _DisjointChecker:
         return False
 
     def _find_property(self, node: Mapping[str, Any], name: str) -> Any:
-        """The schema of a property, as far as it is plain to see."""
+        """Returns the schema of a property, if it is directly visible."""
         held = node.get("properties")
         if isinstance(held, Mapping) and name in held:
             return held[name]

@@ -1,4 +1,4 @@
-"""Says what a schema says in fewer keywords: those of draft 2020-12 that have a grammar."""
+"""Rewrites schemas with fewer keywords: those of draft 2020-12 that have a grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IN_PLACE = ("enum", "const", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def rewrite_schema(node: dict[str, Any]) -> dict[str, Any]:
-    """An equal schema without older spellings; ``node`` itself if there is none in it."""
+    """Returns an equal schema without older spellings; ``node`` itself if it has none."""
     for keyword, rewrite in _REWRITES.items():
         if keyword in node:
             node = rewrite(node)
@@ -25,11 +25,11 @@ def _remove_unneeded(node: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _rewrite_items(node: dict[str, Any]) -> dict[str, Any]:
-    """Before 2020 a list stood under ``items``, and what follows it under ``additionalItems``."""
+    """Rewrites a list under ``items`` and the schema under ``additionalItems``, as before draft 2020."""
     if not isinstance(node["items"], list) or "prefixItems" in node:
         return _remove_unneeded(node, "additionalItems")
     rest = {"items": node["additionalItems"]} if "additionalItems" in node else {}
-    # The same place: the library looks at neighbours.
+    # At the same position, since the library looks at neighbours.
     made: dict[str, Any] = {}
     for key, value in node.items():
         made |= {"prefixItems": value, **rest} if key == "items" else {} if key == "additionalItems" else {key: value}
@@ -37,7 +37,7 @@ def _rewrite_items(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite_exclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """In draft 4 ``exclusiveMinimum: true`` said something about ``minimum``."""
+    """Rewrites draft 4's ``exclusiveMinimum: true``, which modifies ``minimum``."""
     for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         flag = node.get(keyword)
         if isinstance(flag, bool):
@@ -47,7 +47,7 @@ def _rewrite_exclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite_property_names(node: dict[str, Any]) -> dict[str, Any]:
-    """``propertyNames`` that lists the names or has a pattern is a pattern of properties."""
+    """Rewrites ``propertyNames`` with a list of names or a pattern as a pattern of properties."""
     value = node["propertyNames"]
     if not isinstance(value, Mapping) or any(k in node for k in ("properties", "patternProperties", *IN_PLACE)):
         return node
@@ -68,7 +68,7 @@ def _rewrite_property_names(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
-    """Where nothing else applies to the same value, what is unevaluated is what is additional."""
+    """Rewrites unevaluated keywords as additional ones, if nothing else applies to the same value."""
     if any(key in node for key in IN_PLACE):
         return node
     for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
@@ -78,7 +78,7 @@ def _rewrite_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_one_of(node: dict[str, Any]) -> dict[str, Any]:
-    """Makes room: ``oneOf`` becomes ``anyOf`` later."""
+    """Moves an existing ``anyOf`` to ``allOf``, since ``oneOf`` becomes ``anyOf`` later."""
     if "anyOf" not in node:
         return node
     every = node.get("allOf", [])

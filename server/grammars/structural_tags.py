@@ -1,6 +1,6 @@
-"""Structural tags: texts in which some marks begin parts of a fixed form.
+"""Structural tags: texts in which certain marks begin parts of a fixed form.
 
-Both shapes that vLLM takes are read: ``structures`` with ``triggers``, and ``format``, a tree of parts.
+Both forms of vLLM are read: ``structures`` with ``triggers``, and ``format``, a tree of parts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from trencadis.server.grammars.regex_translation import translate_regex
 LEVELS = 32
 MOST_PARTS = 4_096
 FREE = ("any_text", "triggered_tags")
-"""Parts that only a mark behind them ends."""
+"""Parts that end only at the mark after them."""
 
 
 class TagReader:
-    """Turns structural tags into rules.
+    """Converts structural tags to rules.
 
     Args:
-        writer: takes the rules.
-        spaces: of JSON in them.
+        writer: collects the rules.
+        spaces: rule for blanks of JSON in them.
     """
 
     def __init__(self, writer: GrammarWriter, spaces: WhitespaceRule) -> None:
@@ -51,10 +51,10 @@ class TagReader:
         }
 
     def read(self, value: Any, where: str) -> str:
-        """The rule of a structural tag.
+        """Writes the rule of a structural tag and returns its name.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: it is invalid.
         """
         value = parse_if_text(value, where)
         if not isinstance(value, Mapping):
@@ -128,7 +128,7 @@ class TagReader:
         return self._writer.add_rule(f"{self._writer.write_text(begin)} {self._read_tag_rest(part, at, level)}")
 
     def _read_tag_rest(self, part: Mapping[str, Any], at: str, level: int) -> str:
-        """Content and end of a tag."""
+        """Writes the content and end of a tag."""
         given = part.get("end", "")
         ends = [self._read_mark(one, f"{at}.end") for one in (given if isinstance(given, list) and given else [given])]
         content = part.get("content")
@@ -147,7 +147,7 @@ class TagReader:
         return rules[0] if len(rules) == 1 else f"({' | '.join(rules)})"
 
     def _read_mark(self, value: Any, at: str) -> str:
-        """A text, or the text of a token."""
+        """Returns a text, or the text of a token."""
         if isinstance(value, Mapping) and value.get("type") == "token":
             value = value.get("token")
         if not isinstance(value, str):
@@ -155,7 +155,7 @@ class TagReader:
         return value
 
     def _make_triggered_rule(self, part: Mapping[str, Any], at: str, level: int, end: str) -> str:
-        """Free text in which a trigger begins a tag; ``end`` ends it all, if it is not empty."""
+        """Writes a rule for free text in which a trigger begins a tag; ``end`` ends all of it, if not empty."""
         triggers = _get_texts(part, "triggers", at)
         tags = part.get("tags")
         if not triggers or not all(triggers) or not isinstance(tags, list) or not tags:

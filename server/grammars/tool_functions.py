@@ -16,7 +16,7 @@ _PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "$
 
 @dataclass(frozen=True, slots=True)
 class ToolParameter:
-    """One parameter of a function; ``schema`` is whole, with all that it refers to."""
+    """One parameter of a function; ``schema`` is complete, including the definitions that it refers to."""
 
     name: str
     schema: Any
@@ -30,7 +30,7 @@ class ToolFunction:
 
     Args:
         where: JSON path of the schema in the request.
-        fault: why ``schema`` takes any object and not what the tool says.
+        fault: why ``schema`` accepts any object instead of the tool's schema.
     """
 
     name: str
@@ -40,10 +40,11 @@ class ToolFunction:
 
     @classmethod
     def from_tool(cls, tool: Mapping[str, Any], index: int, exact: bool) -> ToolFunction:
-        """The function of a checked tool.
+        """Returns the function of a checked tool.
 
         Args:
-            exact: whether the arguments must fit the schema; else they may be any object where it has no grammar.
+            exact: True if the arguments must fit the schema; else any object is accepted for a schema without a
+            grammar.
 
         Raises:
             BadRequest: ``exact``, and the schema has no grammar.
@@ -63,13 +64,13 @@ class ToolFunction:
             return cls(function["name"], {"type": "object"}, where, error)
 
     def list_parameters(self) -> list[ToolParameter]:
-        """Its parameters one by one, for forms that do not write them as one JSON text.
+        """Returns the parameters one by one, for call formats that do not write them as one JSON text.
 
         Raises:
-            BadRequest: the schema says more of them than their names, schemas and which are required.
+            BadRequest: the schema has more than names, schemas and required names of parameters.
         """
         if self.fault is not None:
-            # Any object is no list of parameters: none of them could be written.
+            # A schema for any object has no list of parameters: none of them could be written.
             raise self.fault
         root = self.schema if isinstance(self.schema, dict) else {}
         defs = root.get("$defs", {})
@@ -91,7 +92,7 @@ class ToolFunction:
 
 
 def _refers_to_root(root: Any) -> bool:
-    """Whether a schema refers to itself as a whole."""
+    """Returns True if a schema refers to itself as a whole."""
     todo = [root]
     while todo:
         node = todo.pop()
@@ -105,7 +106,7 @@ def _refers_to_root(root: Any) -> bool:
 
 
 def make_separated_rule(writer: GrammarWriter, items: Sequence[tuple[str, bool]], separator: str) -> str:
-    """The rule of items in order with a separator between them; those that are not required may be left out."""
+    """Writes the rule of items in order with a separator between them; optional ones may be left out."""
     behind, alone = '""', '""'
     for item, required in reversed(items):
         if required:
@@ -117,7 +118,7 @@ def make_separated_rule(writer: GrammarWriter, items: Sequence[tuple[str, bool]]
 
 
 def make_list_rule(writer: GrammarWriter, items: Sequence[str], many: bool) -> str:
-    """The rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
+    """Writes the rule of a list in brackets: one of ``items``, or with ``many`` one or more, each any of them."""
     each = writer.add_rule(" | ".join(items))
     more = f"({quoted(', ')} {each})*" if many else ""
     return writer.add_rule(f"{quoted('[')} {each} {more} {quoted(']')}")

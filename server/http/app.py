@@ -65,11 +65,11 @@ log = logging.getLogger("trencadis.server")
 GENERATING = (serving_chat, serving_chat_batch, serving_completion, serving_responses, serving_messages)
 POOLING = (serving_embedding, serving_pooling, serving_classify, serving_score, serving_rerank)
 _DEFAULT = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
-"""Where ``/invocations`` sends what a pooling server pools."""
+"""Routes to which ``/invocations`` sends the requests of a pooling server, by task."""
 
 
 class MethodNotAllowed(TrencadisError):
-    """405: the path knows other methods."""
+    """Error 405: the path supports other methods."""
 
     status = 405
     type = "MethodNotAllowedError"
@@ -78,12 +78,12 @@ class MethodNotAllowed(TrencadisError):
 def create_app(
     settings: HttpSettings, engine: EngineClient, service: TextService, image_source: ImageSource | None = None
 ) -> FastAPI:
-    """The application; ``app.state.trencadis`` is its AppState. The engine may still be loading.
+    """Builds the application; ``app.state.trencadis`` is its AppState. The engine may still be loading.
 
-    ``image_source`` is the source of images where ``service`` has none of its own.
+    ``image_source`` is used if ``service`` has no source of images.
 
     Raises:
-        StartupError: a flag names a parser that there is not, or a key file that cannot be used.
+        StartupError: a flag names an unknown parser, or a key file that cannot be used.
     """
     _complete_service(service, engine, image_source)
     config, shared = settings.config, settings.shared
@@ -116,7 +116,7 @@ def create_app(
             task.cancel()
 
     docs = not config.disable_fastapi_docs
-    # --root-path is uvicorn's, which puts it into each request's scope; FastAPI no longer takes one.
+    # --root-path is passed to uvicorn, which adds it to each request's scope; FastAPI no longer accepts one.
     app = FastAPI(
         title="Trencadis",
         version=__version__,
@@ -138,7 +138,7 @@ def create_app(
 
 
 def _complete_service(service: TextService, engine: EngineClient, images: ImageSource | None) -> None:
-    """Gives ``service`` a source of images where it has none, and the limit of an engine that is up already."""
+    """Sets the source of images of ``service`` if it has none, and the length limit of an engine that is already up."""
     service.template_workers = TemplateWorkers()
     service.images = service.images or images
     if engine.info is not None:
@@ -148,7 +148,9 @@ def _complete_service(service: TextService, engine: EngineClient, images: ImageS
 def _register_collectors(
     metrics: PrometheusMetrics, settings: HttpSettings, engine: EngineClient, tenants: TenantRegistry | None
 ) -> None:
-    """Figures beside the engine's: of tenants; of processes and of sleep, which the front of several tells."""
+    """Registers metrics besides the engine's: of tenants; of processes and of sleep, unless a front process reports
+    them.
+    """
     metrics.registry.register(LogCollector())
     if tenants is not None:
         metrics.registry.register(TenantCollector(tenants))
@@ -160,7 +162,7 @@ def _register_collectors(
 
 
 def _make_traces(endpoint: str, metrics: PrometheusMetrics) -> TraceQueue | None:
-    """What sends traces to ``endpoint``, if there is one; its figures are in ``metrics``."""
+    """Makes the queue that sends traces to ``endpoint``, and registers its metrics; None without an endpoint."""
     if not endpoint:
         return None
     made = TraceQueue.for_endpoint(endpoint)
@@ -169,7 +171,7 @@ def _make_traces(endpoint: str, metrics: PrometheusMetrics) -> TraceQueue | None
 
 
 def _make_tenants(settings: HttpSettings) -> tuple[TenantRegistry | None, TenantFairQueue | None]:
-    """The tenants of the key file, and their fair queue if the scheduler gives them shares."""
+    """Reads the tenants of the key file, and makes their fair queue if the scheduling policy is ``fair``."""
     if not settings.config.api_key_file:
         return None, None
     shared, count = settings.shared, 1 if settings.shared is None else settings.shared.count
@@ -178,14 +180,16 @@ def _make_tenants(settings: HttpSettings) -> tuple[TenantRegistry | None, Tenant
     )
     if settings.engine.scheduling_policy != "fair":
         return tenants, None
-    # Each of several processes has an equal part of the rows and of the workers.
+    # Each of several processes gets an equal part of the rows and of the workers.
     return tenants, TenantFairQueue.for_engines(
         -(-settings.max_running // count), max(min(MAX_WORKERS, available_cpus()) // count, 1)
     )
 
 
 def _include_routes(app: FastAPI, state: AppState) -> None:
-    """The routes of a server that generates, or of one that pools; the others' paths say which flag serves them."""
+    """Adds the routes of a generating or of a pooling server; paths of the other kind answer with the flag that enables
+    them.
+    """
     how = state.service.config.pooling
     routers = [module.router(state) for module in GENERATING], [module.router(state) for module in POOLING]
     other, own = routers if how is not None else routers[::-1]
@@ -251,7 +255,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 def format_validation_error(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """A short message about pydantic's first error, and its JSON path."""
+    """Returns a short message about pydantic's first error, and its JSON path."""
     if not errors:
         return "The request is not valid.", None
     first = errors[0]
@@ -266,7 +270,7 @@ def format_validation_error(errors: Sequence[Any]) -> tuple[str, str | None]:
         if isinstance(part, int):
             path += f"[{part}]"
         elif i and ("[" in str(part) or str(part) in ("str", "int", "float", "bool")):
-            break  # pydantic names the branch of a union here, which is not part of the request
+            break  # pydantic adds the branch of a union, which is not part of the request
         else:
             path += f".{part}" if path else str(part)
     if not path:

@@ -17,7 +17,7 @@ from trencadis.server.routes.http_settings import HttpSettings
 
 
 def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines) -> FastAPI:
-    """The app that answers with ``supervisor``'s engine, which may still be loading.
+    """Builds the app over ``supervisor``'s engine, which may still be loading.
 
     Raises:
         StartupError: the checkpoint lacks something that the API side needs.
@@ -55,7 +55,7 @@ def build_app(settings: Settings, supervisor: Supervisor | Fleet | RemoteEngines
 
 
 def make_media_rules(server: ServerConfig, share: int = 1) -> MediaRules:
-    """The operator's limits on media, of one of ``share`` processes."""
+    """Returns the operator's limits on media, for one of ``share`` processes."""
     return MediaRules(
         domains=tuple(server.allowed_media_domains),
         folder=server.allowed_local_media_path,

@@ -1,8 +1,9 @@
 """Writes stream chunks directly to the connection, bypassing the ASGI layers, whose cost per token exceeds the system
-call.
+call's.
 
-Only events between the head of a response and its end go this way. They keep their order with those that go through the
-layers, because whoever writes the latter waits for its next piece meanwhile (``Generation.set_writer``).
+Only events between the head of a response and its end are written this way. They keep their order with those that pass
+through the layers, because the task that writes the latter waits for its next piece meanwhile
+(``Generation.set_writer``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""ASGI middleware behind the request middleware under ``--scheduling-policy fair``: a request waits here until its
-tenant's fair share admits it.
+"""ASGI middleware inside the request middleware, for ``--scheduling-policy fair``.
+
+A request waits here until its tenant's fair share admits it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from trencadis.server.tenants.fair_queue import FairQueueEntry, FairQueueStage, 
 from trencadis.server.tenants.rate_limits import CURRENT
 
 SMALL_BODY = 1 << 16
-"""Bytes of a body that cost as much to prepare as a request costs beside its body."""
+"""Body size in bytes from which preparing the body takes as long as the rest of a request's preparation."""
 MAX_UNREAD = 320 << 10
-"""Most bytes of a body that lie in this process before somebody reads it: uvicorn pauses a connection that has more
-than 64 KiB, and 256 KiB may come at once. The rest stays with the system."""
+"""Maximum bytes of a body in this process before it is read: uvicorn pauses a connection that has more than 64 KiB,
+and 256 KiB may arrive at once. The rest stays in the system's buffers.
+"""
 CONNECTION_KEY = "trencadis.connection"
 QUEUE_ENTRY_KEY = "trencadis.turn"
 
 
 class DisconnectNotifier(Protocol):
-    """A connection that calls ``on_lost`` when the client disconnects."""
+    """Protocol of a connection that calls ``on_lost`` when the client disconnects."""
 
     on_lost: partial[None] | None
 
@@ -58,7 +60,7 @@ class FairAdmissionMiddleware:
             if entry.stage is not FairQueueStage.WAITING:
                 await self._app(scope, receive, out)
                 return
-            # A request that is admitted later is counted now, so that a full server says so at once.
+            # Counted now although it is admitted later, so that a full server refuses it at once.
             with self._admission.hold_early_ticket():
                 await self._wait_for_admission(entry, scope, min(size, MAX_UNREAD))
                 await self._app(scope, receive, out)
@@ -66,12 +68,12 @@ class FairAdmissionMiddleware:
             entry.finish()
 
     async def _wait_for_admission(self, entry: FairQueueEntry, scope: Scope, unread: int) -> None:
-        """Waits for admission; ``unread`` bytes of the body may lie here meanwhile.
+        """Waits for admission; ``unread`` bytes of the body may be buffered meanwhile.
 
         Raises:
             ClientGone: the client has disconnected.
-            QueueFull: bodies leave no room.
-            Unavailable: the server ends.
+            QueueFull: other bodies leave no room.
+            Unavailable: the server is ending.
         """
         record: RequestRecord = scope["trencadis.record"]
         body: BodyCharge = scope["trencadis.body"]
@@ -101,7 +103,7 @@ def _end_on_disconnect(connection: DisconnectNotifier | None, entry: FairQueueEn
 
 
 def get_body_size(scope: Scope) -> int:
-    """Announced body size in bytes; for a chunked body, the most that is buffered unread."""
+    """Returns the announced body size in bytes; for a chunked body, the most that is buffered unread."""
     size = 0
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():

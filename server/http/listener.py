@@ -22,9 +22,10 @@ log = logging.getLogger("trencadis.server")
 
 WANTED_FILES = 65535
 BACKLOG = 32
-"""Connections that asyncio accepts in one go. Each takes a tenth of a millisecond, for which all answers wait that are
-being written; heads are read a few at a time (``connection.AT_A_TIME``). Connections wait in one line, whoever they are
-from: one that comes behind a flood of thousands waits until those are accepted."""
+"""Connections that asyncio accepts in one go. Each takes a tenth of a millisecond, which delays all answers; heads
+are read a few at a time (``uvicorn_connection.STARTS_PER_PASS``). Connections are accepted in the order of arrival,
+whichever client they are from: one that arrives after a flood of thousands waits until those are accepted.
+"""
 QUEUED = 4096
 """Connections that the system queues until they are accepted (at most net.core.somaxconn). Linux drops what does not
 fit and resets it seconds later, when its client has sent a request."""
@@ -48,19 +49,19 @@ class Listener(socket.socket):
         super().__init__(*args)
         self.most = MOST
         self.plain = True
-        """Whether clients can read a refusal; behind TLS they cannot."""
+        """True if clients can read a refusal; with TLS they cannot."""
         self.count_elsewhere: Callable[[int], int] = _no_other_process
-        """Told how many connections are open here, says how many other processes have open."""
+        """Called with the number of connections open here; returns how many other processes have open."""
         self.open: weakref.WeakSet[AcceptedSocket] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self._said = -SAY_EVERY
 
     def listen(self, backlog: int = QUEUED, /) -> None:
-        """Listens with a queue of ``QUEUED`` at least: asyncio asks for no more than it accepts in one go."""
+        """Listens with a queue of at least ``QUEUED``: asyncio requests no more than it accepts in one go."""
         super().listen(max(backlog, QUEUED))
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection.
+        """Returns the next connection.
 
         Raises:
             BlockingIOError: there is none, or it was refused.
@@ -79,7 +80,7 @@ class Listener(socket.socket):
         return connection, address
 
     def _handle_accept_error(self, error: OSError) -> OSError:
-        """What ``accept`` raises, where the system could accept no connection."""
+        """Returns the exception that ``accept`` raises if the system could accept no connection."""
         if error.errno not in SHORT:
             return error
         self._refuse_without_descriptor()
@@ -122,12 +123,12 @@ class Listener(socket.socket):
 
 
 def _no_other_process(here: int) -> int:
-    """No other process takes connections."""
+    """Returns 0: no other process accepts connections."""
     return 0
 
 
 class AcceptedSocket(socket.socket):
-    """A connection that counts while it is open."""
+    """A connection that is counted while it is open."""
 
     of: weakref.WeakSet[AcceptedSocket] | None = None
 
@@ -139,7 +140,7 @@ class AcceptedSocket(socket.socket):
 
 
 def get_max_connections(asked: int | None) -> int:
-    """Most connections to accept: the descriptor limit less a reserve, at most ``asked``."""
+    """Returns the maximum number of connections: the descriptor limit minus a reserve, at most ``asked``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if asked is None else asked
     if soft == resource.RLIM_INFINITY:
@@ -149,7 +150,7 @@ def get_max_connections(asked: int | None) -> int:
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
-    """A bound and listening socket.
+    """Opens a bound and listening socket.
 
     Raises:
         StartupError: the port is in use, or the address does not belong to this machine.
@@ -162,16 +163,16 @@ def open_listener(server: ServerConfig) -> socket.socket:
 
 
 def open_shared_listener(name: Any, now: bool = True) -> socket.socket:
-    """A socket beside others at ``name`` (of ``getsockname``): the kernel distributes connections among the listening
-    sockets.
+    """Opens a socket at ``name`` (of ``getsockname``), which other processes use too: the kernel distributes
+    connections among the listening sockets.
 
-    A unix socket cannot be dealt; its processes take connections from one queue.
+    A unix socket cannot be shared this way; its processes accept connections from one queue.
 
     Args:
-        now: it listens, so that connections wait for whoever accepts them later; else its server lets it listen.
+        now: True: it listens, so that connections wait until they are accepted; else the server calls ``listen``.
 
     Raises:
-        StartupError: it cannot be had.
+        StartupError: it cannot be opened.
     """
     sock = Listener(socket.AF_INET6 if len(name) == 4 else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,7 +188,7 @@ def open_shared_listener(name: Any, now: bool = True) -> socket.socket:
 
 
 def adopt_listener(server: ServerConfig, descriptor: int) -> Listener:
-    """The listening socket behind an inherited descriptor."""
+    """Returns the listening socket of an inherited descriptor."""
     sock = Listener(-1, -1, -1, descriptor)
     sock.most, sock.plain = get_max_connections(server.max_connections), not server.ssl_certfile
     return sock
@@ -228,7 +229,7 @@ def _listen_unix(path: str) -> Listener:
 
 
 def format_address(sock: socket.socket, tls: bool) -> str:
-    """The URL at which ``sock`` listens."""
+    """Returns the URL at which ``sock`` listens."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix socket {name}"
@@ -237,7 +238,7 @@ def format_address(sock: socket.socket, tls: bool) -> str:
 
 
 def is_reachable(sock: socket.socket) -> bool:
-    """Whether other machines may reach ``sock``."""
+    """Returns True if other machines may reach ``sock``."""
     name = sock.getsockname()
     if isinstance(name, str):
         return False

@@ -1,4 +1,4 @@
-"""``/openapi.json``: the answers of each route, including the errors of the request middleware.
+"""``/openapi.json``: describes the answers of each route, including the errors of the request middleware.
 
 FastAPI describes successful answers. Its own 422 is removed: this server answers an invalid body with a 400 in OpenAI's
 envelope, or in Anthropic's on its paths.
@@ -36,9 +36,9 @@ ERRORS = {
     529: "The queue is full, or the engine loads, drains or has stopped; `Retry-After` says when to try again.",
 }
 BODY = (400, 413, 429)
-"""Errors of every route with a body: its type or JSON, its size, the space for all bodies."""
+"""Errors of every route with a body: wrong type or JSON, too large, no room for more bodies."""
 WORK = (*BODY, 504)
-"""Those of a route that may take a while."""
+"""Errors of a route that may take a while."""
 MEDIA = (403, 409, 415, 422, 501)
 POOLED = (
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
@@ -57,7 +57,7 @@ STATUSES: dict[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models/{model}"): (404,),
     ("post", "/ping"): BODY,
 }
-"""Errors of each route, besides 431, which every route has, and 401, which every guarded one has."""
+"""Errors of each route, in addition to 431, which every route has, and 401, which every protected one has."""
 PROBES = ("/health", "/ready", "/ping")
 STREAMS = {
     "/v1/chat/completions": "events `data: {...}`, then `data: [DONE]`; an error is an event.",
@@ -97,7 +97,7 @@ class LiveProbe(Strict):
 
 
 def make_openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """A replacement for ``app.openapi``, which builds the description at the first call."""
+    """Returns a replacement for ``app.openapi``, which builds the description at the first call."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _make_responses(path: str, method: str, found: dict[str, Any]) -> dict[str, 
     if path == "/metrics":
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     elif path in STREAMS:
-        # Without a type: some readers apply the schema to the whole text, others to each event.
+        # Without a type, since some readers apply the schema to the whole text, others to each event.
         described = {"description": f"With `stream`: {STREAMS[path]}"}
         good["content"] = {**good["content"], "text/event-stream": {"schema": described}}
     elif path in PROBES:

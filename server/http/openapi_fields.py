@@ -1,6 +1,7 @@
-"""What ``/openapi.json`` says of request fields beyond their types: bounds, forms of messages and of tools.
+"""Adds bounds and forms of messages and tools to ``/openapi.json``.
 
-The types of a request leave these to checks that name the JSON path of a fault, so that pydantic knows nothing of them.
+The types of a request do not have them: checks that name the JSON path of an error enforce them, so pydantic does not
+know them.
 """
 
 from __future__ import annotations
@@ -99,30 +100,30 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "cache_salt": {"minLength": 1, "maxLength": 128},
     "request_id": {"maxLength": 128},
 }  # fmt: skip
-"""Field -> keywords; each is set where the field's type has it."""
+"""Field -> keywords; each is set if the field has the keyword's type."""
 KINDS = {
     "minItems": "array", "maxItems": "array", "items": "array", "enum": "string", "minLength": "string",
     "maxLength": "string", "maxProperties": "object", "propertyNames": "object",
 }  # fmt: skip
-"""Keyword -> its type; the others are of numbers."""
+"""Keyword -> the type that it applies to; the others apply to numbers."""
 
 
 def add_field_bounds(schemas: dict[str, Any]) -> None:
     """Adds bounds and forms to the schemas of requests that generate, in place."""
     schemas |= SHARED
-    raw = schemas.get("CompletionRequest")  # a server that pools has none
+    raw = schemas.get("CompletionRequest")  # absent on a server that pools
     if raw is not None:
         raw["required"] = ["prompt"]
         raw["properties"]["prompt"]["anyOf"] = [b for b in raw["properties"]["prompt"]["anyOf"] if b["type"] != "null"]
     generating = {*_list_request_schemas(GenerateRequest)}
     for name in _list_request_schemas(MediaRequest):
         for field, schema in schemas.get(name, {}).get("properties", {}).items():
-            # /tokenize shows a template what it is given, and takes an empty prompt.
+            # /tokenize passes tools to the template as given, and accepts an empty prompt.
             known = BOUNDS.get(field, {}) if field not in ("tools", "prompt") or name in generating else {}
             for keyword, value in known.items():
                 for branch in schema.get("anyOf", [schema]):
                     if keyword == "items" and branch.get("items", {}).get("type") == "array":
-                        branch["items"] |= known  # a list of conversations: the keywords are of each
+                        branch["items"] |= known  # a list of conversations: the keywords apply to each
                         continue
                     if branch.get("type") in (KINDS.get(keyword), *(() if keyword in KINDS else ("integer", "number"))):
                         branch[keyword] = value

@@ -1,4 +1,4 @@
-"""Work that may come in a flood, a little of it in each pass of the event loop."""
+"""Spreads many calls over passes of the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class PacedCalls:
-    """Calls in their order, at most ``most`` of them in one pass; other callbacks run in between."""
+    """Runs calls in order, at most ``most`` of them in one pass; other callbacks run in between."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -16,7 +16,7 @@ class PacedCalls:
         self._scheduled = False
 
     def put(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """Has ``call`` called in one of the next passes."""
+        """Schedules ``call`` for one of the next passes."""
         self._waiting.append(call)
         if not self._scheduled:
             self._scheduled = True
@@ -24,7 +24,7 @@ class PacedCalls:
 
     def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(self._most, len(self._waiting))):
-            loop.call_soon(self._waiting.popleft())  # by itself: a mistake in one stops no other
+            loop.call_soon(self._waiting.popleft())  # separately, so that an error in one does not stop the others
         self._scheduled = bool(self._waiting)
         if self._scheduled:
             loop.call_soon(self._pass, loop)

@@ -1,7 +1,7 @@
-"""Queue of unread HTTP request heads, served round-robin by tenant, as the key in each head tells.
+"""Queue of unread HTTP request heads, served round-robin by tenant, which is found by the key in each head.
 
-One flood writes thousands of heads at once. To read one, check its key and queue its request costs half a millisecond;
-to find a key among the bytes costs a hundredth of that, so a request beside a flood need not wait behind it.
+A flood may write thousands of heads at once. Reading one, checking its key and queueing its request takes half a
+millisecond; finding a key among the bytes takes a hundredth of that, so other requests need not wait for a flood.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trencadis.server.tenants.tenant_registry import TenantRegistry
 
 T = TypeVar("T")
 MAX_SEARCHED = 16 << 10
-"""Most bytes in which a key is looked for."""
+"""Maximum bytes in which a key is searched."""
 KEY = re.compile(rb"\r\n(?:x-api-key:|authorization:[ \t]*bearer[ \t])[ \t]*([^\r\n]*)", re.IGNORECASE)
 
 
@@ -27,7 +27,7 @@ def find_keys(data: bytes) -> list[bytes]:
 
 
 def find_tenant_name(tenants: TenantRegistry, data: bytes) -> str:
-    """Name of the tenant whose key stands in an unparsed HTTP head; "" without a valid key."""
+    """Returns the name of the tenant whose key is in an unparsed HTTP head; "" without a valid key."""
     account = tenants.find(find_keys(data))
     return "" if account is None else account.tenant.name
 
@@ -45,19 +45,19 @@ class _TenantQueue(Generic[T]):
 
 
 class PendingHeads(Generic[T]):
-    """What waits, by the names that ``get_tenant`` gives; the same name for all without it."""
+    """Waiting items by tenant name from ``get_tenant``; a single name without it."""
 
     def __init__(self) -> None:
         self.get_tenant: Callable[[bytes], str] = lambda data: ""
         self._queues: dict[str, _TenantQueue[T]] = {}
-        """In round-robin order."""
+        """Queues in round-robin order."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def put(self, one: T, data: bytes) -> None:
-        """``one`` waits, whose head begins with ``data``."""
+        """Adds ``one``, whose head begins with ``data``."""
         self._queues.setdefault(self.get_tenant(data), _TenantQueue()).some.append(one)
         self._count += 1
 

@@ -30,7 +30,7 @@ log = logging.getLogger("trencadis.server")
 ID_SIZE = 128
 DIGITS = 18
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-"""Methods that metrics name. Clients may send any word, and each would add a series that never goes away."""
+"""Methods that have their own label in metrics. Clients may send any word, and each would add a permanent series."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 TOO_LARGE = "The request body exceeds {} bytes."
 LATE = "The request body did not arrive within {:g} s, or arrives too slowly."
@@ -43,11 +43,11 @@ class RequestMiddleware:
 
     Args:
         observe: called with (route, method, status, seconds, bytes received, bytes sent) of each answered request.
-        bodies: bounds the bytes of all bodies together.
+        bodies: limits the total bytes of all bodies.
         receive_timeout: seconds of a period in which a body must deliver ``MIN_BYTES_PER_SECOND`` bytes a second; 0: no
         limit.
         request_timeout: seconds that a request may take; 0: no limit.
-        most_headers: header fields of a request.
+        most_headers: maximum header fields of a request.
         ended: called with the record of each request.
     """
 
@@ -74,7 +74,7 @@ class RequestMiddleware:
         self._receive_timeout = receive_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request; other scopes pass through."""
+        """Serves one request; other scopes are passed on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -105,7 +105,7 @@ class RequestMiddleware:
             announced = self._check_headers(scope, headers)
             account = CURRENT.get()
             record.tenant = "" if account is None else account.tenant.name
-            # An announced size holds no memory yet: refuse what cannot fit, charge nothing.
+            # An announced size takes no memory yet: refuse what cannot fit, but charge nothing.
             body.check_free(announced)
             timed = scope["method"] == "POST" and (self._request_timeout or HEADER in headers)
             seconds = get_timeout(headers, self._request_timeout) if timed else 0.0
@@ -120,7 +120,7 @@ class RequestMiddleware:
             self._close_record(record, scope, body.received)
 
     def _close_record(self, record: RequestRecord, scope: Scope, received: int) -> None:
-        """Completes the record, and hands it on."""
+        """Completes the record and passes it to its observers."""
         record.end = time.monotonic()
         if not record.status:
             record.status, record.answered = CLIENT_CLOSED, record.end
@@ -131,14 +131,14 @@ class RequestMiddleware:
         self._ended(record)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> int:
-        """Checks the key, size and content type that the headers give; returns the announced size of the body."""
+        """Checks key, size and content type in the headers; returns the announced size of the body."""
         if len(headers) > self._most_headers:
             raise HeadersTooLarge(f"The request has more than {self._most_headers} header fields.")
         authorization, x_api_key = headers.get("authorization", ""), headers.get("x-api-key", "")
         path = get_path(scope)
         scope["trencadis.tenant"] = self._keys.check(scope["method"], path, authorization, x_api_key)
         length = headers.get("content-length", "")
-        # int() refuses thousands of digits with an error of its own.
+        # int() raises its own error for thousands of digits.
         if length.isdecimal() and (len(length) > DIGITS or int(length) > self._max_body):
             raise TooLarge(TOO_LARGE.format(self._max_body))
         if scope["method"] == "POST" and headers.get("content-type") != "application/json":
@@ -147,7 +147,7 @@ class RequestMiddleware:
 
 
 def _check_type(headers: Headers, length: str, path: str) -> None:
-    """Raises BadRequest for a body that is no JSON; some paths take forms elsewhere, and are a 404 here."""
+    """Raises BadRequest for a body that is not JSON; paths that take forms at OpenAI are a 404 here."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     empty = length == "0" or not (length or "transfer-encoding" in headers)
     if kind != "application/json" and not empty and not get_reason(path):
@@ -158,11 +158,11 @@ def _make_client_error(error: BaseException, record: RequestRecord) -> Trencadis
     """The error to send for an exception that ended a request; None if the client has disconnected."""
     match error:
         case ClientGone() | ClientDisconnect():
-            return None  # the second while its body was read
+            return None  # the second is raised while the body is read
         case TrencadisError():
             return error
         case asyncio.CancelledError():
-            # uvicorn cancels requests that outlive the last deadline of a shutdown.
+            # uvicorn cancels requests that run beyond the last deadline of a shutdown.
             return Unavailable("The server is stopping; please retry.")
     log.error("request %s failed", record.id, exc_info=error)
     record.error = TrencadisError.type
@@ -175,7 +175,7 @@ class BodyReceiver:
     Only time in which the server waits for the client counts.
 
     Args:
-        most: bytes of the body.
+        most: maximum bytes of the body.
         seconds: length of a period, in which ``MIN_BYTES_PER_SECOND`` bytes must arrive for each second; 0: no limit.
     """
 
@@ -184,7 +184,7 @@ class BodyReceiver:
         self._left, self._came, self._more = seconds, 0, True
 
     async def __call__(self) -> Message:
-        """The next message.
+        """Returns the next message.
 
         Raises:
             HTTPException: the body is too large (413), late (408), or there is no room for it (429). Starlette reports
@@ -203,7 +203,7 @@ class BodyReceiver:
         return message
 
     async def _receive_in_time(self) -> Message:
-        """The next message of a body that is not too slow."""
+        """Returns the next message of a body; raises if it is too slow."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._left):
@@ -218,7 +218,7 @@ class BodyReceiver:
 
 
 def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
-    """The record of a request that has come now."""
+    """Makes the record of a request that has just arrived."""
     client = scope.get("client")
     address = f"{client[0]}:{client[1]}" if client else ""
     parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
@@ -227,20 +227,20 @@ def make_record(scope: Scope, headers: Headers, id: str) -> RequestRecord:
 
 
 def get_path(scope: Scope) -> str:
-    """The path of a request below ``--root-path``."""
+    """Returns the path of a request below ``--root-path``."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path or "/"
 
 
 def make_error_response(error: TrencadisError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
-    """The error in the form of the API that ``scope`` asks for, and Retry-After if the error has one."""
+    """Returns the error in the format of the API that ``scope`` belongs to, with Retry-After if the error has one."""
     out = dict(headers or {})
     if error.retry_after is not None:
         out["retry-after"] = str(error.retry_after)
     if error.status == 401:
         out["www-authenticate"] = "Bearer"
     if error.status == 504:
-        # Official clients would ask again, and wait as long again.
+        # Official clients would retry, and wait as long again.
         out["x-should-retry"] = "false"
     record = scope.get("trencadis.record")
     if record is not None:

@@ -1,4 +1,4 @@
-"""How long a request may take: as the operator says, or less where the client asks for less."""
+"""Time limit of a request: the operator's, or a shorter one that the client requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TIMEOUT_MESSAGE = "The request did not end within its {:g} seconds."
 
 
 def get_timeout(headers: Headers, most: float) -> float:
-    """Seconds that a request may take; 0: no limit.
+    """Returns the seconds that a request may take; 0: no limit.
 
     Args:
         most: the operator's limit; 0: none.
 
     Raises:
-        BadRequest: the header is no positive number.
+        BadRequest: the header is not a positive number.
     """
     written = headers.get(HEADER)
     if written is None:
@@ -37,13 +37,13 @@ def get_timeout(headers: Headers, most: float) -> float:
 
 
 async def run_within(record: RequestRecord, seconds: float, work: Awaitable[None]) -> None:
-    """Waits for ``work``, which is cancelled if its answer has not begun in time; a stream looks after itself then.
+    """Waits for ``work``, which is cancelled if its answer has not begun in time; a stream checks the deadline itself.
 
     Args:
-        seconds: from the request's arrival on.
+        seconds: limit, counted from the request's arrival.
 
     Raises:
-        DeadlineExceeded: time is up, and nothing is sent.
+        DeadlineExceeded: the limit is exceeded, and nothing has been sent.
     """
     record.deadline = record.begun + seconds
     timer = record.timer = asyncio.timeout_at(record.deadline)

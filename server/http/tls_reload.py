@@ -14,29 +14,29 @@ from trencadis.server.config.config import ServerConfig
 
 log = logging.getLogger("trencadis.server")
 LOOK_EVERY = 5.0
-"""Seconds between looks at the files."""
+"""Seconds between checks of the files."""
 PASSPHRASE = "the key has a passphrase; give one without"
 
 
 class ReloadableContext(ssl.SSLContext):
-    """A context for asyncio, whose new connections use ``current``; those that are open keep theirs.
+    """A context for asyncio whose new connections use ``current``; open ones keep theirs.
 
-    Loading a certificate into a context in use would change half of it where the key does not fit, and authorities
-    could only be added; so each reading makes a context of its own.
+    Loading a certificate into a context in use would change half of it if the key does not match, and authorities could
+    only be added; so each reload makes a new context.
     """
 
     current: ssl.SSLContext
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """One connection, by the context of now."""
+        """Wraps one connection with the current context."""
         return self.current.wrap_bio(*args, **kwargs)
 
 
 class Certificates:
-    """The files of ``server`` and the context that they make.
+    """The certificate files of ``server`` and the context made from them.
 
     Raises:
-        StartupError: a file is missing or wrong, or names no authority where clients need a certificate.
+        StartupError: a file is missing or wrong, or has no authority although clients need a certificate.
     """
 
     def __init__(self, server: ServerConfig) -> None:
@@ -50,7 +50,7 @@ class Certificates:
         self.context.current = self._make_context()
 
     def reload(self) -> None:
-        """Reads the files again; if one is wrong, what was read before stays in use, with a warning."""
+        """Reads the files again; if one is wrong, the previous ones stay in use, with a warning."""
         self._seen = self._get_mtimes()
         try:
             self.context.current = self._make_context()
@@ -62,7 +62,7 @@ class Certificates:
     async def watch(self, every: float = LOOK_EVERY, changed: Callable[[], None] | None = None) -> None:
         """Reads the files again when one has changed. A change is read once it is ``every`` seconds old.
 
-        Certificate and key are two files: between their replacements they do not fit each other.
+        Certificate and key are two files: between their replacements they do not match.
         """
         before = self._seen
         while True:
@@ -110,7 +110,7 @@ class Certificates:
 
 
 def _needs_passphrase(path: str) -> bool:
-    """Whether a key in PEM form needs a passphrase; OpenSSL's errors do not tell."""
+    """Returns True if a key in PEM form needs a passphrase, which OpenSSL's errors do not show."""
     try:
         with open(path, errors="replace") as file:
             return "ENCRYPTED" in file.read(1 << 16)
@@ -119,7 +119,7 @@ def _needs_passphrase(path: str) -> bool:
 
 
 def _describe_error(error: OSError) -> str:
-    """An error of reading a certificate or key, in a few words."""
+    """Describes an error of reading a certificate or key in a few words."""
     if not isinstance(error, ssl.SSLError):
         return error.strerror or str(error)
     if error.reason == "KEY_VALUES_MISMATCH":

@@ -1,4 +1,4 @@
-"""Paths of OpenAI's API that this server does not have, and what it says about them."""
+"""Paths of OpenAI's API that this server does not have, with the reason that it answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WHY = {
 
 
 def get_reason(path: str) -> str:
-    """Why this server lacks a path of OpenAI's; empty for any other path."""
+    """Returns why this server lacks a path of OpenAI's; empty for any other path."""
     return next((why for start, why in WHY.items() if path == start or path.startswith(start + "/")), "")
 
 
 def describe_missing_path(path: str) -> str:
-    """One line for a path that there is not."""
+    """Returns one line for a path that does not exist."""
     shown, why = path[:80], get_reason(path)
     if not why:
         return f"No such path: {shown}"

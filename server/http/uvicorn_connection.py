@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on the memory and time of a request that is not complete yet."""
+"""uvicorn's HTTP connection, with limits on the memory and time of an incomplete request."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from trencadis.server.records.request_record import RequestRecord
 log = logging.getLogger("trencadis.server")
 
 HEADS = 32 << 20
-"""Most bytes of unfinished request heads and of pipelined requests, on all connections together."""
+"""Maximum bytes of unfinished request heads and of pipelined requests, on all connections together."""
 STARTS_PER_PASS = 2
-"""Requests that begin in one pass of the event loop. Thousands of clients may write at once, and for each head all
-answers wait that are being written; further bytes wait for the next pass."""
+"""Maximum requests that begin in one pass of the event loop. Thousands of clients may write at once, and each head
+delays all answers; further bytes wait for the next pass.
+"""
 ENDS_PER_PASS = 8
-"""Requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a millisecond,
-and those of a balancer that ends go all at once."""
+"""Maximum requests that end in one pass of the event loop because their clients have gone. Each takes a tenth of a
+millisecond, and all those of a load balancer that ends go at once.
+"""
 GRACE = 1.0
-"""Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep theirs for five seconds, as the
-server does: one that is chosen in the last moment would be reset, so the client's limit has to come first."""
+"""Seconds that an idle connection is kept beyond ``--timeout-keep-alive``. Clients keep connections for five
+seconds, as the server does: one reused in the last moment would be reset, so the client's limit has to expire first.
+"""
 DISCONNECT_CHECKS = (0.02, 0.1, 0.25, 0.5)
 """Seconds between checks of a client that has closed its side; the last value repeats."""
 TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -43,17 +46,16 @@ OVERLOADED_RESPONSE = (
 
 @dataclass
 class SharedLimits:
-    """The limits that all connections of a server share.
+    """Limits that all connections of a server share.
 
     Args:
-        seconds: in which the head of a request must arrive, from the connection or its first byte on; 0: no limit.
-            Also the time for which a body is read and dropped after the answer.
-        bound: most bytes of requests that have not begun.
-        begun: requests that have begun in this pass of the event loop.
-        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and of one tenant
-        alternately the one
-            that waits longest and the one that came last, which may be another client's than a flood's.
-        lost_connections: the ends of connections whose clients have gone.
+        seconds: time within which the head of a request must arrive, from the connection or its first byte on; 0: no
+            limit. Also the time for which a body is read and dropped after the answer.
+        bound: maximum bytes of requests that have not begun.
+        begun: number of requests that have begun in this pass of the event loop.
+        deferred: connections with the bytes that wait for the next pass. Round-robin over tenants, and within a tenant
+        alternately the oldest and the newest, which may be from another client than a flood.
+        lost_connections: ends of connections whose clients have gone.
     """
 
     seconds: float = 20.0
@@ -65,14 +67,14 @@ class SharedLimits:
     lost_connections: PacedCalls = field(default_factory=lambda: PacedCalls(ENDS_PER_PASS))
 
     def may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether another request may begin in this pass."""
+        """Returns True if another request may begin in this pass."""
         if not self.begun:
             loop.call_soon(self._run_pass, loop)
         self.begun += 1
         return self.begun <= STARTS_PER_PASS and not self.deferred
 
     def _run_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins the next requests, each by itself: a mistake in one stops no other."""
+        """Begins the next requests, each separately, so that an error in one does not stop the others."""
         self.begun = 0
         if self.deferred:
             self._begin(loop)
@@ -96,17 +98,17 @@ class LimitedH11Protocol(H11Protocol):
 
     _held = 0
     _ended = False
-    """Whether the client has closed its side."""
+    """True if the client has closed its side."""
     _timer: asyncio.TimerHandle | None = None
     _waits: type[h11.IDLE] | type[h11.SEND_BODY] | None = None
-    """What the timer waits for: a head, or the rest of a body that nobody reads."""
+    """What the timer waits for: a head, or the rest of a body that is discarded."""
     _look: asyncio.TimerHandle | None = None
     on_lost: Callable[[], None] | None = None
     """Called when the connection ends while its request waits for admission."""
 
     def __init__(self, shared: SharedLimits, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        # The gate writes access lines, with what only it knows.
+        # The request middleware writes access lines, with its own data.
         self.access_log = False
         self._shared = shared
         if self.timeout_keep_alive:
@@ -118,7 +120,7 @@ class LimitedH11Protocol(H11Protocol):
         self._wait(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Releases what the connection held."""
+        """Releases the bytes and timers of the connection."""
         self._hold(0)
         self._wait(None)
         if self._look is not None:
@@ -134,7 +136,7 @@ class LimitedH11Protocol(H11Protocol):
             self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes of a head, a body or pipelined requests."""
+        """Handles bytes of a head, a body or pipelined requests."""
         shared = self._shared
         if self._is_idle() and not shared.may_begin(self.loop) and shared.held + len(data) <= shared.bound:
             self._defer(data)
@@ -150,7 +152,7 @@ class LimitedH11Protocol(H11Protocol):
         self._hold(self._held + len(data))
 
     def resume(self, data: bytes) -> None:
-        """Takes bytes that came in an earlier pass of the event loop."""
+        """Handles bytes that arrived in an earlier pass of the event loop."""
         if self.transport.is_closing():
             return
         try:
@@ -158,22 +160,22 @@ class LimitedH11Protocol(H11Protocol):
             super().data_received(data)
             self._charge_pending_bytes()
         except Exception:
-            # As asyncio does where it calls data_received.
+            # As asyncio does after an error in data_received.
             self.transport.abort()
             raise
 
     def handle_events(self) -> None:
-        """Begins the requests whose heads have come; their scopes name this connection."""
+        """Begins the requests whose heads have arrived; their scopes have a reference to this connection."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            # Without a cycle of references, which the collector would have to find.
+            # A weak reference, to avoid a cycle for the garbage collector.
             cast("dict[str, Any]", self.cycle.scope)["trencadis.connection"] = weakref.ref(self)
 
     def get_chunk_writer(self, record: RequestRecord) -> ChunkWriter | None:
-        """What writes chunks of the response that has begun; None if it is not written in chunks.
+        """Returns a writer for chunks of the response that has begun; None if it is not chunked.
 
-        HTTP/1.1 sends a body of unknown length so, other than to a client that asked for the head alone.
+        HTTP/1.1 sends bodies of unknown length in chunks, except for HEAD requests.
         """
         cycle = self.cycle
         if self.conn.our_state is not h11.SEND_BODY or self.scope["http_version"] != "1.1":
@@ -183,7 +185,7 @@ class LimitedH11Protocol(H11Protocol):
         return ChunkWriter(self.transport, self.flow, cycle, record)
 
     def on_response_complete(self) -> None:
-        """Closes the connection of a client that has closed its side: no other request follows."""
+        """Closes the connection of a client that has closed its side, since no other request follows."""
         super().on_response_complete()
         self._charge_pending_bytes()
         if self._ended and self._is_idle():
@@ -225,14 +227,14 @@ class LimitedH11Protocol(H11Protocol):
             self._timer = self.loop.call_later(self._shared.seconds, self._on_timeout)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection, unless a request has come in this moment: that would be reset."""
+        """Closes an idle connection, unless a request has just arrived, which would be reset."""
         if self._has_more():
             self.timeout_keep_alive_task = self.loop.call_later(GRACE, self.timeout_keep_alive_handler)
         else:
             super().timeout_keep_alive_handler()
 
     def _has_more(self) -> bool:
-        """Whether bytes wait in the system that the event loop has not read yet."""
+        """Returns True if the system has bytes that the event loop has not read yet."""
         sock = self.transport.get_extra_info("socket")
         if sock is None or self.transport.is_closing() or not self.transport.is_reading():
             return False

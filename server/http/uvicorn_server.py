@@ -28,8 +28,8 @@ class WebServer(uvicorn.Server):
     """uvicorn without its signal handlers: with those of ``server/cli``, a drained server exits with code 0.
 
     Args:
-        certificates: None where the server speaks plain HTTP.
-        watches: whether it looks for new certificates by itself.
+        certificates: None for plain HTTP.
+        watches: True if it checks for new certificates by itself.
     """
 
     def __init__(self, config: uvicorn.Config, certificates: Certificates | None = None, watches: bool = False) -> None:
@@ -38,7 +38,7 @@ class WebServer(uvicorn.Server):
         self._watches = watches
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until it is told to leave."""
+        """Serves until ``leave`` is called."""
         watch = None
         if self.certificates is not None and self._watches:
             watch = asyncio.create_task(self.certificates.watch())
@@ -52,7 +52,7 @@ class WebServer(uvicorn.Server):
         """Shuts the server down once it has started; before that, the lifespan would not be closed.
 
         Args:
-            seconds: for the last answers.
+            seconds: time for the last answers.
         """
         self.config.timeout_graceful_shutdown = seconds
         if self.started:
@@ -62,22 +62,22 @@ class WebServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Captures no signal."""
+        """Leaves the signal handlers unchanged, unlike uvicorn's own method."""
         yield
 
 
 def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int, share: int = 1) -> WebServer:
-    """uvicorn over ``app``.
+    """Makes the uvicorn server of ``app``.
 
     Args:
         flush_seconds: time to write the last responses once the engine is done.
-        share: processes among which the bytes of unfinished request heads are divided.
+        share: number of processes among which the bytes of unfinished request heads are divided.
 
     Raises:
         StartupError: a certificate cannot be used.
     """
     certificates = Certificates(server) if server.ssl_certfile else None
-    # uvicorn calls the class with its own arguments only, so a partial carries ours.
+    # uvicorn calls the class with its own arguments only, so a partial adds ours.
     limits = SharedLimits(server.receive_timeout)
     limits.bound //= share
     state: AppState | None = getattr(app.state, "trencadis", None)
@@ -101,7 +101,7 @@ def make_server(server: ServerConfig, app: FastAPI, flush_seconds: int, share: i
         server_header=False,
     )
     config.load()
-    # uvicorn makes its context of files, once.
+    # uvicorn would make its context from the files, once.
     if certificates is not None:
         config.ssl = certificates.context
     return WebServer(config, certificates, server.enable_ssl_refresh)

@@ -1,4 +1,4 @@
-"""Figures of several processes as one server's: what they send, and the sums of it. Pure."""
+"""Combines the metrics of several processes into one server's: the messages, and their sums. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 from trencadis.server.metrics.deprecated_metrics import PACE
 
 CREATED = "_created"
-"""The end of a sample's name that is a time; of several the first counts."""
+"""Suffix of samples whose value is a time; of several processes the first counts."""
 BETWEEN, OLD_BETWEEN = "vllm:inter_token_latency_seconds", f"vllm:{PACE}"
 
 
@@ -26,7 +26,7 @@ class SampleValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FamilySamples(msgspec.Struct, array_like=True):
-    """One family of a registry; all that a process of several shows can be added up."""
+    """One metric family of a registry; all families of API processes can be summed."""
 
     name: str
     text: str
@@ -35,12 +35,12 @@ class FamilySamples(msgspec.Struct, array_like=True):
 
 
 def pack_registry(registry: Collector) -> bytes:
-    """All families of ``registry``."""
+    """Encodes all families of ``registry``."""
     return msgspec.msgpack.encode([from_metric(family) for family in registry.collect()])
 
 
 def from_metric(family: Metric) -> FamilySamples:
-    """A family of the library."""
+    """Converts a family of the library."""
     samples = [SampleValue(s.name, dict(s.labels), float(s.value)) for s in family.samples]
     return FamilySamples(family.name, family.documentation, family.type, samples)
 
@@ -49,7 +49,7 @@ unpack_registry = msgspec.msgpack.Decoder(list[FamilySamples]).decode
 
 
 def aggregate(parts: Iterable[Sequence[FamilySamples]]) -> list[FamilySamples]:
-    """One family a name with the sums of its samples, in the order in which they first come."""
+    """Returns one family per name with the sums of its samples, in the order of first occurrence."""
     kinds: dict[str, FamilySamples] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for part in parts:
@@ -74,25 +74,25 @@ def aggregate(parts: Iterable[Sequence[FamilySamples]]) -> list[FamilySamples]:
 
 
 def keep_counters(part: Sequence[FamilySamples]) -> list[FamilySamples]:
-    """The counters of a process's metrics, which outlive it; gauges are dropped."""
+    """Returns the counters of a process's metrics, which outlive it; gauges are dropped."""
     return [family for family in part if family.kind != "gauge"]
 
 
 def format_text(families: Sequence[FamilySamples]) -> bytes:
-    """Prometheus' text format. The old name of the times between tokens shows their sums too, where it is there."""
+    """Returns Prometheus' text format. If the old name of the times between tokens is exported, it has the sums too."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_FamilyCollector(families))
     return generate_latest(registry)
 
 
 class _FamilyCollector(Collector):
-    """Families as the library takes them."""
+    """Collector of summed families for the library."""
 
     def __init__(self, families: Sequence[FamilySamples]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """One family a name."""
+        """Yields one family per name."""
         between = next((family for family in self._families if family.name == BETWEEN), None)
         for family in self._families:
             samples = family.samples

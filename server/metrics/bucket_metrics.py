@@ -11,10 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from trencadis.core.process.engine_messages import BucketUse, EngineStats
 
 ANY = "any"
-"""Bucket label of a device without buckets: a label per size would grow without bound."""
+"""Bucket label for a device without buckets, where a label per size would grow without bound."""
 
 OTHER = "other"
-"""Label of unplanned sizes after the first ``MOST``: prompts choose them, so labels would grow without bound."""
+"""Label of unplanned sizes after the first ``MOST``: they depend on prompts, so labels would grow without bound."""
 MOST = 64
 
 LABELS = ("model_name", "engine", "stage", "bucket")
@@ -64,7 +64,7 @@ class BucketMetrics:
         return key if use.planned or not use.bucket or key in self._unplanned else self._limit_key(key)
 
     def _limit_key(self, key: tuple[str, str]) -> tuple[str, str]:
-        """The key of a bucket that is not planned and was not used before."""
+        """Returns the key of a bucket that is not planned and was not used before."""
         if len(self._unplanned) == MOST:
             return key[0], OTHER
         self._unplanned.add(key)
@@ -75,7 +75,7 @@ class BucketMetrics:
         return self.tallies.get((stage, bucket), BucketTally())
 
     def make_families(self, values: Sequence[str]) -> Iterator[Metric]:
-        """``graph_bucket_*`` by bucket; misses by stage and reason."""
+        """Yields ``graph_bucket_*`` by bucket, and misses by stage and reason."""
         texts: dict[str, tuple[str, Callable[[BucketTally], int]]] = {
             "graph_bucket_hits": ("launches whose bucket was ready: its graph was replayed", lambda t: t.hits),
             "graph_bucket_real_tokens": ("tokens, slots or rows that were asked for", lambda t: t.real),
@@ -98,7 +98,7 @@ class BucketMetrics:
         yield padding
 
     def get_real_and_padded(self) -> dict[str, tuple[int, int]]:
-        """Real and padded tokens, slots or rows by stage."""
+        """Returns real and padded tokens, slots or rows by stage."""
         found: dict[str, tuple[int, int]] = {}
         for (stage, _), tally in list(self.tallies.items()):
             real, padded = found.get(stage, (0, 0))
@@ -106,7 +106,7 @@ class BucketMetrics:
         return found
 
     def count_misses(self) -> Counter[tuple[str, str]]:
-        """Launches without a graph by (stage, reason)."""
+        """Returns launches without a graph by (stage, reason)."""
         found: Counter[tuple[str, str]] = Counter()
         for (stage, _), tally in list(self.tallies.items()):
             for reason, count in list(tally.misses.items()):
@@ -115,7 +115,7 @@ class BucketMetrics:
 
 
 def make_graph_families(values: Sequence[str], stats: EngineStats, device: str) -> Iterator[Metric]:
-    """Compilations, bytes of graphs by pool, and warm-up."""
+    """Yields compilations, bytes of graphs by pool, and warm-up."""
     labels, g = ("model_name", "engine"), stats.graphs
     for name, text, count in (
         ("lazy_compiles", "planned shapes that were compiled by the launch that needed them", g.lazy_compiles),

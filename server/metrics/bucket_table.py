@@ -1,4 +1,4 @@
-"""Every planned shape with its state, cost and use, and the device's ledger, as JSON values."""
+"""Describes every planned shape with its state, cost and use, and the device's ledger, as JSON values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trencadis.server.metrics.bucket_metrics import BucketMetrics, BucketTally
 
 
 def describe_all_buckets(engines: Sequence[EngineClient], bucket_metrics: Sequence[BucketMetrics]) -> dict[str, Any]:
-    """The shapes of one engine; several have an object each, in ``engines``."""
+    """Describes the shapes of one engine; several engines have an object each, in ``engines``."""
     each = [describe_engine_buckets(engine, metrics) for engine, metrics in zip(engines, bucket_metrics, strict=True)]
     return each[0] if len(each) == 1 else {"engines": each}
 
 
 def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dict[str, Any]:
-    """The shapes of one engine."""
+    """Describes the shapes of one engine."""
     plan, stats = engine.plan, engine.stats
     info = engine.info
     answer: dict[str, Any] = {
@@ -44,7 +44,7 @@ def describe_engine_buckets(engine: EngineClient, tallies: BucketMetrics) -> dic
 
 
 def describe_plan(plan: GraphPlan) -> dict[str, Any]:
-    """The ledger and the pools; sizes in bytes."""
+    """Describes the ledger and the pools; sizes in bytes."""
     return {
         "mode": plan.warmup,
         "ledger": [{"name": name, "bytes": count} for name, count in plan.ledger],
@@ -58,7 +58,7 @@ def describe_plan(plan: GraphPlan) -> dict[str, Any]:
 
 
 def describe_bucket(b: BucketState, tally: BucketTally) -> dict[str, Any]:
-    """One planned bucket."""
+    """Describes one planned bucket."""
     failed = {"failed": b.failed} if b.failed else {}
     return {
         "bucket": b.name, "stage": b.stage, "dims": b.dims, "variant": b.variant, "pool": b.pool, "planned": True,
@@ -67,7 +67,7 @@ def describe_bucket(b: BucketState, tally: BucketTally) -> dict[str, Any]:
 
 
 def describe_usage(t: BucketTally) -> dict[str, Any]:
-    """Counts of a bucket; ``padding`` is the padded share of the computed work."""
+    """Returns the counts of a bucket; ``padding`` is the padded share of the computed work."""
     return {
         "hits": t.hits, "misses": dict(t.misses), "replays": t.replays,
         "real_tokens": t.real, "padded_tokens": t.padded,

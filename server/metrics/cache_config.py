@@ -1,4 +1,4 @@
-"""``vllm:make_cache_config_info``: the KV cache's configuration as labels, as vLLM names them."""
+"""``vllm:cache_config_info``: the KV cache's configuration as labels, as vLLM names them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ABSENT = {
     "kv_cache_dtype_skip_layers": "[]", "skip_page_size_padded": "None", "attn_group_size": "None",
     "calculate_kv_scales": "False", "swap_space": "0",
 }  # fmt: skip
-"""Labels whose value is the same on every server of this kind, most of them for parts that it does not have."""
+"""Labels with the same value on every server of this kind, most of them for features that it does not have."""
 
 
 def make_cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
-    """Every label with its value; None is written as Python writes it, as elsewhere."""
+    """Returns every label with its value; None is written as in Python, as everywhere."""
     tokens = info.num_blocks * info.block_size
     concurrency = tokens / info.max_model_len if info.max_model_len else None
     own = {
@@ -46,7 +46,7 @@ def make_cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, str]:
 
 
 def make_cache_config_info(values: Sequence[str], config: EngineConfig, info: EngineInfo) -> GaugeMetricFamily:
-    """The gauge, whose value is 1. ``values``: of the labels model_name and engine."""
+    """Returns the gauge, whose value is 1. ``values``: of the labels model_name and engine."""
     labels = make_cache_labels(config, info)
     gauge = GaugeMetricFamily(
         "vllm:cache_config_info", "the KV cache's configuration", labels=("model_name", "engine", *labels)

@@ -1,4 +1,4 @@
-"""The three caches as Prometheus families: prepared images, encoded images, KV blocks of prefixes."""
+"""Prometheus families of the three caches: prepared images, encoded images, KV blocks of prefixes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class CacheStats:
 def collect_cache_stats(
     stats: EngineStats, info: EngineInfo | None, processor: CacheCounters | None
 ) -> list[CacheStats]:
-    """The caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena) and ``prefix``."""
+    """Returns the caches that exist: ``processor`` (this process), ``encoder`` (rows of the image arena) and
+    ``prefix``.
+    """
     found = []
     if processor is not None:
         p = processor
@@ -48,16 +50,16 @@ def collect_cache_stats(
         s, missed = stats, stats.mm_queries - stats.mm_hits
         held = s.arena_used * row
         found.append(CacheStats("encoder", s.mm_hits, missed, s.image_evictions, held, info.arena_bytes))
-    block = info.kv_bytes // (info.num_blocks + 2)  # two are outside the pool
+    block = info.kv_bytes // (info.num_blocks + 2)  # two blocks are outside the pool
     hits, missed = stats.prefix_hits, stats.prefix_queries - stats.prefix_hits
     held, most = stats.kv_cached * block, info.num_blocks * block
     return [*found, CacheStats("prefix", hits, missed, stats.kv_evictions, held, most)]
 
 
 def make_cache_families(values: Sequence[str], caches: Sequence[CacheStats]) -> Iterator[Metric]:
-    """One family per figure, labelled by cache."""
+    """Yields one family per figure, labelled by cache."""
     for name, text in TEXTS.items():
-        field = name.removeprefix("cache_").removesuffix("_bytes")  # "bytes" itself has nothing to remove
+        field = name.removeprefix("cache_").removesuffix("_bytes")  # "bytes" itself has no suffix to remove
         kind = GaugeMetricFamily if name.endswith("bytes") else CounterMetricFamily
         family = kind(f"vllm:{name}", text, labels=LABELS)
         for cache in caches:
@@ -66,7 +68,7 @@ def make_cache_families(values: Sequence[str], caches: Sequence[CacheStats]) -> 
 
 
 class ProcessorCacheCollector(Collector):
-    """The prepared images of one API process of several."""
+    """Collector of the prepared images of one API process of several."""
 
     def __init__(self, values: Sequence[str], cache: Callable[[], CacheCounters | None]) -> None:
         self._values, self._cache = values, cache

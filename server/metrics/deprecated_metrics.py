@@ -16,7 +16,7 @@ from trencadis.core.engine_stats import EngineStats
 
 LABELS = ("model_name", "engine")
 WINDOW = 10.0
-"""Seconds over which the throughput gauges look back, at least."""
+"""Minimum seconds that the throughput gauges look back."""
 
 
 def _divide(part: float, whole: float) -> float:
@@ -50,7 +50,9 @@ class _CounterReading(NamedTuple):
 
 
 class DeprecatedCollector(Collector):
-    """Old names over the engine's counters, and over the histogram of times between tokens, which all engines share."""
+    """Collector of old names for the engine's counters, and for the histogram of times between tokens, which all
+    engines share.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class DeprecatedCollector(Collector):
         self._readings: deque[_CounterReading] = deque()
 
     def collect(self) -> Iterator[Metric]:
-        """One family a name."""
+        """Yields one family per name."""
         stats = self._stats()
         for name, (text, read) in GAUGES.items():
             yield self._make_gauge(name, text, read(stats))
@@ -88,11 +90,11 @@ class DeprecatedCollector(Collector):
         return gauge
 
     def _compute_rates(self, stats: EngineStats) -> tuple[float, float]:
-        """Tokens a second since the last reading that is ``WINDOW`` old, or since the first one."""
+        """Returns tokens per second since the last reading that is ``WINDOW`` old, or since the first one."""
         now = _CounterReading(self._clock(), stats.prompt_tokens, stats.generation_tokens)
         kept = self._readings
         if kept and now.generated < kept[-1].generated:
-            kept.clear()  # another engine counts from zero
+            kept.clear()  # a new engine counts from zero
         kept.append(now)
         while len(kept) > 2 and now.at - kept[1].at >= WINDOW:
             kept.popleft()

@@ -1,13 +1,13 @@
-"""HTTP requests by route, under the names that FastAPI's usual instrumentation gives them."""
+"""HTTP requests by route, under the names of FastAPI's usual instrumentation."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 
 SECONDS = (0.1, 0.5, 1)
-"""Buckets of the seconds by route: each route and method has its own."""
+"""Histogram buckets of the seconds by route and method."""
 FINE = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
-"""Buckets of the seconds of all routes together."""
+"""Histogram buckets of the seconds of all routes together."""
 
 
 class HttpMetrics:

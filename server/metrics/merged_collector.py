@@ -1,4 +1,4 @@
-"""Families that several engines share: one family each, with the samples of all."""
+"""Merges the families of several engines: one family per name, with the samples of all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from prometheus_client.registry import Collector
 
 
 class MergedCollector(Collector):
-    """The families of several collectors; the text format allows a family only once."""
+    """Collector of the merged families of several collectors, since the text format allows each family only once."""
 
     def __init__(self, parts: Sequence[Collector]) -> None:
         self._collectors = parts
 
     def collect(self) -> Iterator[Metric]:
-        """One family a name, in the order of the first collector that has it."""
+        """Yields one family per name, in the order of the first collector that has it."""
         if len(self._collectors) == 1:
             yield from self._collectors[0].collect()
             return

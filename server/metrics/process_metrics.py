@@ -15,13 +15,13 @@ from trencadis.core.process.log_queue import find_log_queue
 
 API, FRONT, OTHER = "api", "front", "other"
 API_MODULE = "trencadis.server.cli.api.api_server_main"
-"""What the command line of one of several API processes names; the word after the next is its index."""
+"""Module in the command line of one of several API processes; the word after the next is its index."""
 ROLES = {
     "trencadis.core.process.engine_process": "engine",
     "trencadis.core.executor.rank_process": "rank",
     "trencadis.multimodal.decode_workers.worker_main": "decode_worker",
 }
-"""Role of a child process by the module that its command line names."""
+"""Module in the command line of a child process -> its role."""
 ALL = (API, *ROLES.values())
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -36,12 +36,12 @@ class ProcessUse(NamedTuple):
 
 
 class ProcessesCollector(Collector):
-    """``vllm:server_*`` of the process ``root`` and all below it.
+    """Collector of ``vllm:server_*`` of the process ``root`` and all its descendants.
 
     Args:
-        root: the API process, or the front of several.
-        role: of ``root``. Several API processes have a role each: ``api-0``.
-        proc: where the kernel shows processes; without it there are no samples.
+        root: the API process, or the front process of several.
+        role: role of ``root``. Several API processes have a role each: ``api-0``.
+        proc: folder of the process file system; without it there are no samples.
     """
 
     def __init__(self, root: int | None = None, proc: Path = Path("/proc"), role: str = API) -> None:
@@ -52,7 +52,7 @@ class ProcessesCollector(Collector):
         self._ended: dict[str, float] = defaultdict(float)
 
     def collect(self) -> Iterator[Metric]:
-        """One sample a role; seconds of processes that have ended stay in their role's."""
+        """Yields one sample per role; seconds of processes that have ended are kept in their role's."""
         now = self.read()
         for key in self._seen.keys() - now.keys():
             self._ended[self._seen[key].role] += self._seen[key].seconds
@@ -71,25 +71,25 @@ class ProcessesCollector(Collector):
         yield from (count, memory, cpu)
 
     def read(self) -> dict[tuple[int, int], ProcessUse]:
-        """Every process by its id and start, since ids are used again."""
+        """Returns every process by its id and start time, since ids are reused."""
         found: dict[tuple[int, int], ProcessUse] = {}
         left = [self._root]
         while left:
             pid = left.pop()
             folder = self._proc / str(pid)
             try:
-                # The name in parentheses may hold anything; fields are counted from behind it.
+                # The name in parentheses may contain anything, so fields are counted after it.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 resident = int((folder / "statm").read_text().split()[1]) * _PAGE
                 role = self._role if pid == self._root else get_role((folder / "cmdline").read_bytes())
                 left += self._list_children(folder)
             except (OSError, IndexError, ValueError):
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
             found[pid, int(fields[19])] = ProcessUse(role, (int(fields[11]) + int(fields[12])) / _TICKS, resident)
         return found
 
     def _list_children(self, folder: Path) -> list[int]:
-        """Children of all threads of a process: the kernel lists each under the thread that started it."""
+        """Returns the children of all threads of a process: the kernel lists each under the thread that started it."""
         found: list[int] = []
         for thread in (folder / "task").iterdir():
             try:
@@ -100,7 +100,7 @@ class ProcessesCollector(Collector):
 
 
 def get_role(command: bytes) -> str:
-    """The role of a process, from its command line as /proc has it."""
+    """Returns the role of a process from its command line in /proc."""
     words = command.decode(errors="replace").split("\0")
     if API_MODULE in words[:-2]:
         return f"{API}-{words[words.index(API_MODULE) + 2]}"

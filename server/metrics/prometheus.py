@@ -34,7 +34,7 @@ from trencadis.server.metrics.stage_metrics import StageMetrics
 from trencadis.server.prompts.generation import RequestTiming
 from trencadis.server.prompts.multimodal_inputs import CacheCounters
 
-# With PROMETHEUS_MULTIPROC_DIR, which vLLM's manifests set, the library would keep each value in a file.
+# With PROMETHEUS_MULTIPROC_DIR, which vLLM's manifests set, the library would store each value in a file.
 storage.ValueClass = storage.MutexValue
 LABELS = ("model_name", "engine")
 ENDS = ("stop", "length", "abort", "error", "repetition")
@@ -79,7 +79,7 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 
 
 def _zero(stats: EngineStats) -> float:
-    """What this server has none of."""
+    """Returns 0 for counters that this server does not have."""
     return 0.0
 
 
@@ -105,17 +105,17 @@ BY_LABEL: dict[str, tuple[str, str, dict[str, Callable[[EngineStats], float]]]] 
         },
     ),
 }  # fmt: skip
-"""Name -> text, label, and what its values count."""
+"""Name -> text, label, and the function of each label value."""
 
 
 class PrometheusMetrics:
-    """The registry, fed by statistics of the engine and by finished requests.
+    """The registry, updated from statistics of the engine and from finished requests.
 
     Args:
-        config: the engine's flags, which ``make_cache_config_info`` shows.
-        fair_queued: counts requests that wait before any engine has them; they count as the first engine's.
-        hidden: whether names that vLLM has given up are there too.
-        one_of_several: this process is one of several that answer; figures of the engines are the front's then.
+        config: the engine's flags, for ``make_cache_config_info``.
+        outside: counts requests that wait before they reach an engine; they count as the first engine's.
+        hidden: True if deprecated names of vLLM are exported too.
+        part: True for one of several API processes; then the front process has the metrics of the engines.
     """
 
     def __init__(
@@ -176,16 +176,16 @@ class PrometheusMetrics:
         self.registry.register(MergedCollector(every))
 
     def format_text(self) -> bytes:
-        """The exposition format."""
+        """Returns the metrics in the exposition format."""
         return generate_latest(self.registry)
 
     @property
     def first_bucket_metrics(self) -> BucketMetrics:
-        """The launches of the first engine."""
+        """The bucket metrics of the first engine."""
         return self.bucket_metrics[0]
 
     def on_stats(self, stats: EngineStats, engine: int = 0) -> None:
-        """Records the lists of an engine's statistics message, which hold only what is new."""
+        """Records the lists of an engine's statistics message, which contain only new entries."""
         values = self._values[engine]
         steps = self._histograms["iteration_tokens_total"].labels(*values)
         for tokens in stats.step_tokens:
@@ -248,7 +248,7 @@ class PrometheusMetrics:
 
 
 def _no_cache() -> CacheCounters | None:
-    """Decoded images are the API process's, and count as the first engine's."""
+    """Returns None: decoded images belong to the API process, and are counted as the first engine's."""
     return None
 
 
@@ -275,7 +275,7 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """One family per counter and gauge."""
+        """Yields one family per counter and gauge."""
         stats = self._engine.stats
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
@@ -299,7 +299,7 @@ class _EngineCollector(Collector):
         yield from make_cache_families(self._values, collect_cache_stats(stats, info, self._processor_cache()))
 
     def _make_labelled_families(self, stats: EngineStats) -> Iterator[Metric]:
-        """The families of ``BY_LABEL``."""
+        """Yields the families of ``BY_LABEL``."""
         for name, (text, label, parts) in BY_LABEL.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(f"vllm:{name.removesuffix('_total')}", text, labels=(*LABELS, label))
@@ -311,7 +311,7 @@ class _EngineCollector(Collector):
 
 
 class _AdmissionCollector(Collector):
-    """The bounded queue in front of all engines. ``part``: that of one process, without the bounds of all."""
+    """Collector of the bounded queue for all engines. ``part``: amounts of one process, without the bounds of all."""
 
     def __init__(self, model: str, admission: Admission, one_of_several: bool) -> None:
         self._model = model
@@ -319,7 +319,7 @@ class _AdmissionCollector(Collector):
         self._is_one_of_several = one_of_several
 
     def collect(self) -> Iterator[Metric]:
-        """What was refused, what is held, and the bounds."""
+        """Yields refusals, held amounts, and the bounds."""
         yield from self._make_held_families()
         refused = CounterMetricFamily("vllm:admission_rejections", "429 answers", labels=("model_name", "reason"))
         for reason, count in self._admission.rejected.items():
@@ -327,7 +327,7 @@ class _AdmissionCollector(Collector):
         yield refused
 
     def _make_held_families(self) -> Iterator[Metric]:
-        """What the bounded queue holds, and its bounds."""
+        """Yields the amounts in the bounded queue, and its bounds."""
         names = ("requests", "tokens", "pixels")
         for name, text, values in (
             ("admission_inside", "held by requests inside the server", self._admission.own),
@@ -340,7 +340,7 @@ class _AdmissionCollector(Collector):
 
 
 class ThroughputLog:
-    """The log line about throughput; tools parse its wording."""
+    """Formats the log line about throughput; tools parse its wording."""
 
     def __init__(self) -> None:
         self._last = EngineStats()
@@ -350,11 +350,11 @@ class ThroughputLog:
     def format_line(
         self, stats: EngineStats, device: str = "cpu", restarts: int = 0, fair_queued: int = 0
     ) -> str | None:
-        """The line for the time since the last call; None if nothing happened.
+        """Returns the line for the time since the last call; None if nothing happened.
 
         Args:
             restarts: number of restarts so far; a new engine counts from zero.
-            fair_queued: requests that wait before any engine has them.
+            fair_queued: requests that wait in the fair queue.
         """
         name = "CPU" if device.startswith("cpu") else "GPU"
         now = time.monotonic()
@@ -381,7 +381,7 @@ class ThroughputLog:
 
 
 def make_preemption_warning(before: int, now: int) -> str | None:
-    """A warning about preemptions since the last call; None if there were none."""
+    """Returns a warning about preemptions since the last call; None if there were none."""
     if now <= before:
         return None
     return (

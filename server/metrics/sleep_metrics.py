@@ -1,4 +1,4 @@
-"""Whether the engine sleeps, and how long falling asleep and waking take."""
+"""Metrics of sleep mode: the state, and how long falling asleep and waking take."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 STATES = ("awake", "weights_offloaded", "discard_all")
-"""By level: 0, 1 and 2, as vLLM's metric calls them. Here both levels end the engine."""
+"""States by level (0, 1 and 2), with vLLM's names. Here both sleep levels end the engine's process."""
 OPERATIONS = ("sleep", "wake")
 SECONDS = (.01, .1, 1, 10, 30, 60, 120, 300, 600)  # fmt: skip
 
 
 class SleepingEngine(Protocol):
-    """What sleeps."""
+    """Protocol of an engine that can sleep."""
 
     on_operation: list[Callable[[str, float], None]]
 
@@ -27,12 +27,12 @@ class SleepingEngine(Protocol):
 
     @property
     def sleep_operation(self) -> str:
-        """``sleep`` or ``wake`` while that goes on, else empty."""
+        """``sleep`` or ``wake`` while the operation runs, else empty."""
         ...
 
 
 def make_sleep_state(values: Sequence[str], level: int) -> GaugeMetricFamily:
-    """``vllm:engine_sleep_state``: 1 for the state that holds."""
+    """Returns ``vllm:engine_sleep_state``: 1 for the current state."""
     gauge = GaugeMetricFamily(
         "vllm:engine_sleep_state", "1 for the state that holds", labels=("model_name", "engine", "sleep_state")
     )
@@ -42,7 +42,7 @@ def make_sleep_state(values: Sequence[str], level: int) -> GaugeMetricFamily:
 
 
 class SleepCollector(Collector):
-    """``vllm:sleep_mode_operation*`` of an engine that may sleep; registers itself."""
+    """Collector of ``vllm:sleep_mode_operation*`` of an engine that may sleep; registers itself."""
 
     def __init__(self, registry: CollectorRegistry, sleeper: SleepingEngine) -> None:
         self._sleeper = sleeper
@@ -60,7 +60,7 @@ class SleepCollector(Collector):
         self._seconds.labels(operation).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """What goes on now."""
+        """Yields the number of running operations."""
         gauge = GaugeMetricFamily(
             "vllm:sleep_mode_operations_in_flight", "operations that go on now", labels=("operation",)
         )

@@ -1,4 +1,4 @@
-"""The time of a request by stage, as metrics and in its last log line; how well images share launches."""
+"""The time of a request by stage, as metrics and in its last log line; and how many images share launches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trencadis.core.process.engine_messages import BucketUse
 from trencadis.server.prompts.generation import RequestTiming
 
 STAGES = ("turn", "media_fetch", "media_decode", "media_resize", "queue", "encode", "prefill", "decode")
-"""In order. Media seconds add up over a request's images, although these are prepared at the same time."""
+"""Stages in order. Media seconds are summed over a request's images, although these are prepared in parallel."""
 SECONDS = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)  # fmt: skip
 PER_LAUNCH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LABELS = ("model_name", "engine")
 
 
 def get_stage_seconds(timing: RequestTiming) -> dict[str, float]:
-    """Seconds by stage of the slowest choice; stages that the request does not have are left out."""
+    """Returns the seconds by stage of the slowest choice; stages that the request does not have are left out."""
     found: dict[str, float] = {"turn": timing.fair_queue_seconds} if timing.fair_queue_seconds else {}
     if timing.media:
         found |= {f"media_{name}": seconds for name, seconds in timing.media_seconds.items()}
@@ -32,7 +32,9 @@ def get_stage_seconds(timing: RequestTiming) -> dict[str, float]:
 
 
 def format_closing(timing: RequestTiming) -> str:
-    """The end of a request's last log line: seconds by stage, cache hits, launches, buckets of the slowest choice."""
+    """Returns the end of a request's last log line: seconds by stage, cache hits, launches, buckets of the slowest
+    choice.
+    """
     parts = [" ".join(f"{name} {seconds:.3f}" for name, seconds in get_stage_seconds(timing).items())]
     if timing.media:
         kept, encoded = timing.media - timing.prepared, sum(s.image_hits for s in timing.stats)

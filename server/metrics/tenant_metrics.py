@@ -1,4 +1,4 @@
-"""Use and refusals of each tenant of the key file; names stand in labels, keys nowhere."""
+"""Metrics of use and refusals of each tenant of the key file; labels have names, never keys."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ USED = {
 
 
 class TenantCollector(Collector):
-    """The families of all tenants as they are now."""
+    """Collector of the current values of all tenants."""
 
     def __init__(self, tenants: TenantRegistry) -> None:
         self._tenants = tenants
 
     def collect(self) -> Iterator[Metric]:
-        """One sample a tenant; refusals by limit."""
+        """Yields one sample per tenant; refusals by limit."""
         accounts = list(self._tenants.accounts.items())
         for field, (name, text) in USED.items():
             used = CounterMetricFamily(f"vllm:{name}", text, labels=("tenant",))

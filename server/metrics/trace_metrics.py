@@ -1,4 +1,4 @@
-"""How many traces have reached their collector, how many were dropped, and what they cost."""
+"""Metrics of traces: how many were sent, how many were dropped, and their CPU time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 
 class TraceCounters(Protocol):
-    """What sends traces."""
+    """Protocol of a trace sender's counters."""
 
     sent: int
     dropped: int
@@ -22,13 +22,13 @@ class TraceCounters(Protocol):
 
 
 class TraceCollector(Collector):
-    """``vllm:traces_sent``, ``vllm:traces_dropped`` and ``vllm:traces_cpu_seconds``."""
+    """Collector of ``vllm:traces_sent``, ``vllm:traces_dropped`` and ``vllm:traces_cpu_seconds``."""
 
     def __init__(self, traces: TraceCounters) -> None:
         self._traces = traces
 
     def collect(self) -> Iterator[Metric]:
-        """The counters as they are now."""
+        """Yields the current counters."""
         for name, text, value in (
             ("traces_sent", "traces that the collector took, or that the sampler left out", self._traces.sent),
             ("traces_dropped", "traces that no collector took in time", self._traces.dropped),

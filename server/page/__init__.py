@@ -1,1 +1,1 @@
-"""The web page at ``/``: HTML, CSS and ES modules as they are sent, and the routes that send them."""
+"""The web page at ``/``: its HTML, CSS and ES modules, and the routes that send them."""

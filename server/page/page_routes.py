@@ -1,4 +1,4 @@
-"""``GET /``: the web page, and its files under ``/page/``. Nothing of it comes from elsewhere."""
+"""``GET /``: the web page, and its files under ``/page/``. It loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it is sent."""
+    """One file of the page."""
 
     data: bytes
     type: str
@@ -42,24 +42,24 @@ class PageFile:
 
     @classmethod
     def from_bytes(cls, data: bytes, suffix: str) -> PageFile:
-        """A file with these bytes; ``suffix`` says what they are."""
+        """Makes a file of these bytes; ``suffix`` gives its type."""
         return cls(data, TYPES[suffix], f'"{hashlib.sha256(data).hexdigest()[:20]}"')
 
 
 @cache
 def read_page_files() -> dict[str, bytes]:
-    """The files of the page by name."""
+    """Reads the files of the page by name."""
     found = (f for f in files("trencadis.server.page").iterdir() if f.is_file())
     return {f.name: f.read_bytes() for f in found if f.name[f.name.rfind(".") :] in TYPES}
 
 
 def list_open_paths() -> frozenset[str]:
-    """Paths that need no key: the page itself asks for one."""
+    """Returns the paths that need no key, since the page itself asks for one."""
     return frozenset({"/", *(f"/page/{name}" for name in read_page_files())})
 
 
 def router(root_path: str) -> APIRouter:
-    """The routes of the page, whose links begin with ``root_path``."""
+    """Returns the routes of the page, whose links begin with ``root_path``."""
     routes = APIRouter(include_in_schema=False)
     base = html.escape(f"{root_path.rstrip('/')}/", quote=True)
     index = read_page_files()["index.html"].replace(b'<base href="/">', f'<base href="{base}">'.encode())

@@ -12,7 +12,7 @@ REFERENCE_VISION = (1600, 3136, 4096, 6400, 7744, 9216, 12544)
 
 
 def list_powers(first: int, last: int) -> list[int]:
-    """``first``, twice that and so on until ``last`` is covered."""
+    """Returns ``first``, twice that and so on until ``last`` is covered."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(2 * sizes[-1])
@@ -20,7 +20,9 @@ def list_powers(first: int, last: int) -> list[int]:
 
 
 def make_powers_plan(plan: Plan, limits: ShapeLimits) -> Plan:
-    """Powers of two on every axis, with every bucket in which a need can occur; uses nothing else of the device."""
+    """Returns a plan of powers of two on every axis, with every bucket in which a need can occur, independent of the
+    device.
+    """
     rows = list_powers(1, limits.max_rows)
     tokens = list_powers(64, limits.chunk)
     context = list_powers(1, limits.context_blocks)
@@ -42,7 +44,7 @@ def _list_head_buckets(rows: list[int]) -> Iterator[Bucket]:
 
 
 def make_exponential_plan(plan: Plan, limits: ShapeLimits, kv_blocks: int) -> tuple[Plan, int]:
-    """The exponential plan of the Gaudi extension with prefix caching, and its number of graphs.
+    """Returns the exponential plan of the Gaudi extension with prefix caching, and its number of graphs.
 
     Prompts are (rows, tokens, context blocks of each row). Buckets of several rows with a context count as graphs, but
     this engine never uses them. The extension has no graphs for sampling.
@@ -74,7 +76,7 @@ def _count_steps(size: int) -> int:
 
 
 def _make_exponential_range(first: int, step: int, last: int, count: int) -> list[int]:
-    """``count`` geometric values, rounded up to ``step``; a duplicate becomes the nearest free value."""
+    """Returns ``count`` geometric values, rounded up to ``step``; a duplicate becomes the nearest free value."""
     if count == 1:
         return [last]
     grid, found = range(first, last + 1, step), set[int]()
@@ -91,7 +93,7 @@ def _make_exponential_range(first: int, step: int, last: int, count: int) -> lis
 
 
 def _make_prompt_lengths(block: int, length: int, count: int) -> list[int]:
-    """Prompt lengths: geometric; from a context of 8192 on, the upper half is linear."""
+    """Returns prompt lengths: geometric; from a context of 8192 on, the upper half is linear."""
     if length < 8192:
         return _make_exponential_range(block, block, length, count)
     geometric, start = count // 2, length / count
@@ -108,7 +110,7 @@ def _make_prompt_lengths(block: int, length: int, count: int) -> list[int]:
 
 
 def _make_context_blocks(most: int) -> set[int]:
-    """Context blocks: 0 and geometric values up to ``most``."""
+    """Returns context blocks: 0 and geometric values up to ``most``."""
     if most <= 0:
         return {0}
     count = math.ceil(math.log2(most)) + 1

@@ -16,9 +16,9 @@ from trencadis.server.plan.traffic_replay import StepNeeds
 WIDTH, HEIGHT = 960, 640
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 150, 60
 STEP = 4
-"""Pixels of one sample."""
+"""Size of one sample in pixels."""
 DOTS = 4000
-"""About how many needs of a trace are drawn."""
+"""Approximate number of needs of a trace that are drawn."""
 
 Cell = tuple[int, int]
 
@@ -60,17 +60,17 @@ def draw(plan: Plan, limits: ShapeLimits, path: str, by_blocks: bool, needs: Seq
 
 
 def _to_size(pixel: int, extent: int, largest: int) -> int:
-    """The size at a pixel of a logarithmic axis from 1 to ``largest``."""
+    """Returns the size at a pixel of a logarithmic axis from 1 to ``largest``."""
     return max(round(math.exp(math.log(largest) * pixel / extent)), 1)
 
 
 def _to_pixel(size: int, extent: int, largest: int) -> int:
-    """The pixel of a size; the inverse of ``_to_size``."""
+    """Returns the pixel of a size; the inverse of ``_to_size``."""
     return round(extent * math.log(max(size, 1)) / math.log(max(largest, 2)))
 
 
 def _select_points(needs: Sequence[StepNeeds], block_size: int, by_blocks: bool) -> list[Cell]:
-    """Some needs of a trace, evenly chosen."""
+    """Returns some needs of a trace, evenly selected."""
     points: list[Cell] = []
     for step in needs:
         if by_blocks:
@@ -112,7 +112,9 @@ def _make_decode_cost(plan: Plan, limits: ShapeLimits) -> Callable[[Cell], float
 
 
 def _get_colour(ratio: float) -> tuple[int, int, int]:
-    """Grey for needs that cannot occur; else from green (no padding) over yellow to red (at least twice the cost)."""
+    """Returns grey for needs that cannot occur; else from green (no padding) over yellow to red (at least twice the
+    cost).
+    """
     if ratio <= 0:
         return 225, 225, 225
     share = min(max(ratio - 1, 0.0), 1.0)

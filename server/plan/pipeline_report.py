@@ -1,5 +1,6 @@
-"""What pipeline stages add to the report of ``trencadis plan``: each stage's ledger, the bytes that are transferred
-between stages, and idle time.
+"""The part of the report of ``trencadis plan`` about pipeline stages.
+
+It has each stage's ledger, the bytes that are transferred between stages, and the idle time.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from trencadis.core.startup.dry_run import StartupPlan
 
 
 def make_pipeline_report(plans: Sequence[StartupPlan], nodes: int, batch: int) -> dict[str, Any]:
-    """The report as plain values; sizes in bytes.
+    """Returns the report as plain values; sizes in bytes.
 
     Args:
-        nodes: machines, each with as many ranks.
+        nodes: number of machines, all with the same number of ranks.
         batch: requests that decode at a time; 0: as many as a server takes.
 
     Raises:
-        StartupError: the ranks cannot be dealt to so many machines.
+        StartupError: the ranks cannot be divided among so many machines.
     """
     first, stages, ranks = plans[0], len(plans), plans[0].estimator.ranks
     if stages * ranks % nodes:
@@ -46,7 +47,7 @@ def make_pipeline_report(plans: Sequence[StartupPlan], nodes: int, batch: int) -
 
 
 def describe_stage(planned: StartupPlan, node: int) -> dict[str, Any]:
-    """One stage: its layers, its machine, its ledger."""
+    """Describes one stage: its layers, its machine, its ledger."""
     share, ledger = planned.estimator.model.share, planned.ledger
     return {
         "stage": share.stage,
@@ -64,9 +65,9 @@ def describe_stage(planned: StartupPlan, node: int) -> dict[str, Any]:
 
 
 def stage_transfer_bytes(planned: StartupPlan, tokens: int) -> int:
-    """Bytes that one rank hands to the next stage in a step of ``tokens`` tokens, padding included.
+    """Returns the bytes that one rank sends to the next stage in a step of ``tokens`` tokens, including padding.
 
-    A step of decoding rows is one launch; a longer one may be cut into more, which hold at least as many tokens.
+    A step of decoding rows is one launch; a longer one may be cut into more, which have at least as many tokens.
     """
     t, plan, most = planned.estimator.text, planned.plan, max(planned.limits.max_tokens, planned.limits.max_rows)
     fitting = [b for b in plan.of(Stage.DECODE) if padded_tokens(b) >= tokens] if tokens <= most else []
@@ -75,7 +76,9 @@ def stage_transfer_bytes(planned: StartupPlan, tokens: int) -> int:
 
 
 def count_weight_bytes_read(planned: StartupPlan) -> int:
-    """Bytes of weights that a decoding step reads on one device; the tower and the embedding's table are not read."""
+    """Returns the bytes of weights that a decoding step reads on one device; the tower and the embedding table are not
+    read.
+    """
     sized, share = planned.estimator, planned.estimator.model.share
     t, total = sized.text, sized.weights()
     if share.starts and not (share.ends and t.tied and sized.ranks == 1):
@@ -88,10 +91,10 @@ def count_weight_bytes_read(planned: StartupPlan) -> int:
 
 
 def estimate_bubble(plans: Sequence[StartupPlan], rows: int) -> float:
-    """The share of all stages' time in which they wait, in steps of ``rows`` decoding requests.
+    """Returns the share of all stages' time in which they wait, in steps of ``rows`` decoding requests.
 
-    A stage takes as long as it reads its weights. With at least a request a stage the longest stage never waits; with
-    fewer, a step starts when an earlier one has left the last stage.
+    The time of a stage is that of reading its weights. With at least one request per stage the longest stage never
+    waits; with fewer, a step starts when an earlier one has left the last stage.
     """
     times = [count_weight_bytes_read(p) for p in plans]
     period = max(max(times), sum(times) / min(len(times), rows))

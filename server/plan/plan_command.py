@@ -54,7 +54,7 @@ FILE_OPTIONS = ("plot", "trace", "card")
 
 @dataclass(slots=True)
 class PlanOptions:
-    """The options that ``plan`` has beside those of ``serve``."""
+    """The options of ``plan`` in addition to those of ``serve``."""
 
     memory: int = 0
     others: int = 0
@@ -116,7 +116,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parse_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Parses the options of ``plan``; returns them and the words that are left, which are flags of ``serve``."""
+    """Parses the options of ``plan``; returns them and the remaining words, which are flags of ``serve``."""
     own, rest, queue = PlanOptions(), [], list(words)
     while queue:
         word = queue.pop(0)
@@ -153,7 +153,7 @@ def _parse_value(name: str, text: str) -> int | str:
 
 
 def _find_model_folder(config: EngineConfig) -> Path:
-    """The folder of the model; never downloads weights."""
+    """Returns the folder of the model; does not download weights."""
     if config.model:
         return hub.resolve(config.model, config.revision, config.hf_token, config.download_dir, ("*.json",))
     from trencadis.assets import demo_path
@@ -162,12 +162,12 @@ def _find_model_folder(config: EngineConfig) -> Path:
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, memory: int, others: int = 0) -> StartupPlan:
-    """Plans the start-up of ``config`` on devices of ``memory`` bytes each; of several stages, the first."""
+    """Plans the start-up of ``config`` on devices of ``memory`` bytes each; returns the first of several stages."""
     return make_stage_plans(config, model, memory, others)[0]
 
 
 def format_refused_start(config: EngineConfig, planned: StartupPlan) -> list[str]:
-    """The line about what a device's plan has and its backend has not."""
+    """Returns a line about an option that the device's backend does not support, if there is one."""
     try:
         check_ranks(planned.estimator.model, likely(config.device), planned.plan.policy)
     except StartupError as error:

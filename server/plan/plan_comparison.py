@@ -25,7 +25,7 @@ class LaunchWork:
 
 
 def sum_real_work(steps: Iterable[StepNeeds], costs: Costs) -> LaunchWork:
-    """The work of the steps without padding."""
+    """Returns the work of the steps without padding."""
     work = LaunchWork()
     for step in steps:
         for n in step.rows:
@@ -40,7 +40,7 @@ def sum_real_work(steps: Iterable[StepNeeds], costs: Costs) -> LaunchWork:
 
 
 def sum_planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> LaunchWork:
-    """The work of the steps in the buckets of ``plan``; the same rules cut the steps for every plan."""
+    """Returns the work of the steps in the buckets of ``plan``; the steps are cut by the same rules for every plan."""
     work, known = LaunchWork(), frozenset(plan.buckets)
     for bucket in (*list_text_launches(steps, plan), *list_vision_launches(steps, plan)):
         work.launches += 1
@@ -55,13 +55,15 @@ def sum_planned_work(steps: Sequence[StepNeeds], plan: Plan, costs: Costs) -> La
 
 
 def list_text_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
-    """The launches of the steps' rows."""
+    """Yields the launches of the steps' rows."""
     for step in steps:
         yield from (cut.bucket for cut in split_rows(step.rows, plan))
 
 
 def list_vision_launches(steps: Iterable[StepNeeds], plan: Plan) -> Iterator[Bucket]:
-    """Vision launches: one per step, with the waiting images that the scheduler would choose, until none is left."""
+    """Yields vision launches: one per step, with the waiting images that the scheduler would choose, until none is
+    left.
+    """
     packer = ImagePacker(plan, plan.policy.encoder_slots)
     coming = iter(steps)
     waiting: list[int] = []

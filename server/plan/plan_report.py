@@ -23,7 +23,7 @@ Report = dict[str, Any]
 
 
 def make_report(planned: StartupPlan, config: EngineConfig, model: ModelConfig, sizes: Sizes) -> Report:
-    """The report as plain values; sizes in bytes."""
+    """Returns the report as plain values; sizes in bytes."""
     limits, division = planned.limits, planned.ledger.memory_split
     captured = {p.bucket for taken in planned.selection.taken.values() for p in taken}
     return {
@@ -65,7 +65,7 @@ def make_report(planned: StartupPlan, config: EngineConfig, model: ModelConfig, 
 
 
 def describe_images(planned: StartupPlan, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
+    """Describes images of common sizes: patches as the Gaudi guide counts them (width x height / 14^2), and slots."""
     for width, height in NAMED_SIZES:
         made = sizes(height, width)
         # Tiles of one image may run in several launches.
@@ -83,7 +83,7 @@ def describe_images(planned: StartupPlan, sizes: Sizes) -> Iterator[dict[str, An
 
 
 def format_report(report: Report) -> str:
-    """The report as tables."""
+    """Formats the report as tables."""
     ledgers = _format_pipeline(report, report["pipeline"]) if "pipeline" in report else _format_ledger(report)
     parts = [_format_head(report), ledgers, _format_pools(report), _format_buckets(report)]
     if report["images"]:
@@ -110,7 +110,7 @@ def _format_head(r: Report) -> str:
 
 
 def format_table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Aligned columns; the first ``left`` are left-aligned, the others right-aligned."""
+    """Formats aligned columns; the first ``left`` are left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))]
     lines = []
@@ -128,7 +128,7 @@ def _format_ledger(r: Report) -> str:
 
 
 def _format_pipeline(r: Report, p: dict[str, Any]) -> str:
-    """A column a stage, then transferred bytes and idle time."""
+    """Formats a column per stage, then transferred bytes and idle time."""
     stages = p["stages"]
     rows: list[tuple[object, ...]] = [("", *(f"stage {s['stage']}" for s in stages))]
     rows.append(("layers", *(f"{s['layers'][0]}..{s['layers'][1] - 1}" for s in stages)))
@@ -180,7 +180,7 @@ def _format_buckets(r: Report) -> str:
 
 
 def _format_first_stage_note(r: Report) -> str:
-    """What a heading says where there are several stages."""
+    """Returns the addition to a heading if there are several stages."""
     return " of stage 0" if "pipeline" in r else ""
 
 

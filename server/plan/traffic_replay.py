@@ -1,4 +1,4 @@
-"""Turns traffic into the needs of scheduler steps, which are the same for all compared plans. Pure Python.
+"""Converts traffic to the needs of scheduler steps, which are the same for all compared plans. Pure Python.
 
 The clock does not depend on the plan: a step takes a fixed time plus a time per real token.
 """
@@ -14,7 +14,7 @@ from trencadis.core.shapes.shape_limits import ShapeLimits
 from trencadis.multimodal.processor import ImageGeometry
 
 Sizes = Callable[[int, int], ImageGeometry]
-"""What an image of a height and a width becomes."""
+"""Returns the geometry of an image of a height and a width."""
 
 STEP_SECONDS = 0.02
 TOKEN_SECONDS = 5e-5
@@ -48,7 +48,7 @@ class _Running:
 
 
 def replay_steps(traffic: Iterable[Traffic], limits: ShapeLimits) -> Iterator[StepNeeds]:
-    """Continuous batching: decoding rows first, then prompts in order of arrival, cut to the token budget."""
+    """Simulates continuous batching: decoding rows first, then prompts in order of arrival, cut to the token budget."""
     coming = deque(sorted(traffic, key=lambda t: t.arrival))
     running: list[_Running] = []
     now = 0.0
@@ -71,7 +71,7 @@ def _enter(t: Traffic, limits: ShapeLimits) -> _Running:
 
 
 def _run_step(running: list[_Running], limits: ShapeLimits) -> tuple[list[RowNeed], list[int]]:
-    """One step's rows and images; advances the requests."""
+    """Returns one step's rows and images; advances the requests."""
     rows: list[RowNeed] = []
     images: list[int] = []
     budget, slots = limits.max_tokens, limits.encoder_slots

@@ -20,10 +20,11 @@ from trencadis.server.plan.traffic_replay import Sizes, StepNeeds, Traffic, repl
 
 
 def read_trace(path: str, sizes: Sizes | None = None) -> list[Traffic]:
-    """The requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and images.
+    """Reads the requests of a file: one JSON object per line with arrival, prompt, output, and optionally cached and
+    images.
 
     Args:
-        sizes: what their images become; None: by the rule of the first family that sees.
+        sizes: geometry of their images; None: that of the first family with images.
 
     Raises:
         StartupError: the file is unreadable, or a line is not a request.

@@ -1,1 +1,1 @@
-"""The checks of ``trencadis check-model``: a checkpoint's family against transformers, which is imported here alone."""
+"""The checks of ``trencadis check-model``: a checkpoint's family against transformers, which is imported only here."""

@@ -1,4 +1,4 @@
-"""The checks of a checkpoint's family, in order: what it reads, what it loads, what it computes."""
+"""The checks of a checkpoint's family, in order: configuration, weights, computed values."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from trencadis.core.models.registry import family_of
 from trencadis.core.models.weight_loader import open_weights
 
 TOLERANCE = 1e-4
-"""Largest error, as a share of the largest value; also how close two best logits are at a tie."""
+"""Largest allowed error, as a share of the largest value; also how close two best logits are at a tie."""
 
 LENGTH, DECODED = 90, 12
 RANKS = 2
 HEADS = ("score.", "score_dense.")
-"""Weights that a model without classes leaves alone."""
+"""Name prefixes of weights that a model without classes does not use."""
 
 
 @dataclass
 class CheckedModel:
-    """A checkpoint folder. ``given``: where the user's config.json lies, if the weights are random ones elsewhere."""
+    """A checkpoint folder. ``given``: folder of the user's config.json, which differs if the weights are random."""
 
     checkpoint: Path
     given: Path
@@ -85,8 +85,9 @@ class CheckedModel:
             raise self._failure(f"the model does not load: {error}") from None
 
     def _failure(self, reason: str) -> Exception:
-        """Returns CheckFailed the first time a reason occurs and Skipped afterwards, with only the reason's
-        beginning.
+        """Returns CheckFailed the first time a reason occurs.
+
+        Later it returns Skipped, with only the reason's beginning.
         """
         reason = reason.replace(str(self.checkpoint), str(self.given))
         first = reason not in self.reported
@@ -98,16 +99,16 @@ class CheckedModel:
         return self.random_ids(LENGTH, 0)
 
     def random_ids(self, length: int, number: int) -> list[int]:
-        """Tokens of a prompt."""
+        """Returns random token ids of a prompt."""
         most, rng = self.config.text.vocab, np.random.default_rng([self.seed, number])
         ids = rng.integers(0, most, min(length, self.config.text.max_positions - DECODED))
-        pad = self.config.text.pad  # takes no position
+        pad = self.config.text.pad  # the pad token takes no position
         return [int(i) + 1 if int(i) == pad else int(i) for i in ids]
 
     def expected_logits(self, ids: list[int], drawn: int = 0) -> Tensor:
-        """transformers' logits, float32 [n, vocabulary]; hidden rows of a model without an output head.
+        """Returns transformers' logits, float32 [n, vocabulary]; hidden rows of a model without an output head.
 
-        ``drawn``: how many of the last ``ids`` are no part of the prompt.
+        ``drawn``: number of the last ``ids`` that are not part of the prompt.
         """
         prefix = self.prefix(len(ids) - drawn)
         if (prefix, *ids) not in self.answers:
@@ -115,23 +116,25 @@ class CheckedModel:
         return self.answers[prefix, *ids]
 
     def prefix(self, prompt: int) -> int:
-        """Tokens of a prompt that see each other, of a model that generates; 0: each sees those before it."""
+        """Returns how many tokens of a prompt see each other, for a model that generates; 0: each sees those before
+        it.
+        """
         return 0 if self.config.text.causal or self.config.pooling is not None else prompt
 
     @cached_property
     def images(self) -> list[tuple[image_checks.CheckedImage, Tensor, Tensor, Tensor]]:
-        """Images, and what both sides make of them."""
+        """Test images, with the rows and logits of both sides (``image_checks.compare_images``)."""
         return image_checks.compare_images(self.config, self.checkpoint, self.seed, self.oracle)
 
     def target(self, policy: str) -> CheckTarget:
-        """The CPU backend under a policy, with this checkpoint."""
-        assert self.config.text  # whatever keeps the others from running is said first
+        """Returns the CPU backend under a policy, with this checkpoint."""
+        assert self.config.text  # reports first any error that prevents the other checks
         return CheckTarget("cpu", make_backend, self.checkpoint, policy=policy, quick=True)
 
 
 def config_keys(model: CheckedModel) -> str:
     """Every key that transformers' configuration has is used, held to what is implemented, or named as ignored."""
-    assert model.config.text  # a refusal is said once
+    assert model.config.text  # a refusal is reported once
     held = load_config(model.given)
     known = read_declared_keys(model.given)
     _check_read([key for key in held.unread if key in known], model.given)
@@ -172,19 +175,19 @@ def _check_read(unread: list[str], path: Path) -> None:
 
 
 class RecordingSource(CheckpointSource):
-    """Notes which weights layers ask for."""
+    """A weight source that records which weights layers request."""
 
     @cached_property
     def requested(self) -> set[str]:
-        """The canonical names that were asked for so far."""
+        """Canonical names of the weights that were requested so far."""
         return set()
 
     def stored_as(self, name: str) -> str:
-        """What the checkpoint calls a weight."""
+        """Returns the name of a weight in the checkpoint."""
         return self._stored_as.get(name, name)
 
     def stored_names(self) -> set[str]:
-        """Stored names that have a canonical one."""
+        """Returns the stored names that have a canonical one."""
         return set(self._stored_as.values())
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -223,7 +226,7 @@ def _decoder(model: CheckedModel) -> Decoder:
 def ledger(model: CheckedModel) -> str:
     """The bytes of weights that the memory plan counts are those of the loaded model."""
     made, config = _decoder(model), model.config
-    # A tied table serves the embedding and the head, and is held once.
+    # A tied table serves as embedding and head, and is stored once.
     shared = made.embedding.nbytes() if config.text.tied and config.pooling is None else 0
     held = made.nbytes() - shared + made.enter.rotary.nbytes()
     held += 0 if config.vision is None else config.vision.tables()
@@ -250,7 +253,7 @@ def parts(model: CheckedModel) -> str:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """The largest error as a share of the largest value; infinite for a NaN or another shape."""
+    """Returns the largest error as a share of the largest value; infinite for a NaN or another shape."""
     if got.shape != want.shape:
         return float("inf")
     return float((got - want).abs().max().nan_to_num(float("inf")) / want.abs().max())
@@ -301,7 +304,7 @@ def image_logits(model: CheckedModel) -> str:
 
 
 def _first(ours: Tensor, theirs: Tensor) -> int:
-    """The first row that differs."""
+    """Returns the index of the first row that differs."""
     return int(((ours - theirs).abs().amax(1) > TOLERANCE * theirs.abs().max()).int().argmax())
 
 
@@ -309,7 +312,7 @@ def tokens(model: CheckedModel, policy: str) -> str:
     """Greedy tokens equal transformers', or diverge where its two best logits are all but tied."""
     _require_generation(model)
     target = model.target(policy)
-    # An engine computes the cache anew where an answer outgrows longrope's short table; nothing does so here.
+    # Here the cache is not computed again when an answer outgrows longrope's short table, as an engine would do.
     limit = model.config.text.long_from or 60 + DECODED
     made = [model.random_ids(max(1, min(length, limit - DECODED)), 1 + length) for length in (2, 9, 33, 60)]
     asked = [CheckedPrompt(p, np.tile(np.arange(len(p), dtype=np.int32), (3, 1))) for p in made]
@@ -357,12 +360,12 @@ def ranks(model: CheckedModel) -> str:
 
 
 def _with(check: Callable[..., str], **given: object) -> Callable[[CheckedModel], str]:
-    """A check at one value of its second argument; its docstring stays."""
+    """Returns a check with fixed values of its other arguments; its docstring is kept."""
     return update_wrapper(partial(check, **given), check)
 
 
 OF_IMAGES = "pictures."
-"""Begins the names of checks that models without a tower have not."""
+"""Prefix of the names of checks that need a vision tower."""
 
 CHECKS: dict[str, Callable[[CheckedModel], str]] = {
     "config": config_keys,
@@ -380,7 +383,7 @@ CHECKS: dict[str, Callable[[CheckedModel], str]] = {
     "padding.padded": _with(padding, policy="padded"),
     "ranks": ranks,
 }
-"""By name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
+"""Checks by name, in order. A check returns its figure, or raises CheckFailed or Skipped."""
 
 
 def run(model: CheckedModel, only: Iterable[str] = (), tell: Callable[[Result], None] = lambda result: None) -> Report:

@@ -1,5 +1,5 @@
-"""The checks of ``trencadis check-model`` for models with a vision tower: rows of the tower, logits of prompts with
-an image.
+"""The checks of ``trencadis check-model`` for models with a vision tower: rows of the tower, and logits with an
+image.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from trencadis.core.shared_constants import RESERVED_ROWS
 from trencadis.core.step import Encode
 
 SIZES = ((60, 90), (200, 110), (97, 300))
-"""Height and width of the images."""
+"""Height and width of each image in pixels."""
 
 BEFORE, AFTER = 5, 7
-"""Tokens of text around an image."""
+"""Tokens of text before and after an image."""
 
 
 @dataclass(frozen=True)
 class CheckedImage:
-    """An image on both sides: its items, a prompt with it, and what the prompt's tokens take and see."""
+    """An image on both sides: its items, a prompt with it, and the arena rows and visibility of the prompt's tokens."""
 
     processed: ProcessedImage
     encoded: list[Encode]
@@ -44,19 +44,19 @@ class CheckedImage:
 
     @property
     def rows(self) -> list[int]:
-        """The arena rows that stand for it, in the prompt's order; all of one that tokens attend to."""
+        """Arena rows of the image, in the prompt's order; all its rows if tokens use cross-attention."""
         if self.prompt.cross_attention is not None:
             return [int(row) for row in self.encoded[0].rows]
         return [int(row) for row in self.prompt.rows if row]
 
     @property
     def blocks(self) -> int:
-        """KV blocks that the prompt needs, and two that are reserved."""
+        """Number of KV blocks for the prompt, including two reserved ones."""
         return 3 + len(self.ids) // BLOCK
 
 
 def make_images(config: ModelConfig, folder: Path, seed: int) -> list[CheckedImage]:
-    """Images of several sizes; raises Skipped where ``folder`` has no image processor."""
+    """Makes images of several sizes; raises Skipped if ``folder`` has no image processor."""
     try:
         processor = registry.image_processor(config, {})
     except StartupError as error:
@@ -83,7 +83,7 @@ def _make_image(
 
 
 def _prompt(config: ModelConfig, made: Any, encoded: list[Encode], rng: np.random.Generator) -> tuple[list[int], Any]:
-    """Ids of a prompt, and the arena row of each token; text inside an image's layout is any token."""
+    """Returns the ids of a prompt, and the arena row of each token; text inside an image's layout is any token."""
     media = {config.image_token, config.video_token, config.placeholder_token}
     words = [t for t in range(min(config.text.vocab, 512)) if t not in media]
 
@@ -106,7 +106,7 @@ def _prompt(config: ModelConfig, made: Any, encoded: list[Encode], rng: np.rando
 
 
 def _make_prompt(config: ModelConfig, made: Any, rows: NDArray[np.int32]) -> PromptArrays:
-    """Positions as the family has them; which tokens see each other, or what they see of the image."""
+    """Builds the prompt's positions by its family, and which tokens see each other or the image."""
     n, side = len(rows), registry.family_of(config.architecture).vision
     if config.text.cross_attention_layers:
         return _make_cross_attention_prompt(made, rows)
@@ -126,7 +126,7 @@ def _make_prompt(config: ModelConfig, made: Any, rows: NDArray[np.int32]) -> Pro
 
 
 def _make_cross_attention_prompt(made: Any, rows: NDArray[np.int32]) -> PromptArrays:
-    """Of an image that tokens attend to: none takes its rows."""
+    """Builds the prompt of an image that tokens attend to by cross-attention, so that no token takes its rows."""
     n, start, (taken,) = len(rows), int(np.flatnonzero(rows)[0]), made.layout
     run, held = TokenRun(start, taken.tokens), made.items[0].tokens
     span = MediaSpan(0, ENDLESS, "", made.grid, made.slots, held, (run,), taken.visible_rows)
@@ -139,7 +139,7 @@ def _make_cross_attention_prompt(made: Any, rows: NDArray[np.int32]) -> PromptAr
 def compare_images(
     config: ModelConfig, folder: Path, seed: int, oracle: TransformersOracle
 ) -> list[tuple[CheckedImage, Tensor, Tensor, Tensor]]:
-    """(image, our rows, theirs, our logits of a prompt with it) of each image."""
+    """Returns (image, our rows, transformers' rows, our logits of a prompt with it) for each image."""
     images = make_images(config, folder, seed)
     arena = max(int(p.encoded[-1].rows[-1]) + 1 for p in images)
     ours = RecomputedModel(config, blocks=max(p.blocks for p in images), arena=arena)

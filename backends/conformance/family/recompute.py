@@ -1,4 +1,4 @@
-"""This engine's model of a checkpoint on the CPU, with launches made step by step, alone or as ranks in threads."""
+"""Runs this engine's model of a checkpoint on the CPU, launch by launch, on one rank or on ranks in threads."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PromptArrays:
-    """What a prompt with an image has beside its ids, for each token.
+    """Arrays of a prompt with an image besides its ids, per token.
 
     Args:
-        rows: int32 [n]: the arena row that it takes; 0: none.
+        rows: int32 [n]: the arena row in place of its embedding; 0: none.
         positions: int32 [3, n].
         upto: int32 [n]: the last position that it sees; None: its own.
-        cross_attention: what the tokens attend to in place of rows that they take; None: no layer does.
+        cross_attention: image rows that the tokens attend to; None: no layer uses cross-attention.
     """
 
     rows: Int32
@@ -48,7 +48,9 @@ class PromptArrays:
 
 
 class RecomputedModel:
-    """Recomputes a model on the CPU step by step, with blocks for one row; ``comm``: of the ranks that share it."""
+    """Recomputes a model on the CPU step by step, with blocks for one row; ``comm``: communicator of the ranks that
+    share it.
+    """
 
     def __init__(self, config: ModelConfig, comm: Any = None, blocks: int = BLOCKS, arena: int = 4) -> None:
         self.config = config
@@ -69,7 +71,7 @@ class RecomputedModel:
         self.blocks = order[None]
 
     def encode(self, items: Sequence[Encode]) -> Tensor:
-        """Encodes items in one launch; float32 [rows of the arena, width], without further parts of rows."""
+        """Encodes items in one launch; returns float32 [rows of the arena, width], only the first part of each row."""
         bucket = Plan(self.backend.policy).fit(Stage.VISION, (sum(item.slots for item in items),))
         program = self.backend.program(bucket, self.model.vision)
         self.backend.fill(program, self.model.pack(items, bucket.dims[0]))
@@ -78,14 +80,16 @@ class RecomputedModel:
         return arena[:: self.config.row_parts].float().clone()
 
     def logits(self, ids: list[int], chunk: int, prompt: PromptArrays | None = None) -> Tensor:
-        """float32 [n, vocabulary] of a prompt in chunks of ``chunk`` tokens; of a model that pools, its hidden rows."""
+        """Returns logits, float32 [n, vocabulary], of a prompt in chunks of ``chunk`` tokens; hidden rows of a pooling
+        model.
+        """
         out, n = [], len(ids)
         if prompt is None:
             positions = np.tile(np.arange(n, dtype=np.int32), (3, 1))
             whole = None if self.config.text.causal else np.full(n, n - 1, np.int32)
             prompt = PromptArrays(np.zeros(n, np.int32), positions, whole)
         positions, upto = prompt.positions.copy(), prompt.upto
-        positions[0] *= not 0 < self.config.text.long_from < n  # core/layers/rotary_embedding.py
+        positions[0] *= not 0 < self.config.text.long_from < n  # see core/layers/rotary_embedding.py
         hidden = self.model.persistent.hidden
         for start in range(0, n, chunk):
             size = min(chunk, n - start)
@@ -115,7 +119,9 @@ class RecomputedModel:
         program.run()
 
     def parts(self, ids: list[int]) -> dict[str, Tensor]:
-        """As ``TransformersOracle.parts``; only what layers of the shared decoder have."""
+        """Returns the outputs of each part, as ``TransformersOracle.parts``; covers parts of the shared decoder
+        only.
+        """
         outputs: dict[str, Tensor] = {}
         model, kept = self.model, list(self.model.layers)
         for i, layer in enumerate(kept):
@@ -136,7 +142,7 @@ class RecomputedModel:
 
 
 def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> Callable[[Any, int], None]:
-    """Keeps a copy of a tensor, of the sum of a pair, or of the tensor at ``index`` of it; of the first ``n`` rows."""
+    """Returns a hook that copies the first ``n`` rows of a tensor, of the sum of a pair, or of its item ``index``."""
 
     def note(out: Any, n: int) -> None:
         if isinstance(out, tuple):
@@ -148,7 +154,7 @@ def _note(name: str, outputs: dict[str, Tensor], index: int | None = None) -> Ca
 
 
 class HookedPart:
-    """A part of a layer whose results are noted, and what it is called with if ``before`` is given."""
+    """A part of a layer whose results are recorded, and its inputs too if ``before`` is given."""
 
     def __init__(self, inner: Any, after: Callable[[Any, int], None], before: Any = None) -> None:
         self.inner, self.after, self.before = inner, after, before
@@ -172,7 +178,7 @@ class RankExchange:
         self.barrier = threading.Barrier(world, timeout=600)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """What each rank brought."""
+        """Returns the tensors of all ranks, after all have called this."""
         self.parts[rank] = x.clone()
         self.barrier.wait()
         found = [part.clone() for part in self.parts if part is not None]
@@ -181,7 +187,7 @@ class RankExchange:
 
 
 class ThreadComm:
-    """``core.backend.Comm`` of one rank of a meeting."""
+    """Implements ``core.backend.Comm`` for one rank of a ``RankExchange``."""
 
     def __init__(self, exchange: RankExchange, rank: int, world: int) -> None:
         self.meeting, self.rank, self.world = exchange, rank, world
@@ -194,13 +200,13 @@ class ThreadComm:
 
 
 def tensor_parallel_logits(config: ModelConfig, ids: list[int], world: int) -> list[Tensor]:
-    """The logits that each of ``world`` ranks has; raises what a rank raised first."""
+    """Returns the logits of each of ``world`` ranks; raises the first exception of a rank."""
     exchange, found, errors = RankExchange(world), dict[int, Tensor](), list[Exception]()
 
     def run(rank: int) -> None:
         try:
             found[rank] = RecomputedModel(config, ThreadComm(exchange, rank, world)).logits(ids, len(ids))
-        except Exception as error:  # another thread raises it
+        except Exception as error:  # raised again by the calling thread
             errors.append(error)
             exchange.barrier.abort()
 

@@ -1,4 +1,6 @@
-"""A checkpoint in transformers, float32 on the CPU: its logits, what its parts put out, and the keys that it knows."""
+"""A checkpoint in transformers, float32 on the CPU: its logits, the outputs of its parts, and its configuration
+keys.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ SMALL = {
     "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2,
     "vocab_size": 512, "head_dim": 16, "sliding_window": 24, "projection_dim": 64,
 }  # fmt: skip
-"""Sizes of a random checkpoint, where config.json or transformers' default has larger ones."""
+"""Upper limits of the sizes of a random checkpoint."""
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files that state an image processor."""
+"""Files that configure an image processor."""
 
 Outputs = dict[str, Tensor]
 
@@ -43,7 +45,9 @@ def _class_of(path: Path) -> Any:
 
 
 def read_declared_keys(path: Path) -> dict[str, Any]:
-    """Keys that the configuration's class has of its own, with their defaults; None where a key has none."""
+    """Returns the keys that the configuration's class declares itself, with their defaults; None for a key without
+    one.
+    """
     kind = _class_of(path).config_class
     shared = {field.name for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)
               for field in dataclasses.fields(base)}  # fmt: skip
@@ -52,14 +56,14 @@ def read_declared_keys(path: Path) -> dict[str, Any]:
 
 
 def _shrink(raw: dict[str, Any], whole: Any) -> None:
-    """Gives the keys of a configuration, or of a part of one, the sizes of a random checkpoint."""
+    """Limits the keys of a configuration, or of a part of one, to the sizes of a random checkpoint."""
     shared = getattr(whole, "num_key_value_heads", 0) == getattr(whole, "num_attention_heads", None)
     for key, size in SMALL.items():
         size = 4 if key == "num_key_value_heads" and shared else size
         if (getattr(whole, key, None) or 0) > size and (key in raw or hasattr(type(whole), key)):
             raw[key] = size
     if isinstance(raw.get("layer_types"), list):
-        kinds = dict.fromkeys(raw["layer_types"])  # each, where there is room
+        kinds = dict.fromkeys(raw["layer_types"])  # one layer of each kind, if there are enough layers
         raw["layer_types"] = [*kinds, *raw["layer_types"]][: SMALL["num_hidden_layers"]]
     most = SMALL["vocab_size"]
     for key in [key for key in raw if key.endswith(("token_id", "token_index"))]:
@@ -98,14 +102,14 @@ def write_dummy(path: Path, folder: Path, seed: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedImage:
-    """An image: what transformers' processor makes of it, and the id that stands for its rows."""
+    """An image: the output of transformers' processor, and the token id that stands for its rows."""
 
     inputs: dict[str, Tensor]
     token: int
 
 
 def process_image(path: Path, image: Any, token: int) -> ProcessedImage:
-    """An image as the processor of a checkpoint makes it, by Pillow; raises Skipped where it has none."""
+    """Processes an image with the checkpoint's image processor, by Pillow; raises Skipped if it has none."""
     import transformers
 
     library: Any = transformers
@@ -117,7 +121,9 @@ def process_image(path: Path, image: Any, token: int) -> ProcessedImage:
 
 
 def _of_processor(path: Path, images: Any) -> dict[str, Any]:
-    """What the processor of images and texts, which needs a tokenizer, asks of the image processor."""
+    """Returns the arguments that the processor of images and texts, which needs a tokenizer, passes to the image
+    processor.
+    """
     import transformers
     from transformers.models.auto import processing_auto
 
@@ -126,7 +132,7 @@ def _of_processor(path: Path, images: Any) -> dict[str, Any]:
     kind: Any = getattr(transformers, names.get(config.model_type) or "none", None)
     try:
         asked = dict(getattr(kind, "images_kwargs", None) or {})
-    except ImportError:  # a class whose module lacks a library
+    except ImportError:  # the module of the class lacks a library
         asked = {}
     merge: int = getattr(config, "spatial_merge_size", 1)
     patch: Any = getattr(images, "patch_size", None)
@@ -136,14 +142,14 @@ def _of_processor(path: Path, images: Any) -> dict[str, Any]:
 
 
 READERS = ("pre_feedforward_layernorm", "post_attention_layernorm")
-"""What transformers calls the norm before an MLP, whose input is the sum behind attention."""
+"""transformers' names of the norm before an MLP, whose input is the sum after attention."""
 
 POST_MLP_NORM = "post_feedforward_layernorm"
-"""What it calls a norm behind an MLP."""
+"""transformers' name of a norm after an MLP."""
 
 
 class TransformersOracle:
-    """transformers' model of a checkpoint."""
+    """A checkpoint's model in transformers, as the reference."""
 
     def __init__(self, path: Path, generates: bool = True) -> None:
         self.generates = generates
@@ -155,7 +161,7 @@ class TransformersOracle:
         return set(self.model.state_dict())
 
     def logits(self, ids: list[int], prefix: int = 0, image: ProcessedImage | None = None) -> Tensor:
-        """float32 [n, vocabulary]; of a model without an output head, its hidden rows [n, hidden].
+        """Returns logits, float32 [n, vocabulary]; hidden rows [n, hidden] of a model without an output head.
 
         ``prefix``: tokens of a prompt that all see each other; ``image``: the prompt's image.
         """
@@ -178,10 +184,10 @@ class TransformersOracle:
         return found
 
     def rows(self, image: ProcessedImage, cross_layers: tuple[int, ...] = ()) -> Tensor:
-        """float32 [rows, hidden] that stand for an image in a prompt.
+        """Returns the rows that stand for an image in a prompt, float32 [rows, hidden].
 
-        Of layers ``cross_layers``, which use cross-attention: [rows, their keys and values, one layer's behind the
-        other's].
+        With ``cross_layers``, the layers that use cross-attention: [rows, keys and values of these layers, one after
+        the other].
         """
         if cross_layers:
             return self._project_keys_values(image, cross_layers)
@@ -205,7 +211,9 @@ class TransformersOracle:
         return torch.cat(found, dim=1).float()
 
     def parts(self, ids: list[int], layers: int, prefix: int = 0) -> Outputs:
-        """What each part of each layer puts out, [n, width], in the order in which it is computed, then the logits."""
+        """Returns the output of each part of each layer, [n, width], in the order of computation, and then the
+        logits.
+        """
         modules = self.model.modules()
         stack: Any = next((m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == layers), None)
         if stack is None:
@@ -213,11 +221,13 @@ class TransformersOracle:
         outputs: Outputs = {}
         hooks = [stack[0].register_forward_pre_hook(_note_input("embeddings", outputs), with_kwargs=True)]
         for i, layer in enumerate(stack):
-            # With norms behind attention, too, another one reads the sum; with norms behind both alone, none does.
+            # If there are norms after attention too, another norm reads the sum; if there are only norms after both,
+            # none does.
             alone = hasattr(layer, POST_MLP_NORM) and not hasattr(layer, READERS[0])
             reader = "" if alone else next((n for n in READERS if hasattr(layer, n)), "")
             for name, child in layer.named_children():
-                if "Attention" in type(child).__name__ and not hasattr(child, "output"):  # a sum and a norm behind it
+                # modules with ``output`` include a sum and a norm
+                if "Attention" in type(child).__name__ and not hasattr(child, "output"):
                     hooks.append(child.register_forward_hook(_note_output(f"attention of layer {i}", outputs)))
                 elif "MLP" in type(child).__name__:
                     hooks.append(child.register_forward_hook(_note_output(f"MLP of layer {i}", outputs)))
@@ -234,7 +244,9 @@ class TransformersOracle:
 
 
 def _make_tile_mask(image: ProcessedImage, marks: Tensor) -> Tensor:
-    """int64 [1, n, 1, tiles]: tokens from an image's mark on see the tiles that it fills, those before it none."""
+    """Returns int64 [1, n, 1, tiles]: tokens from an image's mark on see the tiles that it fills, those before it
+    none.
+    """
     behind = marks.cumsum(0) > 0
     return (behind[:, None] * image.inputs["aspect_ratio_mask"].reshape(1, -1))[None, :, None].long()
 

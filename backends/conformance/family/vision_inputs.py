@@ -13,27 +13,29 @@ from trencadis.core.shared_constants import SINK_ROW, WINDOW_SLOTS
 from trencadis.core.step import Encode, VisionInputs
 
 IMAGE_SLOTS = 1024
-"""Slots of the largest launch, where three tiles take no more."""
+"""Slots of the largest launch, unless three tiles need more."""
 
 IMAGE_SIZE = (224, 168)
 """Height and width of an image whose tiles are packed."""
 
 LONGEST_ITEM = 7
-"""Windows of an item that is no tile."""
+"""Maximum windows of an item that is not a tile."""
 
 
 def most_slots(tile: int) -> int:
-    """Slots of the largest launch of VISION."""
+    """Returns the slots of the largest VISION launch."""
     return max(IMAGE_SLOTS, 3 * tile)
 
 
 def tile_of(config: ModelConfig) -> int:
-    """Slots of a tile, of models whose images are tiles; 0: launches have any number of windows."""
+    """Returns the slots of a tile, for models whose images are tiles; 0: launches have any number of windows."""
     return 0 if config.vision is None else registry.image_needs(config, {}).tile
 
 
 def make_inputs(model: Any, config: ModelConfig, slots: int, rng: np.random.Generator) -> tuple[VisionInputs, int]:
-    """Items that leave padding, and how many windows hold them; the model packs tiles, since it wants whole ones."""
+    """Returns items that leave padding, and how many windows they use; for models of tiles, ``model.pack`` packs
+    whole tiles.
+    """
     tile = tile_of(config)
     assert config.vision is not None
     if not tile:
@@ -49,12 +51,12 @@ def make_inputs(model: Any, config: ModelConfig, slots: int, rng: np.random.Gene
 
 
 def _used_windows(slots: int) -> int:
-    """How many windows hold an image."""
+    """Returns how many windows contain an image."""
     return max(slots // WINDOW_SLOTS - 1, 1)
 
 
 def _pack_items(slots: int, slot: SlotForm, rng: np.random.Generator) -> VisionInputs:
-    """Items that fill all windows but one; no window that ends an item is full."""
+    """Returns items that fill all windows but one; no window that ends an item is full."""
     used, count, row = _used_windows(slots), slots // WINDOW_SLOTS, SINK_ROW + 1
     made = VisionInputs(
         pixels=np.zeros((slots, slot.values), np.uint8),

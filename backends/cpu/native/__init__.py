@@ -1,1 +1,1 @@
-"""The CPU's own kernels, in C, and the sizes that oneDNN's are asked for."""
+"""The CPU's own kernels, in C, and the row counts that oneDNN is called with."""

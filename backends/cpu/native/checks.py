@@ -1,4 +1,6 @@
-"""Checks of what kernels are told to read and write, with ``TRENCADIS_CPU_CHECKS``: they themselves check nothing."""
+"""Checks of the memory that kernels read and write, enabled by ``TRENCADIS_CPU_CHECKS``: kernels check nothing
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ VARIABLE = "TRENCADIS_CPU_CHECKS"
 
 @cache
 def enabled() -> bool:
-    """Whether kernels' arguments are checked in this process."""
+    """Returns True if kernels' arguments are checked in this process."""
     return bool(envs.get_bool(VARIABLE))
 
 
@@ -30,10 +32,10 @@ def check_range(what: str, values: Tensor | NDArray[np.int32], low: int, high: i
 def check_blocks(
     blocks: Tensor, row: NDArray[np.int32], first: NDArray[np.int32], length: NDArray[np.int32], size: int, count: int
 ) -> None:
-    """Raises IndexError unless the keys [first, length) of the rows ``row`` of a block table lie in blocks that exist.
+    """Raises IndexError unless the keys [first, length) of the rows ``row`` of a block table are in blocks that exist.
 
     Args:
-        blocks: int32 [rows, width], numbers of blocks of ``size`` slots, of which there are ``count``.
+        blocks: int32 [rows, width], numbers of blocks of ``size`` slots, below ``count``.
     """
     check_range("rows of the block table", row, 0, len(blocks))
     check_range("first keys", first, 0, blocks.shape[1] * size + 1)

@@ -1,4 +1,4 @@
-"""Attention of decoding rows by the library's kernel, which reads keys and values where they lie in their blocks."""
+"""Attention of decoding rows by the library's kernel, which reads keys and values in place, in their blocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
-"""Values of a head are a multiple of this: the widest vector."""
+"""Values of a head must be a multiple of this, the widest vector."""
 
 WIDEST = 512
-"""Most values of a head; of panels.h."""
+"""Maximum values of a head, as in panels.h."""
 
 
 @dataclass(frozen=True)
 class SingleTokenRows:
-    """Rows of one token each, int32 [n]: the launch's token, the row of the block tables, and the keys that it sees,
-    from ``first`` to before ``length``. ``blocks``: int32 [rows, width]."""
+    """Rows of one token each, int32 [n]: the launch's token, the row of the block tables, and the keys [first, length).
+
+    ``blocks``: int32 [rows, width].
+    """
 
     token: NDArray[np.int32]
     row: NDArray[np.int32]
@@ -36,7 +38,7 @@ class SingleTokenRows:
 
 
 def is_supported(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
-    """Whether the kernel attends: to values of ``q``'s type, or to signed codes of 8 bits with their scales."""
+    """Returns True if the kernel supports the cache: values of ``q``'s dtype, or signed 8-bit codes with scales."""
     size = kv.k.shape[-1]
     if size % LANES or size > WIDEST or not table.serves(Op.DECODE_ATTENTION, DTYPE_NAMES.get(q.dtype, "")):
         return False
@@ -45,9 +47,9 @@ def is_supported(q: Tensor, kv: LayerKV, table: KernelTable) -> bool:
 
 
 def attend(q: Tensor, kv: LayerKV, rows: SingleTokenRows, scale: float, out: Tensor, table: KernelTable) -> None:
-    """Attention of single tokens: q [n, h, d], ``out`` [n, h, d] is written where ``rows`` names tokens.
+    """Computes attention of single tokens: q [n, h, d]; ``out`` [n, h, d] is written for the tokens in ``rows``.
 
-    A row's bits depend on nothing but the row. Softmax and sums are float32.
+    A row's bits depend only on the row. Softmax and sums are float32.
     """
     _, heads, size = q.shape
     if q.stride(2) != 1 or q.stride(1) != size:

@@ -1,4 +1,4 @@
-/* Which kernels multiply dense weights and pack them. */
+/* Selects the kernels that multiply dense weights and pack them. */
 
 #include "dense.h"
 
@@ -18,7 +18,7 @@ static const DenseKernels *kernels_of(int64_t kind, int64_t pairs) {
 #ifndef WITHOUT_DENSE_AVX2
     return &dense_avx2;
 #else
-    return NULL; /* the library does not say that it serves */
+    return NULL; /* never selected */
 #endif
 }
 

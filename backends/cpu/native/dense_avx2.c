@@ -1,4 +1,4 @@
-/* Dense weights on CPUs with AVX2, with AVX-VNNI or without. */
+/* Dense weights on CPUs with AVX2, with or without AVX-VNNI. */
 
 #include "dense.h"
 

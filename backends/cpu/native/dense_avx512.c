@@ -1,4 +1,4 @@
-/* Dense weights on CPUs with AVX-512, and those of bfloat16 where the CPU does not multiply its pairs. */
+/* Dense weights on CPUs with AVX-512; bfloat16 if the CPU does not multiply its pairs. */
 
 #include "dense.h"
 

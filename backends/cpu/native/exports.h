@@ -1,4 +1,4 @@
-/* What the library exports: what Python, or any program that loads it, calls. */
+/* Marks the functions that the library exports, for Python or any other program that loads it. */
 
 #ifndef TRENCADIS_EXPORTS_H
 #define TRENCADIS_EXPORTS_H

@@ -1,4 +1,4 @@
-/* What Python calls to attend with many queries: items of queries, which threads take as they come. */
+/* The exported attention of many queries: threads take items of queries one by one. */
 
 #include "exports.h"
 
@@ -6,10 +6,10 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#define QUERIES 512  /* of an item at most, query heads of a KV head counted one by one */
-#define WIDTHS 40960 /* and their values: with their sums they stay in the second cache */
-#define LEAST 64     /* queries of an item where there would be few items */
-#define ITEMS 4      /* for each thread, so that none waits long for another */
+#define QUERIES 512  /* maximum queries of an item, counting query heads of a KV head separately */
+#define WIDTHS 40960 /* maximum of their values: with their sums they stay in the L2 cache */
+#define LEAST 64     /* queries of an item if there would be few items */
+#define ITEMS 4      /* items per thread, so that no thread waits long for another */
 #define GRAIN 131072 /* products of a query and a key, value by value, that are worth another thread */
 
 typedef struct {
@@ -19,7 +19,7 @@ typedef struct {
     int64_t room;
 } FlashCall;
 
-/* An item of the launch takes items of the attention until none is left, so a late thread finds none. */
+/* Takes items of the attention until none is left, so that a late thread finds none. */
 static void flash_work(void *data, int64_t first, int64_t last, int64_t thread) {
     const FlashCall *call = data;
     float *work = call->work + thread * call->room;
@@ -27,7 +27,7 @@ static void flash_work(void *data, int64_t first, int64_t last, int64_t thread) 
     (call->flash->pairs ? call->kernels->flash_pairs : call->kernels->flash)(call->flash, work);
 }
 
-/* Writes p->out of the queries that spans name; 0, or 1 without memory. */
+/* Writes p->out for the queries of the spans; returns 0, or 1 if memory is lacking. */
 EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
     panels_count(ATTENTION, kind);
     Flash p = *asked;
@@ -50,7 +50,7 @@ EXPORT int trencadis_flash(const Flash *asked, int kind, int threads) {
     int64_t most = pool_threads(work * p.heads * p.size / GRAIN, threads);
     if (most > p.starts[p.n]) most = p.starts[p.n];
     const int64_t queries = p.tokens * each * (2 * wide + 17) + 4 * p.tokens;
-    const int64_t room = (queries + (2 * wide + 6) * KEYS + 256) / 16 * 16; /* of `Held` in flash.inc */
+    const int64_t room = (queries + (2 * wide + 6) * KEYS + 256) / 16 * 16; /* size of `Held` in flash.inc */
     p.team = most;
     float *held = malloc((size_t)(most * room + 16) * 4);
     if (held) {

@@ -3,16 +3,17 @@
 
 #include <stdint.h>
 
-#define KEYS 64 /* keys of a tile; tiles begin at places that are a multiple of it */
+#define KEYS 64 /* keys of a tile; tiles begin at positions that are multiples of it */
 
-/* Queries that attend to the same keys, among those that they see; rows and slots are of the tensors of `Flash`. */
+/* Queries that attend to the same keys, each up to its visible end; rows and slots are those of the tensors of
+   `Flash`. */
 typedef struct {
-    int64_t first, count;    /* queries lie in the rows first + i, or query_at[i] */
+    int64_t first, count;    /* the queries are the rows first + i, or query_at[i] */
     const int64_t *query_at;
-    int64_t slot, keys;      /* keys lie in the slots slot + j, or slots[j] */
+    int64_t slot, keys;      /* the keys are the slots slot + j, or slots[j] */
     const int64_t *slots;
-    int64_t place, own;      /* of the first key, and of the first query; the others follow */
-    const int32_t *upto;     /* [count]: the last place that each query sees; NULL: its own */
+    int64_t place, own;      /* position of the first key, and of the first query; the others follow */
+    const int32_t *upto;     /* [count]: the last position that each query sees; NULL: its own */
     int64_t whole;           /* every query sees every key */
 } Span;
 
@@ -22,13 +23,13 @@ typedef struct {
     void *out;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     int64_t heads, groups, size;
-    int64_t window; /* keys that a query sees, its own place included; 0: all */
+    int64_t window; /* keys that a query sees, including its own position; 0: all */
     const Span *spans;
     int64_t n, type;
     float scale;
-    int pairs; /* products of pairs of 16 bits serve */
-    /* what the library fills in */
-    int64_t *starts; /* [n + 1]: items of the spans before; an item is `tokens` queries of one KV head */
+    int pairs; /* products of pairs of 16-bit values are used */
+    /* fields that the library sets */
+    int64_t *starts; /* [n + 1]: number of items of the spans before each; an item is `tokens` queries of one KV head */
     int64_t tokens, next, team; /* threads */
 } Flash;
 

@@ -1,7 +1,7 @@
 """Attention of many queries by the library's kernel: prompts, and windows and images of a vision tower.
 
-Queries, keys and values are read where they lie, in blocks of the cache or in a fused projection, and scores leave the
-cache of a core at no time.
+Queries, keys and values are read in place, from blocks of the cache or a fused projection, and scores never leave the
+cache of a core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trencadis.backends.cpu.native.layouts import FlashLayout
 from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 
 WIDEST = 512
-"""Most values of a head."""
+"""Maximum values of a head."""
 
 Where = slice | Tensor
 """Rows or slots: a slice, or int64 indices."""
@@ -46,14 +46,14 @@ class Span:
     whole: bool = False
 
     def numbers(self) -> tuple[int, ...]:
-        """``Span`` of flash.h."""
+        """Returns the fields of ``Span`` of flash.h."""
         assert self.upto is None or (self.upto.dtype == torch.int32 and self.upto.is_contiguous())
         upto = 0 if self.upto is None else self.upto.data_ptr()
         return (*_lies(self.queries), *_lies(self.keys), self.first_key, self.first_query, upto, int(self.whole))
 
 
 def _lies(where: Where) -> tuple[int, int, int]:
-    """First row, how many, and the address of indices."""
+    """Returns (first row, number of rows, address of indices or 0)."""
     if isinstance(where, slice):
         return where.start, where.stop - where.start, 0
     assert where.dtype == torch.int64 and where.is_contiguous()
@@ -61,12 +61,14 @@ def _lies(where: Where) -> tuple[int, int, int]:
 
 
 def is_supported(q: Tensor, table: KernelTable) -> bool:
-    """Whether the kernel attends to values of ``q``'s type and size of a head."""
+    """Returns True if the kernel supports ``q``'s dtype and head size."""
     return q.shape[-1] <= WIDEST and table.serves(Op.ATTENTION, DTYPE_NAMES.get(q.dtype, ""))
 
 
 def windows(real: Tensor, size: int) -> NDArray[np.int64]:
-    """Spans of windows of ``size`` rows, of which the first ``real`` (int32 [windows]) attend to each other."""
+    """Returns the spans of windows of ``size`` rows, of which the first ``real`` (int32 [windows]) attend to each
+    other.
+    """
     made = np.zeros((len(real), 10), np.int64)
     made[:, 0] = made[:, 3] = np.arange(0, len(real) * size, size)
     made[:, 1] = made[:, 4] = real.numpy()
@@ -78,9 +80,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span] | NDArray[np.int64], scale: float, out: Tensor,
     table: KernelTable, window: int = 0,
 ) -> None:  # fmt: skip
-    """Attention q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written where spans name queries.
+    """Computes attention of q [n, h, d] to k and v [slots, g, d]; ``out`` [n, h, d] is written for the queries of
+    spans.
 
-    A query's bits depend on itself and on the keys that it sees, at their positions. Softmax and sums are float32.
+    A query's bits depend only on itself and on the keys that it sees, at their positions. Softmax and sums are float32.
     """
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     assert out.is_contiguous() and k.dtype == v.dtype == q.dtype == out.dtype

@@ -1,7 +1,7 @@
-"""The one table that says which kernel serves each operation: by CPU, type of values and number of rows.
+"""The table of which kernel is used for each operation: by CPU, dtype and number of rows.
 
-``TRENCADIS_CPU_KERNELS`` names a row of ``KINDS``; unset or ``auto``, the last kind that this CPU can run serves. What
-the table does not give to this package's own kernels is left to torch, whose products are oneDNN's.
+``TRENCADIS_CPU_KERNELS`` names a row of ``KINDS``; unset or ``auto``, the last kind that this CPU can run is used.
+Operations without an entry are left to torch, whose products are oneDNN's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trencadis.core.errors import StartupError
 VARIABLE = "TRENCADIS_CPU_KERNELS"
 
 TORCH = "torch"
-"""The kernels that torch brings serve everything."""
+"""Kind that uses torch's kernels for everything."""
 
 KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -31,23 +31,23 @@ KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "amx": frozenset({"avx512", "avx512_vnni", "amx"}),
     }
 )
-"""Kind of kernels -> the features that it needs; later ones are faster where a CPU can run several."""
+"""Kind of kernels -> the CPU features that it needs, from the slowest to the fastest."""
 
 NUMBERS = {TORCH: 0, **{name: number for number, name in enumerate(KINDS, 1)}}
 """Kind -> its number in panels.h."""
 
 FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
-"""Types of activations, by their names in torch."""
+"""Dtypes of activations, by their names in torch."""
 
 SHARED_ROWS = 128
-"""Rows up to which own products of a weight that lies as oneDNN has it are faster: ``DENSE_ROWS`` of dense.h."""
+"""Number of rows up to which own products of a weight in oneDNN's layout are faster: ``DENSE_ROWS`` of dense.h."""
 
 ANY = 1 << 62
-"""Any number of rows."""
+"""Stands for any number of rows."""
 
 
 class Op(Enum):
-    """What the table chooses a kernel for, in the words of its line."""
+    """The operations that the table chooses a kernel for; the values are used in its log line."""
 
     LINEAR = "products"
     QUANTISED_LINEAR = "8- and 4-bit weights"
@@ -60,12 +60,12 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Which kernels serve.
+    """Which kernels are used.
 
     Args:
         kind: a key of ``KINDS``, or ``TORCH``.
-        rows: (operation, type of activations) -> the most rows of one launch that own kernels take. What is missing is
-            torch's. For a LINEAR of ``ANY`` rows, weights lie in this package's layout alone.
+        rows: (operation, dtype of activations) -> the most rows of one launch that own kernels take. Missing entries
+        are left to torch. For a LINEAR of ``ANY`` rows, weights are stored only in this package's layout.
         bfloat16_pairs: attention and products multiply pairs of bfloat16, as AVX512_BF16 does.
         why: the reason for the choice, for the line at the start.
     """
@@ -81,21 +81,25 @@ class KernelTable:
         return NUMBERS[self.kind]
 
     def most_rows(self, op: Op, dtype: str) -> int:
-        """The most rows that an own kernel takes of an operation; 0: torch serves it."""
+        """Returns the most rows that an own kernel takes of an operation; 0: torch does it."""
         return self.rows.get((op, dtype), 0)
 
     def serves(self, op: Op, dtype: str) -> bool:
-        """True if an own kernel serves an operation on values of ``dtype``, for some number of rows."""
+        """Returns True if an own kernel does an operation on values of ``dtype``, for some number of rows."""
         return (op, dtype) in self.rows
 
     @property
     def needs_no_library(self) -> bool:
-        """True if own products of any number of rows are as fast as oneDNN's, so that weights may lie as only they read
-        them: oneDNN's lead with AVX-512 and AMX from 128 rows on."""
+        """True if own products of any number of rows are as fast as oneDNN's.
+
+        Then weights need no layout that oneDNN reads. With AVX-512 and AMX oneDNN is faster from 128 rows on.
+        """
         return self.kind in ("avx2", "avx_vnni")
 
     def line(self, libraries: str = "torch's") -> str:
-        """What was chosen and why, in one line; ``libraries``: what multiplies quantised weights in place of ours."""
+        """Returns the choice and its reason in one line; ``libraries``: name of the library for quantised weights
+        without own kernels.
+        """
         if self.kind == TORCH:
             return f"{libraries} kernels ({self.why})"
         parts = []
@@ -113,9 +117,9 @@ class KernelTable:
 
 
 def shares_layout(dtype: str, features: Collection[str]) -> bool:
-    """True if oneDNN keeps weights of ``dtype`` as own products read them, on a CPU with ``features``.
+    """Returns True if oneDNN packs weights of ``dtype`` in the layout of own products, on a CPU with ``features``.
 
-    Versions of oneDNN differ: where one keeps float32 otherwise, weights are found to have no name there (packing.py).
+    Versions of oneDNN differ: if one packs float32 otherwise, ``weight_packing.name_of`` finds no layout name.
     """
     if dtype == BFLOAT16:
         return "avx512_bf16" in features and "amx" not in features
@@ -129,14 +133,14 @@ def table_of(
     every_row: bool = False,
     onednn: Collection[str] | None = None,
 ) -> KernelTable:
-    """The table of one kind of kernels.
+    """Builds the table of one kind of kernels.
 
     Args:
         kind: a key of ``KINDS``, or ``TORCH``.
-        features: what the CPU has, of ``library.FEATURES``. Where oneDNN keeps weights in a layout of its own (see
-            ``shares_layout``), own products of such weights serve every number of rows or none.
+        features: CPU features, of ``library.FEATURES``. If oneDNN packs weights in a layout of its own (see
+        ``shares_layout``), own products of such weights take every number of rows or none.
         why: for ``KernelTable.why``.
-        every_row: own products serve every number of rows, so that a row has the same bits beside any others.
+        every_row: own products take every number of rows, so that a row has the same bits with any other rows.
         onednn: the features that oneDNN uses; None: all.
     """
     if kind == TORCH:
@@ -145,12 +149,12 @@ def table_of(
     for dtype in (FLOAT32, BFLOAT16, FLOAT16):
         for op in (Op.QUANTISED_LINEAR, Op.ATTENTION, Op.DECODE_ATTENTION, Op.ROTARY, Op.ROWWISE, Op.ARGMAX):
             rows[op, dtype] = ANY
-    del rows[Op.ROWWISE, FLOAT32]  # torch needs one pass for these as well
+    del rows[Op.ROWWISE, FLOAT32]  # torch needs only one pass for these too
     theirs = features if onednn is None else onednn
     for dtype in (FLOAT32, BFLOAT16):
         rows[Op.LINEAR, dtype] = SHARED_ROWS if shares_layout(dtype, theirs) and not every_row else ANY
     if "amx" in KINDS[kind] and not every_row:
-        # oneDNN's products on tiles are several times as fast as ours without, from a few rows on.
+        # oneDNN's products on AMX tiles are several times as fast as own ones without, from a few rows on.
         del rows[Op.ATTENTION, BFLOAT16]
         rows.pop((Op.LINEAR, BFLOAT16), None)
     pairs = "avx512_bf16" in features and "avx512" in KINDS[kind]
@@ -158,17 +162,17 @@ def table_of(
 
 
 def available_kinds() -> tuple[str, ...]:
-    """The kinds of own kernels that this CPU can run, the fastest last; none where they are not built."""
+    """Returns the kinds of own kernels that this CPU can run, the fastest last; none if they are not built."""
     have = library.load_library()
     return tuple(kind for kind, needs in KINDS.items() if needs <= have.features)
 
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Variables that keep oneDNN from using all of a CPU."""
+"""Environment variables that limit the CPU features that oneDNN uses."""
 
 
 def onednn_features() -> frozenset[str]:
-    """``library.FEATURES`` of this CPU, without those of AVX-512 and AMX where a variable keeps oneDNN from them."""
+    """Returns ``library.FEATURES`` of this CPU, without AVX-512 and AMX if a variable forbids them to oneDNN."""
     features = library.load_library().features
     limit = next((value.upper() for name in LIMITS if (value := os.environ.get(name))), "ALL")
     if limit in ("ALL", "DEFAULT") or "AMX" in limit:
@@ -184,10 +188,10 @@ def _chosen(kind: str, every_row: bool, why: str) -> KernelTable:
 
 
 def chosen_table(every_row: bool = False) -> KernelTable:
-    """The table that serves in this process, by ``TRENCADIS_CPU_KERNELS``.
+    """Returns the table that this process uses, by ``TRENCADIS_CPU_KERNELS``.
 
     Raises:
-        StartupError: the variable names kernels that cannot serve here.
+        StartupError: the variable names kernels that cannot run here.
     """
     asked, kinds, have = envs.get(VARIABLE) or "auto", available_kinds(), library.load_library()
     missing = have.why or "the CPU has no AVX2"
@@ -206,5 +210,5 @@ def chosen_table(every_row: bool = False) -> KernelTable:
 
 
 def line() -> str:
-    """What was chosen for this CPU and why, in one line."""
+    """Returns the kernels chosen for this CPU and the reason, in one line."""
     return chosen_table().line()

@@ -1,4 +1,4 @@
-/* What the library is made of: which sources a compiler refused, and where the fields of its structures lie. */
+/* Describes the build of the library: sources that a compiler rejected, and the field offsets of its structures. */
 
 #include "exports.h"
 
@@ -8,7 +8,7 @@
 #define LEFT_OUT ""
 #endif
 
-/* Names of source files that were left out, with spaces between them. */
+/* Returns the names of source files that were left out, separated by spaces. */
 EXPORT const char *trencadis_left_out(void) { return LEFT_OUT; }
 
 #define AT(type, field) (int64_t)offsetof(type, field)
@@ -51,8 +51,8 @@ static const struct {
                   STRUCTURE(Attend, attend),            STRUCTURE(Rotary, rotate),   STRUCTURE(Flash, flash),
                   STRUCTURE(Span, span)};
 
-/* Bytes of a structure by its number, whose fields' places are written to offsets [most]; -1: it has another number of
-   fields, or there is no such structure. */
+/* Returns the bytes of structure `number`, and writes its field offsets to offsets [most]; -1 if it has another
+   number of fields, or does not exist. */
 EXPORT int64_t trencadis_layout(int number, int64_t *offsets, int64_t most) {
     if (number < 0 || (size_t)number >= sizeof structures / sizeof *structures) return -1;
     if (structures[number].fields != (size_t)most) return -1;

@@ -1,4 +1,4 @@
-"""The library's structures as ctypes has them, and the check that both sides agree about every field's place."""
+"""The library's structures as ctypes declarations, and the check that both sides have the same field offsets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AttendLayout(ctypes.Structure):
 
 
 class RotaryLayout(ctypes.Structure):
-    """``Turn`` of panels.h."""
+    """``Rotary`` of panels.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys", "values", "slot")),
@@ -91,11 +91,11 @@ class SpanLayout(ctypes.Structure):
 
 
 STRUCTURES = (Layout, DenseLayout, PackCall, AttendLayout, RotaryLayout, FlashLayout, SpanLayout)
-"""By their numbers in layouts.c."""
+"""The structures in the order of their numbers in layouts.c."""
 
 
 def find_difference(library: Any) -> str:
-    """The name of the first structure that the library lays out otherwise than this module; "": none."""
+    """Returns the name of the first structure that the library lays out differently from this module; "": none."""
     place = library.trencadis_layout
     place.restype, place.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
     for number, layout in enumerate(STRUCTURES):

@@ -1,7 +1,7 @@
-"""Finds this package's compiled kernels, and asks them what the CPU has.
+"""Loads this package's compiled kernels and reads the CPU's features from them.
 
-The library is built with the package where there is a C compiler (setup.py), and loaded by ctypes: it is plain C, so
-that one binary serves any torch. Which of its kernels serve says ``kernel_table``.
+The library is built with the package if there is a C compiler (setup.py), and loaded by ctypes: it is plain C, so that
+one binary works with any torch. ``kernel_table`` decides which of its kernels are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSION = 10
 """``PANELS_VERSION`` of panels.h."""
 
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-"""What the library asks of the CPU and of the system, by bits of ``trencadis_cpu_features``."""
+"""Features of CPU and system that the library detects, by bits of ``trencadis_cpu_features``."""
 
 NEEDS = {
     "avx2": {"panels_avx2", "dense_avx2"},
@@ -29,20 +29,20 @@ NEEDS = {
     "avx512_vnni": {"panels_avx512_vnni"},
     "avx512_bf16": {"panels_avx512_bf16"},
 }
-"""Feature -> the sources, without their ends, whose kernels use it."""
+"""Feature -> the sources, without suffix, whose kernels use it."""
 
 OPERATIONS = ("linear", "quantised_linear", "pack", "rowwise", "rotary", "decode_attention", "attention")
-"""What the library counts launches of, by their numbers in panels.h."""
+"""Operations whose launches the library counts, by their numbers in panels.h."""
 
 BUILD = "`pip install -e .` (or of a wheel for this machine) with a C compiler builds them"
 
 
 class LibraryStatus(NamedTuple):
-    """The library and what the CPU has of ``FEATURES``, or why there is none.
+    """The library and the CPU's ``FEATURES``, or the reason why there is none.
 
     Args:
-        features: those for which there are kernels.
-        left_out: sources that the compiler refused when the library was built.
+        features: the CPU's features for which there are kernels.
+        left_out: sources that the compiler rejected when the library was built.
     """
 
     library: Any
@@ -53,12 +53,14 @@ class LibraryStatus(NamedTuple):
 
 @cache
 def load_library() -> LibraryStatus:
-    """Loads the library once a process."""
+    """Loads the library, once per process."""
     return open_library(Path(__file__).parent)
 
 
 def open_library(folder: Path) -> LibraryStatus:
-    """The library in ``folder``; a file that is missing, broken or of other sources is a reason and no error."""
+    """Opens the library in ``folder``; a file that is missing, broken or of other sources gives a reason instead of an
+    error.
+    """
     files = sorted(folder.glob("_panels*.so"))
     if not files:
         return LibraryStatus(None, frozenset(), f"they are not built; {BUILD}")
@@ -88,7 +90,7 @@ def open_library(folder: Path) -> LibraryStatus:
 
 
 def report_left_out() -> str:
-    """What to tell users of an installation of which some kernels are missing; "": all are there."""
+    """Returns the message about kernels that are missing from an installation; "": none are."""
     have = load_library()
     if have.left_out:
         return f"kernels are left out, since the C compiler refused {', '.join(have.left_out)}"
@@ -96,21 +98,21 @@ def report_left_out() -> str:
 
 
 def main() -> None:
-    """Tells whoever installs the package which kernels are missing, and why."""
+    """Prints a warning about missing kernels and the reason, after an installation."""
     said = report_left_out()
     if said:
         print(f"warning: {said}")
 
 
 def count_launches(operation: str, kind: int) -> int:
-    """How many launches of an operation of ``OPERATIONS`` kernels of this kind (by number) have served so far."""
+    """Returns how many launches of an operation of ``OPERATIONS`` were done by kernels of this kind (by number)."""
     count: int = load_library().library.trencadis_launches(OPERATIONS.index(operation), kind)
     return count
 
 
 @cache
 def log_quantised_kernels(text: str) -> None:
-    """Says once a process what multiplies quantised weights."""
+    """Logs, once per process, the library that multiplies quantised weights."""
     log.info("weights: integers are multiplied by %s", text)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of rows that oneDNN is asked to multiply."""
+"""The numbers of rows that oneDNN is called with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 SIZES: tuple[int, ...] = (1, 4, 6, 8, 12, *range(16, 128, 8), 128, 160, 192, 256, 512)
-"""Rows of a product: the only numbers of rows that oneDNN is asked to multiply."""
+"""Numbers of rows of a product, the only ones that oneDNN is called with."""
 
 PASS = 20
-"""Fixed cost of one more product with the same weight, in rows: it is read from memory once more."""
+"""Fixed cost of one more product with the same weight, in rows: the weight is read from memory again."""
 
 
 def by_sizes(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """``multiply(x)``, row by row independent, in calls of ``SIZES`` rows."""
+    """Returns ``multiply(x)``, which treats rows independently, computed in calls of ``SIZES`` rows."""
     parts, start = list[Tensor](), 0
     for size in pieces(len(x)) or (0,):
         part = x[start : start + size]
@@ -30,18 +30,19 @@ def by_sizes(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def pieces(rows: int) -> tuple[int, ...]:
-    """The ``SIZES`` that together hold ``rows``; surplus rows are computed if that costs less than another product.
+    """Returns ``SIZES`` that add up to at least ``rows``; surplus rows are computed if that is faster than another
+    product.
 
     oneDNN makes kernels for each number of rows and each shape of weight and keeps 0.6 MB for each, half of it in a
-    table that no limit reaches. If every number of rows were a size of its own, memory would grow for hours, with each
-    new prompt length and mix of clients, and each new number would be slow once.
+    table without a limit. If every number of rows were a size of its own, memory would grow for hours, with each new
+    prompt length and mix of clients, and each new number would be slow once.
     """
     return (SIZES[-1],) * (rows // SIZES[-1]) + _RESTS[rows % SIZES[-1]]
 
 
 @cache
 def _rest(rows: int) -> tuple[int, ...]:
-    """``pieces`` of fewer rows than the largest size."""
+    """Returns ``pieces`` for fewer rows than the largest size."""
     if rows == 0:
         return ()
     index = bisect_left(SIZES, rows)

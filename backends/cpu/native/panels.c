@@ -1,4 +1,4 @@
-/* What Python calls: which kernels the CPU has, and products on the threads of thread_pool.c. */
+/* The exported functions: CPU features, and products on the threads of thread_pool.c. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -15,7 +15,7 @@
 
 /* Bytes of weight times rows that are worth another thread. */
 #define GRAIN 16384
-/* Rounded activations up to this size live on the stack, and are made before the threads begin. */
+/* Rounded activations up to this size are on the stack, and are computed before the threads begin. */
 #define FEW 65536
 
 static uint64_t launches[OPERATIONS][KINDS];
@@ -26,7 +26,7 @@ void panels_count(int operation, int kind) {
     if (kind > LIBRARY && kind < KINDS) __atomic_fetch_add(&launches[operation][kind], 1, __ATOMIC_RELAXED);
 }
 
-/* How many launches of an operation each kind of kernels has served, since the library was loaded. */
+/* Returns how many launches of an operation each kind of kernels has done since the library was loaded. */
 EXPORT uint64_t trencadis_launches(int operation, int kind) {
     return __atomic_load_n(&launches[operation][kind], __ATOMIC_RELAXED);
 }
@@ -40,7 +40,7 @@ static uint64_t xgetbv(void) {
     return ((uint64_t)high << 32) | low;
 }
 
-/* Tiles hold 8 KiB a thread, which Linux gives to processes that ask. */
+/* Requests AMX tiles, which need 8 KiB per thread and which Linux grants to processes on request. */
 static int tiles_allowed(void) {
 #if defined(__linux__)
     return (xgetbv() & 0x60000) == 0x60000 && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
@@ -49,7 +49,7 @@ static int tiles_allowed(void) {
 #endif
 }
 
-/* HAS_... of the CPU, as far as the system keeps the registers. */
+/* Returns the HAS_... bits of the CPU, if the system saves the registers. */
 EXPORT int trencadis_cpu_features(void) {
     unsigned a, b, c, d, a1 = 0, b1, c1, d1, found = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -66,7 +66,7 @@ EXPORT int trencadis_cpu_features(void) {
     return (int)found;
 }
 
-/* Kernels by their number. AMX: what its tiles do not do is done as on any CPU with VNNI. */
+/* Returns the kernels of a kind. AMX: operations without tiles use those of VNNI. */
 const Kernels *panels_kernels(int kind) {
 #ifndef WITHOUT_PANELS_AVX512_VNNI
     if (kind == AVX512_VNNI || kind == AMX) return &panels_avx512_vnni;
@@ -81,7 +81,7 @@ const Kernels *panels_kernels(int kind) {
 #ifndef WITHOUT_PANELS_AVX2
     return &panels_avx2;
 #else
-    return NULL; /* the library does not say that it serves */
+    return NULL; /* never selected */
 #endif
 }
 
@@ -102,7 +102,8 @@ static void multiply_work(void *data, int64_t first, int64_t last, int64_t threa
     call->kernels->multiply(call->product, first, last);
 }
 
-/* out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; 0, or 1 without memory. */
+/* Computes out [n, rows] = x [n, inputs] times the weight, by kernels of this kind; returns 0, or 1 if memory is
+   lacking. */
 EXPORT int trencadis_panels_linear(const PanelWeight *w, const void *x, void *out, int64_t n, int type, int kind,
                                    int threads) {
     panels_count(CODED_PRODUCTS, kind);
@@ -143,7 +144,7 @@ static void row_work(void *data, int64_t first, int64_t last, int64_t thread) {
     call->kernels->rows(call->rows, first, last);
 }
 
-/* n rows of `width` values each; x is written to where there is a residual. */
+/* Runs an operation on n rows of `width` values each; with a residual, x is overwritten by the sum. */
 EXPORT void trencadis_panels_rows(int op, void *x, const void *residual, const void *weight, void *out, int64_t n,
                                   int64_t width, float eps, int type, int kind, int threads) {
     panels_count(ROWS_OPS, kind);
@@ -169,7 +170,7 @@ static void join_work(void *data, int64_t first, int64_t last, int64_t thread) {
     call->kernels->join(call->attend, first, last);
 }
 
-/* Writes p->out of the rows that it names; 0, or 1 without memory. */
+/* Writes p->out for the rows that it names; returns 0, or 1 if memory is lacking. */
 EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     panels_count(DECODE_ATTENTION, kind);
     Attend p = *asked;
@@ -197,7 +198,7 @@ EXPORT int trencadis_panels_attend(const Attend *asked, int kind, int threads) {
     return failed;
 }
 
-#define TEAM 64 /* most threads of a product whose best outputs are wanted */
+#define TEAM 64 /* maximum threads of a product whose best outputs are computed */
 
 typedef struct {
     const Dense *dense;
@@ -216,7 +217,7 @@ static void dense_work(void *data, int64_t first, int64_t last, int64_t thread) 
         if (found[r] > best[r]) best[r] = found[r];
 }
 
-/* One product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written. */
+/* Computes one product of at most DENSE_ROWS rows. out: [n, outputs]; NULL: best [n] is written instead. */
 EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64_t *best, int64_t n, int64_t stride,
                             int64_t outputs, float scale, int kind, int threads) {
     panels_count(PRODUCTS, kind);
@@ -229,7 +230,7 @@ EXPORT void trencadis_dense(const Dense *weight, const void *x, void *out, int64
     while (out && panels * p.parts < 2 * most && n / (2 * p.parts) >= 4) p.parts *= 2;
     int64_t found[TEAM][DENSE_ROWS];
     for (int64_t one = 0; !out && one < most; one++)
-        for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* a thread may take nothing */
+        for (int64_t r = 0; r < n; r++) found[one][r] = DENSE_NONE; /* a thread may get no items */
     DenseCall call = {&p, out ? NULL : found};
     pool_run(dense_work, &call, panels * p.parts, 0, 0, most);
     if (out) return;
@@ -245,7 +246,7 @@ static void pack_work(void *data, int64_t first, int64_t last, int64_t thread) {
     dense_pack(*(const Pack *const *)data, first, last);
 }
 
-/* Panels lie with the threads that multiply them: both are shared out alike. */
+/* Packs on the threads that will multiply: panels are divided among threads in the same way. */
 EXPORT void trencadis_dense_pack(const Pack *p, int64_t panels, int kind, int threads) {
     panels_count(PACKS, kind);
     Pack own = *p;

@@ -1,11 +1,11 @@
-/* Products of 8- and 4-bit weights that lie in panels of 16 output rows.
+/* Products of 8- and 4-bit weights that are stored in panels of 16 output rows.
 
-   A panel is [columns / 4][16][4] bytes of codes: one step of a product takes 4 columns of 16 rows. Codes are unsigned,
-   so that the activations are the signed side. With 4 bits a byte holds two codes, those of the step 2 i in the low
-   bits and those of 2 i + 1 in the high ones.
+   A panel is [columns / 4][16][4] bytes of codes: one step of a product takes 4 columns of 16 rows. Codes are
+   unsigned, so that the activations are the signed side. With 4 bits a byte holds two codes, those of the step 2 i
+   in the low bits and those of 2 i + 1 in the high ones.
 
    A row of activations is rounded to 8 bits with one step of its own. All sums of integers are exact, and sums of
-   groups run in the order of the groups, so a row has the same bits whatever stands beside it. */
+   groups run in the order of the groups, so a row has the same bits whatever other rows there are. */
 
 #ifndef TRENCADIS_PANELS_H
 #define TRENCADIS_PANELS_H
@@ -17,15 +17,15 @@
 
 #define PANELS_VERSION 10
 #define PANEL 16
-#define STEP 8 /* columns are a multiple of this */
+#define STEP 8 /* columns must be a multiple of this */
 #define CHUNK 256  /* keys of a row that one thread attends to at a time */
-#define WIDEST 512 /* most values of a head */
+#define WIDEST 512 /* maximum values of a head */
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 enum { SILU_MUL, RMS_NORM, BEST };
-/* Kinds of kernels. AMX has those of AVX512_VNNI: what runs on tiles is left to torch. */
+/* Kinds of kernels. AMX uses those of AVX512_VNNI: operations on tiles are left to torch. */
 enum { LIBRARY, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX, KINDS };
-/* What the CPU has and the system allows, a bit each. */
+/* Features of the CPU that the system allows, one bit each. */
 enum { HAS_AVX2, HAS_AVX_VNNI, HAS_AVX512, HAS_AVX512_VNNI, HAS_AVX512_BF16, HAS_AMX };
 /* Launches are counted for each of these and each kind. */
 enum { PRODUCTS, CODED_PRODUCTS, PACKS, ROWS_OPS, ROTARIES, DECODE_ATTENTION, ATTENTION, OPERATIONS };
@@ -35,8 +35,8 @@ typedef struct {
     const uint16_t *scale; /* float16 [panels][groups][16]; NULL: one group, whose scale is the factor */
     const uint8_t *zero;   /* [panels][groups][16]; NULL: the middle code */
     const float *factor;   /* [panels][16] */
-    const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: as they are, then zeros */
-    const void *bias;      /* [rows] of the type of the activations, or NULL */
+    const int32_t *gather; /* [columns]: the input's column, or -1 for a zero; NULL: in order, then zeros */
+    const void *bias;      /* [rows] of the activations' type, or NULL */
     int64_t rows, inputs, columns, group;
     int64_t bits;
 } PanelWeight;
@@ -53,9 +53,9 @@ typedef struct {
     const void *x;
     void *out;
     int64_t n;
-    int64_t type; /* of x, out and the bias */
+    int64_t type; /* type of x, out and the bias */
     Rounded rounded;
-    float *row; /* [threads][columns]: a row that is gathered */
+    float *row; /* [threads][columns]: memory for a gathered row */
 } Product;
 
 /* An operation on rows of `width` values of one type. */
@@ -74,27 +74,27 @@ typedef struct {
     const void *q;               /* [tokens][heads][size], `stride` from token to token */
     void *out;                   /* [tokens][heads][size] */
     const void *k, *v;           /* [slots][groups][size] of `type`, or of signed codes */
-    const uint16_t *k_scale, *v_scale; /* float16 [slots][groups] of codes */
-    const void *kept;            /* [slots][groups][kept_count]: values of keys that have no codes */
-    const int32_t *pairs;        /* [groups][kept_count]: which of a head's values those are */
+    const uint16_t *k_scale, *v_scale; /* float16 [slots][groups]: scales of codes */
+    const void *kept;            /* [slots][groups][kept_count]: values of keys that are stored without codes */
+    const int32_t *pairs;        /* [groups][kept_count]: positions of those values in a head */
     const int32_t *blocks;       /* [rows][width] */
-    const int32_t *token, *row;  /* [n]: of q and out, and of blocks */
-    const int32_t *first, *length; /* [n]: keys [first, length) of the row are seen */
+    const int32_t *token, *row;  /* [n]: index in q and out, and in blocks */
+    const int32_t *first, *length; /* [n]: keys [first, length) of the row are visible */
     int64_t n, heads, groups, size, block, width, stride, kept_count;
     float scale;
     int type, codes, kept_type;
-    int64_t *starts; /* [n + 1]: items of the rows before; an item is a chunk of keys of one KV head */
+    int64_t *starts; /* [n + 1]: number of items of the rows before each; an item is a chunk of keys of one KV head */
     float *part;     /* [items][heads / groups][size + 2]: sums of values, sum of weights, largest score */
 } Attend;
 
 /* Rotary of n rows; sizes and strides in values. */
 typedef struct {
     const void *q, *k, *v;  /* [n][heads][size], and [n][groups][size] twice */
-    const float *cos, *sin; /* [n][size], of which the second half is as the first */
+    const float *cos, *sin; /* [n][size], whose second half equals the first */
     void *out;              /* [n][heads + groups][size] */
     void *keys, *values;    /* [slots][groups][size] */
-    const int64_t *slot;    /* [n]: where k, rotated, and v are stored; NULL: nowhere */
-    int64_t q_row, q_head, k_row, k_head, v_row; /* heads of v lie together */
+    const int64_t *slot;    /* [n]: slots in which k, rotated, and v are stored; NULL: not stored */
+    int64_t q_row, q_head, k_row, k_head, v_row; /* heads of v are contiguous */
     int64_t heads, groups, size, type;
 } Rotary;
 
@@ -103,10 +103,10 @@ typedef struct {
     void (*multiply)(const Product *, int64_t first, int64_t last); /* panels */
     void (*rows)(const Rows *, int64_t first, int64_t last);
     void (*attend)(const Attend *, int64_t first, int64_t last); /* items */
-    void (*join)(const Attend *, int64_t first, int64_t last);   /* pairs of a row and a KV head */
+    void (*join)(const Attend *, int64_t first, int64_t last);   /* (row, KV head) pairs */
     void (*rotate)(const Rotary *, int64_t first, int64_t last);     /* rows */
-    void (*flash)(Flash *, float *work);                         /* the items that are left */
-    void (*flash_pairs)(Flash *, float *work);                   /* as pairs of bfloat16; NULL: not here */
+    void (*flash)(Flash *, float *work);                         /* takes items until none is left */
+    void (*flash_pairs)(Flash *, float *work);                   /* with pairs of bfloat16; NULL: not supported */
 } Kernels;
 
 extern const Kernels panels_avx2, panels_avx_vnni, panels_avx512, panels_avx512_vnni;
@@ -118,7 +118,7 @@ void flash_avx512_bf16(Flash *, float *work);
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Of panels.c: kernels by their number, and a count of their launches. */
+/* Defined in panels.c: kernels by their number, and a counter of their launches. */
 const Kernels *panels_kernels(int kind);
 void panels_count(int operation, int kind);
 

@@ -1,7 +1,8 @@
-"""Weights of 8 and 4 bits in panels of 16 output rows, and the product with them (panels.h has the layout).
+"""8-bit and 4-bit weights in panels of 16 output rows, and the product with them (panels.h has the layout).
 
-A value is (code - zero) x scale of its group x factor of its row. Codes are kept unsigned. Columns are filled up to
-whole steps of 8, groups of other sizes too; then, and where columns have another order, the input is gathered.
+A value is (code - zero) x scale of its group x factor of its row. Codes are stored unsigned. Columns are padded to
+whole steps of 8, and so are groups of other sizes; in that case, and if columns have another order, the input is
+gathered.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from trencadis.core.quant.quantised_tensor import SLAB, QTensor
 from trencadis.core.quant.scheme import CELL, PANEL, cut_columns, fill_up, panel_columns
 
 STEP = 8
-"""Columns are a multiple of this."""
+"""Columns must be a multiple of this."""
 
 LONGEST = 65536
-"""Most columns of one sum of integers: 32 bits hold 255 x 127 x so many."""
+"""Maximum columns of one sum of integers: 32 bits hold 255 x 127 x this many."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of activations, biases and results."""
+"""Dtypes of activations, biases and results -> their numbers in panels.h."""
 
 DTYPE_NAMES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""The same as the kernel table names them."""
+"""Dtypes -> their names in the kernel table."""
 
 ROWS = 512
-"""Rows of a call: activations of so many are rounded at a time."""
+"""Rows of a call: the activations of this many are rounded at a time."""
 
 
 @dataclass(slots=True)
@@ -42,12 +43,12 @@ class PanelWeight:
 
     Args:
         codes: uint8 [panels, bytes].
-        scale: float16 [panels, groups, 16]; None: the factor alone.
+        scale: float16 [panels, groups, 16]; None: only the factor.
         zero: uint8 [panels, groups, 16]; None: the middle code.
         factor: float32 [panels * 16].
-        gather: int32 [columns], the input's column of each column, -1: a zero; None: as they are.
-        bias: [out] of the engine's type.
-        kind: of the kernels, a number of ``kernel_table.NUMBERS``.
+        gather: int32 [columns], the input's column of each column, -1: a zero; None: in order.
+        bias: [out] of the engine's dtype.
+        kind: kind of the kernels, a number of ``kernel_table.NUMBERS``.
     """
 
     codes: Tensor
@@ -73,13 +74,13 @@ class PanelWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all but the bias."""
+        """Bytes of all tensors except the bias."""
         held = (self.codes, self.scale, self.zero, self.factor, self.gather)
         return sum(t.nbytes for t in held if t is not None)
 
 
 def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
-    """Packs integers for the kernels that serve; None where torch's do, or where sums could overflow."""
+    """Packs integers for the kernels in use; returns None if these are torch's, or if sums could overflow."""
     table = kernel_table.chosen_table()
     kind = table.number
     if not kind or q.data.dtype != torch.int8 or q.dtype not in TYPES:
@@ -94,7 +95,7 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
     factor, parts = _factors(scale)
     middle = 8 if q.scheme.bits == 4 else 128
     if zero is None and not q.scheme.symmetric:
-        zero = torch.zeros_like(scale, dtype=torch.int8)  # as the scheme is priced
+        zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     points = None if zero is None else _by_panel((zero.short() + middle).to(torch.uint8))
     columns = len(slots) if slots is not None else fill_up(q.shape[1], STEP)
     return PanelWeight(
@@ -107,7 +108,9 @@ def panel_weight(q: QTensor, bias: Tensor | None) -> PanelWeight | None:
 
 
 def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
-    """(the input's column of each kept column or None, columns of a group, the group of each kept group or None)."""
+    """Returns (the input's column of each stored column or None, columns of a group, the group of each stored group
+    or None).
+    """
     columns = q.shape[1]
     if q.scale.shape[1] == 1:
         return None, fill_up(columns, STEP), None
@@ -122,7 +125,7 @@ def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
     else:
         group = CELL
         counts = [fill_up(n, CELL) for n in sizes]
-        if q.shared:  # up to what it is priced at
+        if q.shared:  # pads up to the size that the planner charges
             sizes.append(0)
             counts.append(cut_columns(columns, q.scale.shape[1]) - sum(counts))
         of = torch.repeat_interleave(torch.arange(len(sizes)) % q.scale.shape[1], torch.tensor(counts) // CELL)
@@ -134,7 +137,7 @@ def _arrange_columns(q: QTensor) -> tuple[Tensor | None, int, Tensor | None]:
 
 
 def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tensor:
-    """uint8 [panels, bytes] of int8 [out, in], some panels at a time."""
+    """Packs int8 [out, in] into uint8 [panels, bytes], some panels at a time."""
     rows, bits = q.shape[0], q.scheme.bits
     out = torch.empty((fill_up(rows, PANEL) // PANEL, columns * PANEL * bits // 8), dtype=torch.uint8)
     step = max(SLAB // 4 // (columns * PANEL), 1)
@@ -153,9 +156,9 @@ def _codes(q: QTensor, slots: Tensor | None, columns: int, middle: int) -> Tenso
 
 
 def _factors(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """float32 [out], and what is left of the scales [out, groups]: float16 up to 1, none where there is one a row.
+    """Splits scales into float32 [out] factors and the rest, float16 [out, groups] up to 1; None for one scale per row.
 
-    Factors are powers of two, so that what was stored in 16 bits loses nothing unless its row spans them.
+    Factors are powers of two, so that 16-bit scales lose nothing unless those of one row span the whole range.
     """
     if scale.shape[1] == 1:
         return scale[:, 0].float().clone(), None
@@ -164,13 +167,15 @@ def _factors(scale: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _by_panel(each: Tensor) -> Tensor:
-    """[out, groups] -> [panels, groups, 16]."""
+    """Rearranges [out, groups] -> [panels, groups, 16]."""
     whole = functional.pad(each, (0, 0, 0, -len(each) % PANEL))
     return whole.view(-1, PANEL, each.shape[1]).transpose(1, 2).contiguous()
 
 
 def product(x: Tensor, w: PanelWeight) -> Tensor:
-    """[n, in] -> [n, out] of ``x``'s type, which is the bias's too. No row's bits depend on the others."""
+    """Multiplies [n, in] -> [n, out] in ``x``'s dtype, which the bias must have too. A row's bits do not depend on the
+    others.
+    """
     x = x.contiguous()
     n = len(x)
     out = x.new_empty((n, w.out_features))
@@ -193,7 +198,7 @@ def product(x: Tensor, w: PanelWeight) -> Tensor:
 
 
 def dequantise(w: PanelWeight) -> Tensor:
-    """float32 [out, in]: what the kernels multiply by, for tests."""
+    """Returns float32 [out, in]: the values that the kernels multiply by, for tests."""
     panels = len(w.codes)
     if w.bits == 4:
         pairs = w.codes.view(panels, w.columns // 8, 1, PANEL, 4)

@@ -1,5 +1,5 @@
-/* Kernels of CPUs with AVX2 alone. Two products are added in 16 bits, so activations beside 8-bit codes have 7 bits:
-   2 * 255 * 63 fits, 2 * 255 * 127 does not. Codes of 4 bits are at most 15 and allow 8. */
+/* Kernels of CPUs with AVX2 only. Two products are added in 16 bits, so activations with 8-bit codes have 7 bits: 2
+   * 255 * 63 fits, 2 * 255 * 127 does not. Codes of 4 bits are at most 15 and allow 8. */
 
 #include "panels.h"
 

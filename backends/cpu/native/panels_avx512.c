@@ -1,5 +1,5 @@
-/* Kernels of CPUs with AVX-512 and without VNNI: Intel's Skylake servers. As with AVX2, two products are added in 16
-   bits, so activations beside 8-bit codes have 7. */
+/* Kernels of CPUs with AVX-512 but without VNNI: Intel's Skylake servers. As with AVX2, two products are added in 16
+   bits, so activations with 8-bit codes have 7. */
 
 #include "panels.h"
 

@@ -1,4 +1,4 @@
-/* What multiplies pairs of bfloat16 on CPUs with AVX512_BF16: dense weights, and attention of many queries. */
+/* Kernels that multiply pairs of bfloat16 on CPUs with AVX512_BF16: dense weights, and attention of many queries. */
 
 #include "dense.h"
 

@@ -9,7 +9,7 @@
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define NARROW 0
-/* Not the intrinsic: compilers would copy sums from register to register at the end of each step. */
+/* Not the intrinsic: compilers would copy sums between registers at the end of each step. */
 #define DOT(acc, codes, x)                                                                                            \
     ({                                                                                                                \
         __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));                                               \

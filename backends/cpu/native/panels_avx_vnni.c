@@ -1,4 +1,4 @@
-/* Kernels of CPUs with AVX-VNNI and without AVX-512: Intel's clients from Alder Lake on. */
+/* Kernels of CPUs with AVX-VNNI but without AVX-512: Intel's client CPUs from Alder Lake on. */
 
 #include "panels.h"
 
@@ -9,7 +9,7 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 #define NARROW 0
-/* Not the intrinsic: compilers would copy sums from register to register at the end of each step. */
+/* Not the intrinsic: compilers would copy sums between registers at the end of each step. */
 #define DOT(acc, codes, x)                                                                                            \
     ({                                                                                                                \
         __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(codes), "x"(x));                                       \

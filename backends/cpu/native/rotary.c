@@ -1,10 +1,10 @@
-/* What Python calls to rotate queries and keys. */
+/* The exported rotation of queries and keys. */
 
 #include "exports.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#define GRAIN 32768 /* values that are worth another thread */
+#define GRAIN 32768 /* number of values that are worth another thread */
 
 typedef struct {
     const Rotary *rotate;
@@ -17,7 +17,7 @@ static void rotary_work(void *data, int64_t first, int64_t last, int64_t thread)
     call->kernels->rotate(call->rotate, first, last);
 }
 
-/* out [n][heads + groups][size]: q and k, rotated. */
+/* Writes q and k, rotated, to out [n][heads + groups][size]. */
 EXPORT void trencadis_rotary(const Rotary *p, int64_t n, int kind, int threads) {
     panels_count(ROTARIES, kind);
     RotaryCall call = {p, panels_kernels(kind)};

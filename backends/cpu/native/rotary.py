@@ -1,4 +1,4 @@
-"""Rotary of queries and keys, in one pass where the library serves."""
+"""Rotary of queries and keys, in one pass if the library's kernel can be used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trencadis.backends.cpu.native.panels import DTYPE_NAMES, TYPES
 from trencadis.core.backend import LayerKV
 
 LANES = 16
-"""Half of a head has at least so many values: the widest vector."""
+"""Minimum values of half a head: the widest vector."""
 
 
 class StoredKeys(NamedTuple):
-    """Values [n, g, d], and the slots of a cache that they and their keys are stored in, int64 [n]."""
+    """Values [n, g, d], and the cache slots, int64 [n], in which they and their keys are stored."""
 
     v: Tensor
     kv: LayerKV
@@ -27,7 +27,7 @@ class StoredKeys(NamedTuple):
 
 
 def can_store(v: Tensor, kv: LayerKV) -> bool:
-    """Whether ``rotate`` stores: caches of ``v``'s type, and so without codes."""
+    """Returns True if ``rotate`` can also store to the cache: it has ``v``'s dtype, and so no codes."""
     if kv.k_scale is not None or not (kv.k.dtype == kv.v.dtype == v.dtype) or kv.k.shape != kv.v.shape:
         return False
     return v.stride()[1:] == (v.shape[2], 1) and kv.k.is_contiguous() and kv.v.is_contiguous()
@@ -36,11 +36,12 @@ def can_store(v: Tensor, kv: LayerKV) -> bool:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, table: KernelTable, into: StoredKeys | None = None
 ) -> Tensor | None:
-    """Rotates q [n, h, d] and k [n, g, d] in float32, rounds once and returns them joined, [n, h + g, d]; None if torch
-    must do it. None: torch has to do it.
+    """Rotates q [n, h, d] and k [n, g, d] in float32, rounds once and returns them joined, [n, h + g, d].
+
+    None if torch must do it.
 
     Args:
-        cos, sin: float32 [n, d], both halves alike.
+        cos, sin: float32 [n, d], both halves equal.
         into: where k, rotated, and v are stored; see ``can_store``.
     """
     n, heads, size = q.shape
@@ -62,7 +63,7 @@ def rotate(
 
 
 def torch_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotate`` by torch, which rounds every step to the type of ``q``."""
+    """Does ``rotate`` by torch, which rounds every step to the dtype of ``q``."""
     x = _join_heads(q, k)
     half = x.shape[-1] // 2
     cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None, :half]
@@ -73,7 +74,7 @@ def torch_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _join_heads(q: Tensor, k: Tensor) -> Tensor:
-    """[n, h + g, d]: q and k; not copied if they lie side by side in a fused projection."""
+    """Joins q and k to [n, h + g, d]; without a copy if they are adjacent in a fused projection."""
     n, heads, d = q.shape
     alike = q.stride() == k.stride() and q.stride(1) == d
     adjacent = k.storage_offset() == q.storage_offset() + heads * d

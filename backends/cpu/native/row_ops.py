@@ -1,6 +1,6 @@
-"""What stands between products, in one pass over each row.
+"""Operations between products, in one pass over each row.
 
-Norms and gates of 16-bit values alone, for which torch takes up to nine passes; the best of a row of any type.
+Norms and gates of 16-bit values only, for which torch takes up to nine passes; the argmax of a row of any dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ SILU_MUL, RMS_NORM, BEST = range(3)
 
 
 def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
-    """silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch has to do it."""
+    """Computes silu of the first half of each row times the second: [n, 2 width] -> [n, width]. None: torch must do
+    it.
+    """
     if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(gate_up.dtype, "")) or not gate_up.is_contiguous():
         return None
     n, width = len(gate_up), gate_up.shape[1] // 2
@@ -26,7 +28,9 @@ def silu_mul(gate_up: Tensor, table: KernelTable) -> Tensor | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, table: KernelTable) -> Tensor | None:
-    """x / rms(x) * weight of rows [n, width]; a residual is added to ``x`` itself first. None: torch has to do it."""
+    """Computes x / rms(x) * weight of rows [n, width]; a residual is first added to ``x`` in place. None: torch must do
+    it.
+    """
     if not table.serves(Op.ROWWISE, DTYPE_NAMES.get(x.dtype, "")) or x.dtype != weight.dtype:
         return None
     if not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
@@ -38,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tab
 
 
 def best(logits: Tensor, table: KernelTable) -> Tensor | None:
-    """int64 [n]: the index of the first largest value of each row [n, width]. None: torch has to find it."""
+    """Returns int64 [n]: the index of the first largest value of each row [n, width]. None: torch must find it."""
     served = table.serves(Op.ARGMAX, DTYPE_NAMES.get(logits.dtype, ""))
     if not served or not logits.is_contiguous() or logits.shape[1] == 0:
         return None

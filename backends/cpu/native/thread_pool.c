@@ -1,9 +1,9 @@
-/* Threads that give way: see thread_pool.h.
+/* The thread pool of thread_pool.h, which leaves out threads that are late.
 
-   A thread that costs more than half of the time that it saves is left out. What it saves is the time of the items that it
-   took; what it costs is the time for which the caller waits beyond a piece, and what the system's own account says. A thread that is
-   left out is asked every PROBE_EVERY to spin for PROBE_SPIN, beside the launches, and comes back after PROBES such
-   spins of which the system took nothing. All times are nanoseconds. */
+   A thread that costs more than half of the time that it saves is left out. It saves the time of the items that it
+   took; it costs the time for which the caller waits beyond a piece, plus the waiting time in the system's
+   accounting. A thread that is left out must spin for PROBE_SPIN every PROBE_EVERY, in parallel with launches, and
+   comes back after PROBES such spins without interruption by the system. All times are nanoseconds. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -27,44 +27,44 @@
 
 #define MICRO 1000
 #define MILLI 1000000
-#define SPIN (50 * MICRO)         /* for which a thread waits after a launch before it sleeps */
-#define LONG_SPIN (300 * MICRO)   /* and while launches for one thread come: the next may be for it */
+#define SPIN (50 * MICRO)         /* time for which a thread spins after a launch before it sleeps */
+#define LONG_SPIN (300 * MICRO)   /* the same while one-thread launches arrive: the next may need it */
 #define SHARE_PIECES 16           /* a thread takes at most this part of its share at a time */
-#define LATE MILLI                /* for which a thread may come late unnoticed: a wake-up takes less */
-#define PATIENCE (100 * MICRO)    /* of the caller, beyond the time of PIECES_LATE pieces */
+#define LATE MILLI                /* time that a thread may be late without a charge: a wake-up takes less */
+#define PATIENCE (100 * MICRO)    /* time that the caller may wait, beyond the time of PIECES_LATE pieces */
 #define PIECES_LATE 4
-#define FORGET (50 * MILLI)       /* sums of what a thread saves and costs are halved so often */
-#define LEAST_COST (8 * MILLI)    /* below this a thread stays: two turns of another's on its CPU */
-#define MOST_COST 2               /* a thread stays whose cost is below a part of what it saves: one of so many */
+#define FORGET (50 * MILLI)       /* interval at which sums of saved and lost time are halved */
+#define LEAST_COST (8 * MILLI)    /* below this a thread stays: two time slices of another thread on its CPU */
+#define MOST_COST 2               /* a thread stays if its cost is below 1 / MOST_COST of what it saves */
 #define PROBE_EVERY (250 * MILLI)
 #define PROBE_SPIN (10 * MILLI)
 #define PROBES 2
-#define PAUSE 1000000000LL        /* without a launch, after which all threads are tried again */
+#define PAUSE 1000000000LL        /* time without a launch after which all threads are tried again */
 #define STACK (1 << 21)
-#define COMMON (4 * MICRO) /* a launch that does nothing, on a common machine */
+#define COMMON (4 * MICRO) /* time of an empty launch on a common machine */
 
-#define OPEN 0x80000000u    /* bits of the gate: threads may enter the launch, */
-#define WAITING 0x40000000u /* and the caller sleeps until none is inside; the others count those inside */
+#define OPEN 0x80000000u    /* bits of the gate: OPEN: threads may enter the launch; */
+#define WAITING 0x40000000u /* WAITING: the caller sleeps until none is inside. Other bits: threads inside */
 
 typedef struct {
-    _Alignas(64) _Atomic uint64_t left; /* of a share: first item | end << 32 */
+    _Alignas(64) _Atomic uint64_t left; /* rest of a share: first item | end << 32 */
 } Share;
 
 typedef struct {
     _Alignas(64) pthread_t id;
     _Atomic int64_t system_id;
-    _Atomic uint32_t bell;   /* odd: a thread that is left out is asked to spin */
-    _Atomic int out, inside; /* left out; in the launch */
-    _Atomic int asleep;      /* it waits for the next ticket by the system's means, */
-    _Atomic int64_t rung;    /* and was woken then; 0: not yet */
+    _Atomic uint32_t bell;   /* odd: a thread that is left out must spin */
+    _Atomic int out, inside; /* left out; inside the launch */
+    _Atomic int asleep;      /* the thread sleeps until the next ticket */
+    _Atomic int64_t rung;    /* when it was woken from that; 0: not yet */
     _Atomic int64_t asked;   /* when the bell was rung */
-    _Atomic int64_t number;  /* of the launch's threads; 0: none of them */
-    _Atomic int64_t late;    /* time for which it came late, */
-    _Atomic int64_t charged; /* and for which it is known to have waited, not yet counted */
+    _Atomic int64_t number;  /* number in the launch's team; 0: not in it */
+    _Atomic int64_t late;    /* time that it was late */
+    _Atomic int64_t charged; /* time that it is known to have waited, not yet counted */
     _Atomic int64_t probed;  /* probes passed in a row */
-    _Atomic int64_t hold, hold_inside; /* of tests */
+    _Atomic int64_t hold, hold_inside; /* for tests */
     int64_t taken;           /* items of the last launch that it entered */
-    int64_t saved, cost, next_probe; /* the caller's notes */
+    int64_t saved, cost, next_probe; /* private to the caller */
 } Worker;
 
 /* GOMP_parallel and omp_get_thread_num of the runtime that torch is linked with. */
@@ -77,17 +77,17 @@ static struct {
     _Alignas(64) _Atomic uint32_t ticket; /* counts launches */
     _Alignas(64) _Atomic uint32_t small;  /* counts launches of one thread */
     _Alignas(64) _Atomic int busy;        /* a launch is running */
-    _Atomic int64_t began;                /* when the last launch did */
+    _Atomic int64_t began;                /* start of the last launch */
     Work work;
     void *data;
     int64_t grain, team, forgot, ended;
-    int64_t dear; /* what a launch costs, in common launches; 0: not measured yet */
+    int64_t dear; /* time of an empty launch in units of COMMON; 0: not measured yet */
     _Atomic int64_t count, patient;
     _Atomic int on_torch; /* launches run on torch's threads */
-    int64_t mine, ended_mine;      /* of such a launch: what the caller took, and when it had */
-    int64_t members[MOST_THREADS]; /* worker by the number of a launch's thread */
+    int64_t mine, ended_mine;      /* on torch's threads: the caller's items, and when it had finished them */
+    int64_t members[MOST_THREADS]; /* worker of each thread number of the launch */
     Share shares[MOST_THREADS];
-    Worker workers[MOST_THREADS]; /* 1 and up */
+    Worker workers[MOST_THREADS]; /* from index 1 on */
 } pool;
 
 static int64_t now(void) {
@@ -104,7 +104,7 @@ static int64_t own_time(void) {
 
 static void pause_once(void) { __builtin_ia32_pause(); }
 
-/* Sleeps until `word` is no longer `seen`, or for no reason. */
+/* Sleeps until `word` differs from `seen`; may also wake up earlier. */
 #ifdef __linux__
 static void sleep_on(_Atomic uint32_t *word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
@@ -134,7 +134,7 @@ static void sleep_for(int64_t time) {
     nanosleep(&t, NULL);
 }
 
-/* Takes up to `most` items, a quarter of what is left at most, from the front or from the back. */
+/* Takes up to `most` items, at most a quarter of the rest, from the front or from the back. */
 static int take(Share *share, int64_t most, int front, int64_t *first, int64_t *last) {
     uint64_t held = atomic_load_explicit(&share->left, memory_order_relaxed);
     for (;;) {
@@ -151,7 +151,7 @@ static int take(Share *share, int64_t most, int front, int64_t *first, int64_t *
     }
 }
 
-/* Works until no item is left; returns how many it worked on. */
+/* Works until no item is left; returns how many items it processed. */
 static int64_t work_on(int64_t number) {
     int64_t first, last, taken = 0;
     for (int64_t i = 0; i < pool.team; i++) {
@@ -169,10 +169,10 @@ static void hold(_Atomic int64_t *time) {
     if (asked) sleep_for(asked);
 }
 
-/* Works on the launch, if it is open still and has a place for this thread. */
+/* Works on the launch, if it is still open and includes this thread. */
 static void join_launch(Worker *me) {
     uint32_t gate = atomic_load(&pool.gate);
-    if (!atomic_load(&me->number)) return; /* or of the launch before: then one is missed */
+    if (!atomic_load(&me->number)) return; /* may still be the previous launch's: then this one is missed */
     do
         if (!(gate & OPEN)) return;
     while (!atomic_compare_exchange_weak(&pool.gate, &gate, gate + 1));
@@ -183,11 +183,11 @@ static void join_launch(Worker *me) {
         me->taken = work_on(number);
         atomic_store(&me->inside, 0);
     }
-    /* The caller sleeps only after it has closed the launch. */
+    /* The caller only sleeps after it has closed the launch. */
     if (atomic_fetch_sub(&pool.gate, 1) == (WAITING | 1)) wake(&pool.gate);
 }
 
-/* Spins, and notes whether the system let it. */
+/* Spins, and records whether the system interrupted it. */
 static void probe(Worker *me) {
     const int64_t begin = now(), own = own_time();
     while (now() - begin < PROBE_SPIN) pause_once();
@@ -195,7 +195,7 @@ static void probe(Worker *me) {
     atomic_store(&me->probed, lost < LATE ? atomic_load(&me->probed) + 1 : 0);
 }
 
-/* Waits for a ticket other than `seen`; returns the time for which the system kept this thread from it. */
+/* Waits for a ticket other than `seen`; returns the time for which the system kept this thread from running. */
 static int64_t wait_for_ticket(Worker *me, uint32_t seen) {
     const int64_t start = now();
     int64_t begin = start, last = begin, came = begin;
@@ -245,10 +245,10 @@ static void *serve(void *data) {
     return NULL;
 }
 
-/* A child process has the memory of the pool, and none of its threads. */
+/* Resets the pool in a child process, which has its memory but none of its threads. */
 static void forget_workers(void) { memset((void *)&pool, 0, sizeof pool); }
 
-/* Starts threads until there are `count`, or as many as the system gives. */
+/* Starts threads until there are `count`, or as many as the system allows. */
 static void start_workers(int64_t count) {
     if (pool.count >= count) return;
     static int once;
@@ -256,7 +256,7 @@ static void start_workers(int64_t count) {
     sigset_t all, held;
     pthread_attr_t attributes;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &held); /* signals are for the threads of the program */
+    pthread_sigmask(SIG_BLOCK, &all, &held); /* signals are left to the threads of the program */
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -275,12 +275,12 @@ static void set_out(Worker *worker, int out) {
     atomic_store(&worker->probed, 0);
     atomic_store(&worker->charged, 0);
     atomic_store(&worker->out, out);
-    /* It may wait for a ticket, and looks for its bell from now on; or the other way round. */
+    /* Wakes the thread: it may be waiting for a ticket and must now watch its bell, or the reverse. */
     atomic_fetch_add(out ? &pool.ticket : &worker->bell, out ? 1 : 2);
     wake(out ? &pool.ticket : &worker->bell);
 }
 
-/* Asks threads that are left out to spin, and takes back those whom the system let. */
+/* Makes threads that are left out spin, and takes back those that the system did not interrupt. */
 static void ask_left_out(int64_t at) {
     for (int64_t w = 1; w <= pool.count; w++) {
         Worker *worker = pool.workers + w;
@@ -296,7 +296,7 @@ static void ask_left_out(int64_t at) {
     }
 }
 
-/* What each thread saved and cost in a launch that began at t0, whose caller ended its work at t1. */
+/* Adds what each thread saved and cost in a launch that began at t0 and whose caller finished its items at t1. */
 static void settle_accounts(int64_t mine, int64_t pieces, int64_t t0, int64_t t1, int64_t t2, const uint8_t *missed) {
     const int64_t allowed = (t1 - t0) * pool.team * PIECES_LATE / (pieces ? pieces : 1) + PATIENCE;
     const int halve = t2 - pool.forgot > FORGET;
@@ -316,7 +316,7 @@ static void settle_accounts(int64_t mine, int64_t pieces, int64_t t0, int64_t t1
     }
 }
 
-/* Waits until no thread is inside a launch that is closed; notes in `missed` those that were, after a spin. */
+/* Waits until no thread is inside a closed launch; after a spin, records in `missed` those that still are. */
 static void wait_for_pieces(uint8_t *missed) {
     const int64_t begin = now();
     for (int i = 1; atomic_load(&pool.gate); i++) {
@@ -332,7 +332,7 @@ static void wait_for_pieces(uint8_t *missed) {
     }
 }
 
-/* Those who slept when the ticket changed, and were not woken for an earlier one. */
+/* Wakes the threads that slept when the ticket changed, unless they were already woken. */
 static void wake_sleepers(int64_t at) {
     int any = 0;
     for (int64_t w = 1; w <= pool.count; w++) {
@@ -366,7 +366,7 @@ static void torch_work(void *data) {
         pool.mine = taken, pool.ended_mine = now();
 }
 
-/* The end of a region waits for all of its threads, so all are charged with a wait. */
+/* The end of an OpenMP region waits for all its threads, so all are charged with a wait. */
 static void launch_on_torch(int64_t team, int64_t pieces) {
     uint8_t missed[MOST_THREADS];
     memset(missed, 1, sizeof missed);
@@ -410,7 +410,7 @@ static void run_team(Work work, void *data, int64_t items, int64_t grain, int64_
         launch(before, parts);
 }
 
-/* How many times as long as on a common machine a launch takes that does nothing. */
+/* An empty launch, which measures how much longer a launch takes than on a common machine. */
 static void do_nothing(void *data, int64_t first, int64_t last, int64_t thread) {
     (void)data, (void)first, (void)last, (void)thread;
 }
@@ -447,7 +447,7 @@ int64_t pool_threads(int64_t units, int64_t threads) {
     return most < threads ? most : threads;
 }
 
-/* Keeps each thread but the caller's to one of these CPUs. */
+/* Pins each thread except the caller to one of these CPUs. */
 EXPORT void trencadis_pool_pin(const int *cpus, int count) {
 #ifdef __linux__
     if (count < 2 || atomic_exchange(&pool.busy, 1)) return;
@@ -464,14 +464,14 @@ EXPORT void trencadis_pool_pin(const int *cpus, int count) {
 #endif
 }
 
-/* How many of the threads that a launch asks for it would get. */
+/* Returns how many of the threads that a launch requests it would get. */
 EXPORT int trencadis_pool_in_use(int asked) {
     int in_use = asked;
     for (int w = 1; w < asked && w < MOST_THREADS; w++) in_use -= !!atomic_load(&pool.workers[w].out);
     return in_use;
 }
 
-/* Tries threads that are left out, beside launches that use none of them, or takes all of them back. */
+/* Tries threads that are left out, with launches that use none of them, or (everyone) takes all of them back. */
 EXPORT void trencadis_pool_tend(int everyone) {
     if (atomic_exchange(&pool.busy, 1)) return;
     const int64_t at = now();
@@ -480,34 +480,34 @@ EXPORT void trencadis_pool_tend(int everyone) {
     atomic_store(&pool.busy, 0);
 }
 
-/* The system's number of a thread but the caller's, from 1 on; 0: there is none. */
+/* Returns the system's id of a thread, numbered from 1 without the caller; 0: there is none. */
 EXPORT int64_t trencadis_pool_system_id(int worker) {
     return worker > 0 && worker < MOST_THREADS ? atomic_load(&pool.workers[worker].system_id) : 0;
 }
 
-/* Adds to what a thread costs: time for which it is known to have waited for a CPU. */
+/* Adds to a thread's cost: time for which it is known to have waited for a CPU. */
 EXPORT void trencadis_pool_charge(int worker, int64_t time) {
     if (worker > 0 && worker < MOST_THREADS) atomic_fetch_add(&pool.workers[worker].charged, time);
 }
 
-/* Time for which a thread came late to launches since the last call, by the library's own clock. */
+/* Returns the time that a thread was late to launches since the last call, by the library's own clock. */
 EXPORT int64_t trencadis_pool_late(int worker) {
     return worker > 0 && worker < MOST_THREADS ? atomic_exchange(&pool.workers[worker].late, 0) : 0;
 }
 
-/* Where torch's threads are. */
+/* Sets the OpenMP functions of torch's threads. */
 EXPORT void trencadis_pool_of_torch(void *parallel, void *thread) {
     torch_parallel = (Parallel)parallel;
     torch_thread = (int (*)(void))thread;
 }
 
-/* From now on launches run on torch's threads (1), as the operations between them do, or on those of the pool (0). */
+/* Makes launches run on torch's threads (1), like the operations between them, or on those of the pool (0). */
 EXPORT void trencadis_pool_on_torch(int on) { atomic_store(&pool.on_torch, on); }
 
-/* For tests: no thread is left out from now on; or threads are, as usual. */
+/* For tests: 1: no thread is left out from now on; 0: as usual. */
 EXPORT void trencadis_pool_patient(int patient) { atomic_store(&pool.patient, patient); }
 
-/* For tests: a thread sleeps before it enters its next launch, or inside of it, as one that the system puts aside. */
+/* For tests: makes a thread sleep before it enters its next launch, or inside it, as if suspended by the system. */
 EXPORT void trencadis_pool_hold(int worker, int64_t time, int inside) {
     Worker *held = pool.workers + worker;
     atomic_store(inside ? &held->hold_inside : &held->hold, time);

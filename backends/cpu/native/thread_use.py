@@ -1,8 +1,9 @@
-"""How many threads compute: those that the system keeps from running are left out until they run promptly again.
+"""Chooses how many threads compute: those that the system keeps from running are left out until they run promptly
+again.
 
-The library times its own launches, and leaves out a thread that costs more than it saves (native/thread_pool.c). Here
-the system's own account is added to that, or where there is none by how much threads came late; torch is given as many
-threads as the library uses, and a change is logged.
+The library times its own launches, and leaves out a thread that costs more time than it saves (native/thread_pool.c).
+This module adds the system's accounting to that, or, without it, how late threads started; torch gets as many threads
+as the library uses, and changes are logged.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from trencadis.backends.cpu.native.library import load_library
 log = logging.getLogger("trencadis.engine")
 
 INTERVAL = 0.05
-"""Seconds between two looks at the system's account."""
+"""Seconds between two reads of the system's accounting."""
 
 PAUSE = 1.0
-"""Seconds without a launch after which what is known is out of date: all threads are tried again."""
+"""Seconds without a launch after which measurements are out of date: all threads are tried again."""
 
 SHARE = 0.25
-"""Of the time between two looks: a thread that waited for a CPU for longer is charged with it."""
+"""Share of the time between two reads: a thread that waited for a CPU for longer is charged with it."""
 
 QUIET = 10.0
-"""Seconds between two log lines at least."""
+"""Minimum seconds between two log lines."""
 
 
 class ThreadPool(Protocol):
-    """What the library says of its threads; see ``threads.Calls``."""
+    """The library's functions about its threads; see ``threads.PoolCalls``."""
 
     def in_use(self, asked: int, /) -> int: ...
     def system_id(self, worker: int, /) -> int: ...
@@ -46,7 +47,9 @@ class ThreadPool(Protocol):
 
 
 def run_delay(task: int, root: Path = Path("/proc/self/task")) -> int | None:
-    """Nanoseconds for which a thread of this process has waited for a CPU; None: the system does not say."""
+    """Returns nanoseconds for which a thread of this process has waited for a CPU; None: the system does not report
+    it.
+    """
     try:
         return int((root / str(task) / "schedstat").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -54,7 +57,7 @@ def run_delay(task: int, root: Path = Path("/proc/self/task")) -> int | None:
 
 
 def stolen_time(cpus: Collection[int], stat: Path = Path("/proc/stat")) -> int:
-    """Nanoseconds that a hypervisor took from ``cpus``, added up; 0: the system does not say."""
+    """Returns the sum of nanoseconds that a hypervisor took from ``cpus``; 0: the system does not report it."""
     try:
         lines = [line.split() for line in stat.read_text().splitlines() if line.startswith("cpu")]
         ticks = sum(int(fields[8]) for fields in lines if fields[0][3:].isdigit() and int(fields[0][3:]) in cpus)
@@ -64,14 +67,14 @@ def stolen_time(cpus: Collection[int], stat: Path = Path("/proc/stat")) -> int:
 
 
 class ThreadUse:
-    """The threads of one engine's launches, of which ``update`` is called before each.
+    """The threads of one engine's launches; ``update`` is called before each launch.
 
     Args:
-        count: threads that the engine was given.
+        count: threads of the engine.
         own_rows: most rows of launches whose products are the library's; oneDNN multiplies in larger ones.
         pool: the library's threads.
-        tasks, stat: where the system's account lies.
-        clock: seconds.
+        tasks, stat: paths of the system's accounting.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -94,9 +97,9 @@ class ThreadUse:
         self._said = count
 
     def update(self, rows: int) -> None:
-        """Before a launch of so many rows: gives torch, on the calling thread, the threads that are in use.
+        """Sets torch's threads, on the calling thread, to those in use; called before a launch of ``rows`` rows.
 
-        Looks at the system's account at times.
+        Reads the system's accounting every ``INTERVAL`` seconds.
         """
         now = self._clock()
         self._pool.on_torch(int(rows > self._own_rows))
@@ -119,7 +122,7 @@ class ThreadUse:
             log.info("cpu: %d of %d threads in use: %s", self.in_use, self.count, why)
 
     def _charge(self, passed: float) -> None:
-        """Charges threads with the time for which they waited since the last look."""
+        """Charges threads with the time for which they waited since the last read."""
         stolen = stolen_time(self._cpus, self._stat)
         each, self._stolen = (stolen - self._stolen) // max(len(self._cpus), 1), stolen
         delays = dict[int, int]()
@@ -135,7 +138,9 @@ class ThreadUse:
 
 
 def thread_use(count: int, own_rows: int) -> ThreadUse | None:
-    """The threads of an engine that was given ``count``; None: one alone, or no library whose launches are timed."""
+    """Returns the threads of an engine with ``count``; None for a single thread, or without a library that times its
+    launches.
+    """
     return (
         ThreadUse(count, own_rows, threads.calls().pool) if count > 1 and load_library().library is not None else None
     )

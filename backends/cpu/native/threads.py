@@ -1,8 +1,8 @@
 """Calls of the library, and the threads that its launches run on (thread_pool.h).
 
-They are the library's own, where it multiplies as well: a launch waits for no thread that the system has put aside.
-Launches between oneDNN's products run on torch's threads. The library links no OpenMP runtime: it gets the functions of
-the one that torch is linked with, by address, so that there is one of them, whichever a build of torch brings.
+If the library also multiplies, they are its own: a launch does not wait for a thread that the system has suspended.
+Launches between oneDNN's products run on torch's threads. The library links no OpenMP runtime: it gets the addresses of
+the functions of torch's runtime, so that there is only one runtime, whichever a build of torch contains.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import torch
 from trencadis.backends.cpu.native.library import load_library
 
 GOMP_PARALLEL = "GOMP_parallel"
-"""Of GCC's interface, which Intel's and LLVM's runtimes have too."""
+"""Function of GCC's OpenMP interface, which Intel's and LLVM's runtimes have too."""
 
 OMP_THREAD = "omp_get_thread_num"
 
 
 class PoolCalls(NamedTuple):
-    """The threads of launches, numbered from 1 on; the caller is 0."""
+    """Functions about the threads of launches, which are numbered from 1; the caller is 0."""
 
     in_use: Callable[[int], int]
-    """(threads that a launch asks for) -> how many it would get."""
+    """(threads that a launch requests) -> threads that it would get."""
     system_id: Callable[[int], int]
-    """The number that the system knows a thread by; 0: there is none."""
+    """(thread) -> its system id; 0: there is no such thread."""
     charge: Callable[[int, int], None]
-    """(thread, nanoseconds): it is known to have waited for a CPU for so long."""
+    """(thread, nanoseconds): charges a thread with time for which it waited for a CPU."""
     late: Callable[[int], int]
-    """Nanoseconds for which a thread came late to launches since the last call, by the library's own clock."""
+    """(thread) -> nanoseconds that it started late since the last call, by the library's own clock."""
     tend: Callable[[int], None]
-    """Tries threads that are left out, or (1) takes all of them back."""
+    """0: tries threads that are left out; 1: takes all of them back."""
     on_torch: Callable[[int], None]
-    """1: launches run on torch's threads, as the operations between them do."""
+    """1: launches run on torch's threads, like the operations between them."""
     patient: Callable[[int], None]
-    """For tests. 1: no thread is left out."""
+    """For tests; 1: no thread is left out."""
     hold: Callable[[int, int, int], None]
-    """For tests: (thread, nanoseconds, inside): it sleeps before its next launch, or inside of it."""
+    """For tests; (thread, nanoseconds, inside): makes a thread sleep before its next launch, or inside it."""
 
 
 class Calls(NamedTuple):
-    """Functions of the library; the interpreter's lock is released while one runs."""
+    """Functions of the library; the GIL is released while one runs."""
 
     linear: Callable[..., int]
     rows: Callable[..., None]
@@ -61,7 +61,7 @@ class Calls(NamedTuple):
 
 @cache
 def calls() -> Calls:
-    """The library's functions."""
+    """Returns the library's functions."""
     library = load_library().library
     runtime = openmp()
     if runtime is not None:
@@ -89,7 +89,7 @@ def calls() -> Calls:
 
 
 def pool() -> PoolCalls:
-    """The library's functions about its threads."""
+    """Returns the library's functions about its threads."""
     number, size = ctypes.c_int, ctypes.c_int64
     made = []
     for name, result, *arguments in (
@@ -109,7 +109,7 @@ def pool() -> PoolCalls:
 
 
 def pin_threads(cpus: Sequence[int]) -> None:
-    """Keeps threads to one of ``cpus`` each, the caller and threads that it starts later to all of them."""
+    """Pins each thread to one of ``cpus``; the caller and threads that it starts later may use all of them."""
     os.sched_setaffinity(0, cpus)
     if load_library().library is not None:
         calls().pin((ctypes.c_int * len(cpus))(*cpus), len(cpus))
@@ -117,21 +117,23 @@ def pin_threads(cpus: Sequence[int]) -> None:
 
 
 def keep_torch_to(cpus: Sequence[int]) -> None:
-    """Keeps torch's threads, but for the caller, to one of ``cpus`` each; not where its OpenMP runtime is unknown."""
+    """Pins torch's threads, except the caller, to one of ``cpus`` each; does nothing if its OpenMP runtime is
+    unknown.
+    """
     runtime = openmp()
     if runtime is None or len(cpus) < 2:
         return
     parallel, thread_number = runtime
 
     def pin(_: int | None) -> None:
-        if thread_number():  # the first is the caller's, whose later threads would all be kept to its CPU
+        if thread_number():  # thread 0 is the caller, whose later threads would all be pinned to its CPU
             os.sched_setaffinity(0, {cpus[thread_number()]})
 
     parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin), None, len(cpus), 0)
 
 
 def openmp() -> tuple[Any, Any] | None:
-    """The functions of torch's OpenMP runtime that start threads and that number them; None: not found."""
+    """Returns the functions of torch's OpenMP runtime that start threads and that number them; None: not found."""
     own = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     for name in (str(own), None):
         try:

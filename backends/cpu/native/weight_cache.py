@@ -1,4 +1,6 @@
-"""Packed weights of an earlier start, mapped from their file; where some are packed anew, all are written to it."""
+"""Cache of packed weights: maps those of an earlier start from a file; if some must be packed, writes all to the
+file.
+"""
 
 from __future__ import annotations
 

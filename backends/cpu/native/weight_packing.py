@@ -1,8 +1,9 @@
-"""Weights that the library packs for oneDNN and for its own products, in one pass from where they are stored.
+"""Packs weights for oneDNN and for own products, in one pass from the checkpoint's tensors.
 
-oneDNN's own packing takes one more copy of what was joined and converted, on pages of 4 KB, whose first touch costs
-more than the copy. Here panels lie in memory of huge pages, and a tensor of oneDNN's layout is made around them. What
-that layout is called is learnt from oneDNN once and tried: where another shape is called otherwise, oneDNN packs.
+oneDNN's own packing needs another copy of the joined and converted rows, on pages of 4 KB, whose first touch takes
+longer than the copy. Here panels are in huge pages, and a tensor of oneDNN's layout is made around them. The serialised
+description of that layout is read from oneDNN once and tested: if the description of another shape does not follow from
+it, oneDNN packs.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ HUGE = 2 << 20
 """Bytes of a huge page."""
 
 CHUNK = 64 << 20
-"""Bytes of address space that are taken at a time; pages come as they are written."""
+"""Bytes of address space that are reserved at a time; pages are added as they are written."""
 
 MKLDNN = 3
 """``c10::Layout::Mkldnn``."""
 
 SHAPES = ((200, 130), (448, 1000), (65, 34))
-"""Shapes that the name of a layout is learnt from and tried with."""
+"""Shapes that the description of a layout is read from and tested with."""
 
 SIZES, FILLED, STRIDE = 8, 112, 320
-"""Offsets of a layout's two sizes, of those with padding, and of the step between panels, as serialised."""
+"""Offsets of a layout's two sizes, of the padded sizes, and of the stride between panels, as serialised."""
 
 
 class Pages:
-    """Allocator of huge pages: hands out pieces of a chunk, and frees a chunk when none of its pieces is in use.
+    """Allocator of huge pages: returns pieces of a chunk, and frees a chunk when none of its pieces is in use.
 
-    Engines of one process share it, and threads that load them.
+    Shared by all engines of a process, and by the threads that load them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Pages:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size] at a multiple of 64 bytes; zeros that no page holds yet."""
+        """Allocates uint8 [size] at a multiple of 64 bytes; zeros without pages yet."""
         with self._lock:
             return self._allocate(size)
 
@@ -67,7 +68,7 @@ class Pages:
         if self._chunk is None or self._at + size > len(self._chunk):
             self._chunk, self._at = mmap.mmap(-1, max(CHUNK, align_up(size, HUGE)), flags=mmap.MAP_PRIVATE), 0
             if hasattr(mmap, "MADV_HUGEPAGE") and envs.get_bool(VARIABLE):
-                with suppress(OSError):  # a kernel without them
+                with suppress(OSError):  # the kernel may lack huge pages
                     self._chunk.madvise(mmap.MADV_HUGEPAGE)
         found = torch.frombuffer(self._chunk, dtype=torch.uint8, count=size, offset=self._at)
         self._at += align_up(size, 64)
@@ -83,7 +84,9 @@ class Pages:
         return 0
 
     def next_cached(self, what: str, size: int) -> Tensor | None:
-        """The next packed weight of an earlier start, uint8 [size]; None where there is none, or it is another one."""
+        """Returns the next packed weight of an earlier start, uint8 [size]; None if there is none, or it is another
+        one.
+        """
         return None
 
     def reject_cache(self) -> None:
@@ -101,8 +104,8 @@ class PackedPanels(NamedTuple):
 
     Args:
         memory: uint8, the panels.
-        tensor: float32 or bfloat16 [outputs, inputs] of oneDNN's layout around ``memory``; None where oneDNN's layout
-            is another one on this CPU, so that own products alone serve.
+        tensor: float32 or bfloat16 [outputs, inputs] of oneDNN's layout around ``memory``; None if oneDNN's layout
+        differs on this CPU, so that only own products can be used.
     """
 
     memory: Tensor
@@ -113,16 +116,16 @@ def pack_rows(
     parts: Sequence[Tensor], widths: Sequence[int], inputs: int, dtype: torch.dtype, table: KernelTable,
     pages: Pages = pages,
 ) -> PackedPanels | None:  # fmt: skip
-    """Packs rows of ``parts`` [rows, up to ``inputs``], below each other, into panels.
+    """Packs the rows of ``parts`` [rows, up to ``inputs``], one part below the other, into panels.
 
     Args:
-        widths: rows of each part, with zeros below.
-        inputs: values of a row, with zeros behind.
-        table: which kernels serve.
-        pages: memory for it, which may hold it already.
+        widths: rows of each part, including zeros below it.
+        inputs: values of a row, including zeros after it.
+        table: which kernels are used.
+        pages: allocator, which may already have the packed weight.
 
     Returns:
-        None where oneDNN has to pack.
+        The packed weight, or None if oneDNN must pack.
     """
     outputs, first, most = sum(widths), parts[0], dense.most_rows(table, dtype)
     if not most or inputs % 2 or first.dtype not in TYPES:
@@ -156,7 +159,9 @@ def pack_rows(
 
 
 def _pack(call: PackCall, rows: NDArray[np.int64], memory: Tensor, kind: int) -> None:
-    """Packs panels of rows that lie at the addresses ``rows`` [panels * PANEL] into ``memory``; 0: a row of zeros."""
+    """Packs the rows at the addresses ``rows`` [panels * PANEL] into panels in ``memory``; address 0: a row of
+    zeros.
+    """
     call.rows, call.out = rows.ctypes.data, memory.data_ptr()
     threads.calls().pack(ctypes.addressof(call), len(rows) // dense.PANEL, kind, torch.get_num_threads())
 
@@ -164,9 +169,9 @@ def _pack(call: PackCall, rows: NDArray[np.int64], memory: Tensor, kind: int) ->
 def _matches_rows(
     memory: Tensor, call: PackCall, rows: NDArray[np.int64], length: int, panels: Collection[int], kind: int
 ) -> bool:
-    """Whether some of the panels in ``memory`` are those of ``rows``, of ``length`` bytes each.
+    """Returns True if the given ``panels`` in ``memory`` are those of ``rows``, of ``length`` bytes each.
 
-    Reading all of them would take as long as packing does.
+    Comparing all panels would take as long as packing does.
     """
     count = len(rows) // dense.PANEL
     held = memory.view(count, -1)
@@ -182,14 +187,16 @@ def _matches_rows(
 
 @cache
 def name_of(dtype: torch.dtype, outputs: int, inputs: int) -> bytes | None:
-    """How oneDNN describes panels of a shape; None where that cannot be told."""
+    """Returns oneDNN's description of panels of a shape; None if it is not known."""
     names = _names(dtype)
     return None if names is None else _describe_shape(names, dtype, outputs, inputs)
 
 
 @cache
 def _names(dtype: torch.dtype) -> bytes | None:
-    """The description of the first of ``SHAPES``, if it becomes those of the others, and tensors can be made of it."""
+    """Returns the description of the first of ``SHAPES``, if those of the others follow from it and tensors can be made
+    of it.
+    """
     if _maker() is None:
         return None
     try:
@@ -228,7 +235,7 @@ def _describe_shape(known: bytes, dtype: torch.dtype, outputs: int, inputs: int)
 
 @cache
 def _maker() -> Any:
-    """torch's function that makes a tensor around memory; None where this torch has none."""
+    """Returns torch's function that makes a tensor around memory; None if this torch has none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         make = library.aoti_torch_create_tensor_from_blob_v2
@@ -242,10 +249,10 @@ def _maker() -> Any:
 
 
 def wrap_memory(memory: Tensor, outputs: int, inputs: int, dtype: torch.dtype, name: bytes) -> Tensor:
-    """A tensor of oneDNN's layout over ``memory``, which it keeps alive.
+    """Makes a tensor of oneDNN's layout over ``memory``, which it keeps alive.
 
     Raises:
-        RuntimeError: torch makes none.
+        RuntimeError: torch cannot make it.
     """
     library, found = _maker(), ctypes.c_void_p()
     sizes, strides = (ctypes.c_int64 * 2)(outputs, inputs), (ctypes.c_int64 * 2)(inputs, 1)

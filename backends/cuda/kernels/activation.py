@@ -8,18 +8,18 @@ from torch import Tensor
 
 BLOCK = 1024
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
-"""Names of ``core.backend.Ops.act``, as the kernel has them."""
+"""Activations of ``core.backend.Ops.act`` -> their number in the kernel."""
 
 
 @triton.jit
 def apply_activation(value, KIND: tl.constexpr):
-    """The activation of float32 values of any shape."""
+    """Returns the activation of float32 values of any shape."""
     if KIND == 0:
         value = value / (1.0 + tl.exp(-value))
     elif KIND == 1:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif KIND == 2:
-        # 0.5 (1 + tanh u) is 1 / (1 + exp(-2 u)), and tanh is not in every Triton.
+        # 0.5 (1 + tanh u) is 1 / (1 + exp(-2 u)); some Triton releases have no tanh.
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
         value = value / (1.0 + tl.exp(-2.0 * inner))
     elif KIND == 3:
@@ -43,14 +43,14 @@ def _act(source, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constex
 
 
 def check(source: Tensor, kind: str, paired: bool, out: Tensor) -> None:
-    """source [n, width] or, paired, [n, 2 width], and out [n, width], contiguous."""
+    """Asserts: source [n, width] or, paired, [n, 2 width], and out [n, width], contiguous."""
     assert kind in KINDS, kind
     assert source.ndim == 2 and source.is_contiguous() and out.is_contiguous() and out.dtype == source.dtype
     assert source.shape == (out.shape[0], out.shape[1] * (2 if paired else 1)), (source.shape, out.shape)
 
 
 def launch(source: Tensor, kind: str, paired: bool, out: Tensor) -> None:
-    """source [n, width] or, ``paired``, [n, 2 width] -> out [n, width]; ``kind`` is one of KINDS."""
+    """Computes source [n, width] or, ``paired``, [n, 2 width] -> out [n, width]; ``kind`` is one of KINDS."""
     check(source, kind, paired, out)
     n, width = out.shape
     if n:

@@ -1,4 +1,4 @@
-"""Checks of what the attention kernels rely on. A captured program launches from Python once, and checks once."""
+"""Checks of the attention kernels' arguments. A captured program launches from Python only once, so it checks once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ VISION_HEADS = range(16, 129, 8)
 
 
 def check_supported(head_dim: int, group: int, block_size: int, dtype: torch.dtype, heads: range = HEADS) -> None:
-    """Raises StartupError, which says what would work, if no kernel fits a model.
+    """Raises StartupError, with what would work, if no kernel supports a model.
 
     Args:
         head_dim: values of a head.
         group: query heads per KV head on one rank.
-        heads: sizes of heads that there are kernels for.
+        heads: head sizes that the kernels support.
     """
     if head_dim not in heads:
         rule = f"multiples of {heads.step} up to {heads[-1]}"
@@ -37,7 +37,9 @@ def check_supported(head_dim: int, group: int, block_size: int, dtype: torch.dty
 
 
 def check_paged(q: Tensor, kv: LayerKV, out: Tensor) -> None:
-    """Text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype or k, v codes."""
+    """Asserts for text: q and out [tokens, heads, d], k and v [blocks, block_size, kv_heads, d], all of one dtype or k,
+    v codes.
+    """
     _packed_heads(q)
     k, v = kv.k, kv.v
     assert out.shape == q.shape and out.is_contiguous() and k.is_contiguous() and v.is_contiguous()
@@ -46,8 +48,9 @@ def check_paged(q: Tensor, kv: LayerKV, out: Tensor) -> None:
 
 
 def check_cross_attention(q: Tensor, k: Tensor, v: Tensor, items: CrossAttentionItems, out: Tensor) -> None:
-    """Cross-attention: q and out [tokens, heads, d]; k and v [rows, KV heads x d], columns of one arena, from 16
-    bytes on.
+    """Asserts for cross-attention: q and out [tokens, heads, d]; k and v [rows, KV heads x d].
+
+    k and v are columns of one arena whose rows begin on 16 bytes.
     """
     _packed_heads(q)
     tokens, heads, d = q.shape
@@ -61,7 +64,7 @@ def check_cross_attention(q: Tensor, k: Tensor, v: Tensor, items: CrossAttention
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Vision: q, k, v and out [slots, heads, d] of one dtype; slots in steps of 64."""
+    """Asserts for vision: q, k, v and out [slots, heads, d] of one dtype; slots in steps of 64."""
     for t in (q, k, v, out):
         _packed_heads(t)
         assert t.shape == q.shape and t.dtype == q.dtype
@@ -69,7 +72,7 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotary: q and out [tokens, heads, d], k [tokens, kv_heads, d], cos and sin float32 [tokens, d]."""
+    """Asserts for rotary: q and out [tokens, heads, d], k [tokens, kv_heads, d], cos and sin float32 [tokens, d]."""
     for t in (q, k, out):
         _packed_heads(t)
     assert out.shape == q.shape and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]

@@ -1,4 +1,4 @@
-"""The tensors that tell the CUDA kernels how a launch is laid out. The bucket fixes the size of each.
+"""The tensors that describe a launch to the CUDA kernels. The bucket fixes the size of each.
 
 Block tables are ragged: row r's blocks are ``blocks[block_start[r] : block_start[r + 1]]``, so that one copy of the ids
 in use fills them, however long the longest possible row is.
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 class ItemAttn(NamedTuple):
-    """A ragged launch as work items (launches/work_items.py). Row ``rows`` owns the bucket's surplus tokens.
+    """A ragged launch as work items (launches/work_items.py). The bucket's surplus tokens belong to row ``rows``.
 
     Item i: a block of queries from token ``item_token[i]`` of row ``item_row[i]`` on (-1: no item) attends to the keys
-    ``item_begin[i] : item_stop[i]`` of that row as far as it sees them. What comes of it is partial result
-    ``item_part[i]``, or whole where that is -1. Join j: the results ``join_part[j] : join_part[j + 1]`` together are
-    those of the block from token ``join_token[j]`` of row ``join_row[j]`` (-1: no join) on.
+    ``item_begin[i] : item_stop[i]`` of that row as far as they are visible. Its result is partial result
+    ``item_part[i]``, or the final one if that is -1. Join j: the results ``join_part[j] : join_part[j + 1]`` are joined
+    to that of the block from token ``join_token[j]`` of row ``join_row[j]`` (-1: no join) on.
     """
 
     row_start: Tensor  # int32 [rows + 2]
@@ -37,16 +37,16 @@ class ItemAttn(NamedTuple):
 
 
 class SingleAttn(ItemAttn):
-    """``ItemAttn`` of a launch whose rows have one token each."""
+    """``ItemAttn`` of a launch with one token per row."""
 
 
 class CrossAttentionItems(NamedTuple):
     """``core.launches.launch_tensors.CrossAttentionTensors`` as work items (launches/cross_attention_items.py).
 
     Item i: the block of queries from token ``cross_token[i]`` of the launch on (-1: no item) attends to the images
-    whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as its tokens see each. Its result is whole
-    where ``cross_part[i]`` is -1. Else it is the partial result of that number: of one span, which begins with row
-    ``cross_begin[i]`` of its only image. Join j: the results ``merge_part[j] : merge_part[j + 1]`` together are those
+    whose columns of ``reach`` are ``cross_unit[i] : cross_last[i]``, as far as each token sees them. Its result is
+    final if ``cross_part[i]`` is -1. Else it is the partial result of that number, of one span, which begins with row
+    ``cross_begin[i]`` of its only image. Join j: the results ``merge_part[j] : merge_part[j + 1]`` are joined to that
     of the block from token ``merge_token[j]`` on (-1: no join).
     """
 
@@ -65,13 +65,13 @@ class CrossAttentionItems(NamedTuple):
 
 
 class SingleCrossAttention(CrossAttentionItems):
-    """``CrossAttentionItems`` of a launch whose rows have one token each."""
+    """``CrossAttentionItems`` of a launch with one token per row."""
 
 
 class CudaSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments`` and, of each window, the windows [first, stop) of its image.
+    """A packed VISION launch: ``core.backend.Segments`` and, per window, the windows [first, stop) of its image.
 
-    ``order`` lists the windows, in each image those without padding first, which are [first, whole) of the list.
+    ``order`` lists the windows, for each image those without padding first, at [first, whole) of the list.
     """
 
     segment: Tensor  # int32 [windows]
@@ -81,6 +81,6 @@ class CudaSegments(NamedTuple):
     whole: Tensor  # int32 [windows]
     order: Tensor  # int32 [windows]
     padding_window: Tensor | None = None  # int32 [windows] as in ``core.backend.Segments``
-    solid: Tensor | None = None  # int32 [windows] ``real``, and 0 in padding windows, with what follows from it
+    solid: Tensor | None = None  # int32 [windows] ``real``, but 0 in padding windows; the two below follow from it
     solid_whole: Tensor | None = None
     solid_order: Tensor | None = None

@@ -27,7 +27,7 @@ def _embed(tokens, from_slot, last, image_row, arena, table, out, WIDTH: tl.cons
 
 
 def check(tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor) -> None:
-    """int32 [n] each, ``last`` int32 [slots + 1]; arena and table of one width and dtype, contiguous."""
+    """Asserts: int32 [n] each, ``last`` int32 [slots + 1]; arena and table of one width and dtype, contiguous."""
     for ints in (tokens, from_slot, last, image_row):
         assert ints.dtype == torch.int32 and ints.ndim == 1 and ints.is_contiguous()
     assert tokens.shape == from_slot.shape == image_row.shape
@@ -38,7 +38,7 @@ def check(tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, ar
 def launch(
     tokens: Tensor, from_slot: Tensor, last: Tensor, image_row: Tensor, arena: Tensor, table: Tensor, out: Tensor
 ) -> None:
-    """Writes out [n, width].
+    """Writes the embeddings of n tokens to out [n, width].
 
     Args:
         tokens, from_slot, image_row: int32 [n].

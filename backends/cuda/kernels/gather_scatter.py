@@ -1,4 +1,6 @@
-"""Rows by number: gather (out[i] = source[rows[i]]), scatter (target[rows[i]] = values[i]), and sums of a few."""
+"""Kernels over rows by number: gather (out[i] = source[rows[i]]), scatter (target[rows[i]] = values[i]), and sums of a
+few.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ def _mix(table, near, share, out, WIDTH: tl.constexpr, COUNT: tl.constexpr, BLOC
 
 
 def check(table: Tensor, rows: Tensor, part: Tensor) -> None:
-    """table [m, width], rows int64 [n], part [n, width]; contiguous, of one dtype."""
+    """Asserts: table [m, width], rows int64 [n], part [n, width]; contiguous, of one dtype."""
     assert table.ndim == 2 and table.is_contiguous() and rows.dtype == torch.int64 and rows.is_contiguous()
     assert part.shape == (len(rows), table.shape[1]), (part.shape, table.shape)
     assert part.is_contiguous() and part.dtype == table.dtype
 
 
 def gather(source: Tensor, rows: Tensor, out: Tensor) -> None:
-    """out[i] = source[rows[i]]: source [m, width], rows int64 [n], out [n, width]."""
+    """Computes out[i] = source[rows[i]]: source [m, width], rows int64 [n], out [n, width]."""
     check(source, rows, out)
     n, width = out.shape
     if n:
@@ -58,9 +60,9 @@ def gather(source: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
-    """target[rows[i]] = values[i]: target [m, width], rows int64 [n], values [n, width].
+    """Computes target[rows[i]] = values[i]: target [m, width], rows int64 [n], values [n, width].
 
-    A row that ``rows`` names twice keeps one of the values; only sinks, which nobody reads, are named twice.
+    A row that ``rows`` names twice keeps one of the values; only sink rows, which are never read, are named twice.
     """
     check(target, rows, values)
     n, width = values.shape
@@ -70,7 +72,9 @@ def scatter(target: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def check_mix(table: Tensor, near: Tensor, share: Tensor, out: Tensor) -> None:
-    """table [rows, width], near int32 [slots, count], share float32 of that shape, out [slots, width]; contiguous."""
+    """Asserts: table [rows, width], near int32 [slots, count], share float32 of that shape, out [slots, width];
+    contiguous.
+    """
     assert table.ndim == 2 and table.is_contiguous() and out.is_contiguous() and out.dtype == table.dtype
     assert near.dtype == torch.int32 and share.dtype == torch.float32 and near.ndim == 2 and near.shape == share.shape
     assert near.is_contiguous() and share.is_contiguous()
@@ -78,7 +82,7 @@ def check_mix(table: Tensor, near: Tensor, share: Tensor, out: Tensor) -> None:
 
 
 def mix(table: Tensor, near: Tensor, share: Tensor, out: Tensor) -> None:
-    """Writes out [slots, width] from table [rows, width], near int32 and share float32 [slots, count]."""
+    """Writes out [slots, width]: sums of rows of table [rows, width] by near int32 and share float32 [slots, count]."""
     check_mix(table, near, share, out)
     slots, width = out.shape
     if slots:

@@ -1,8 +1,8 @@
 """Layer norm with the residual sum: total = x + residual, out = (total - mean) / deviation * weight + bias.
 
-As for the RMS norm, the sum is rounded to the stream's dtype before it is normed, and the norm is float32 with one
-rounding at the end. The deviation is that of what is left after the mean is taken off: a difference of two sums of
-squares would lose the digits of a stream that lies far from zero.
+As in the RMS norm, the sum is rounded to the stream's dtype before it is normed, and the norm is float32 with one
+rounding at the end. The deviation is computed after the mean is subtracted: a difference of two sums of squares would
+lose the digits of a stream far from zero.
 """
 
 from __future__ import annotations

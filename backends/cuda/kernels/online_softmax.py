@@ -1,6 +1,6 @@
-"""The step that all attention kernels share: adds one tile of keys to a running softmax. float32 throughout.
+"""The step that all attention kernels share: add one tile of keys to a running softmax. float32 throughout.
 
-Scores are kept in units of log2(e), so that exp2, which the hardware has, serves; a masked score is -inf and the
+Scores are kept in units of log2(e), so that exp2, which the hardware has, can be used; a masked score is -inf and the
 running maximum starts finite, so that a row that sees no key at all gives 0 and never NaN.
 """
 
@@ -15,7 +15,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 @triton.jit
 def attend_tile(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
-    """(acc, peak, total) after one more tile of keys.
+    """Returns (acc, peak, total) after one more tile of keys.
 
     Args:
         acc: float32 [M, D] weighted values so far.
@@ -31,7 +31,7 @@ def attend_tile(acc, peak, total, q, k, v, keep, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_weights(peak, total, scores, keep, scale, MASKED: tl.constexpr):
-    """(float32 [M, N] weights of a tile, [M] factor of what came before, new peak, new total)."""
+    """Returns (float32 [M, N] weights of a tile, [M] factor of earlier sums, new peak, new total)."""
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
     best = tl.maximum(peak, tl.max(scores, 1) * scale)
@@ -42,15 +42,15 @@ def tile_weights(peak, total, scores, keep, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(acc, total):
-    """float32 [M, D]: the weighted mean; 0 where no key was seen."""
+    """Returns the weighted mean, float32 [M, D]; 0 where no key was visible."""
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
 def join(acc, peak, total, more, high, size):
-    """(acc, peak, total) of keys and of those behind them, whose (acc, peak, total) are ``more``, ``high``, ``size``.
+    """Joins (acc, peak, total) of keys with (``more``, ``high``, ``size``) of the keys after them.
 
-    Products and sums are told apart, so that every kernel rounds alike; keys that nobody sees change no bit.
+    The fma is explicit, so that every kernel rounds alike; a part in which no key was visible changes no bit.
     """
     best = tl.maximum(peak, high)
     fade = tl.exp2(peak - best)

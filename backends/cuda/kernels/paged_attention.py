@@ -1,10 +1,10 @@
 """Paged attention over work items, for rows of any number of tokens: prompts, decoding rows, and both in one launch.
 
 An item packs the query heads of one KV head over some tokens of one row, so that grouped queries fill the tensor cores
-and each key is read once for all of them; tiles of keys that every query sees are computed without a mask. What an item
-attends to is data (launches/work_items.py). Items of a block whose keys are cut leave partial results, which a second
-kernel joins in the order of their keys. Grids: (KV heads times tiles of a block, items) and (KV heads times slabs,
-joins), fixed by the bucket; what is not used ends at once.
+and each key is read once for all of them; tiles of keys that every query sees are computed without a mask. Items are
+data (launches/work_items.py). Items of a block whose keys are cut leave partial results, which a second kernel joins in
+the order of their keys. Grids: (KV heads times tiles of a block, items) and (KV heads times slabs, joins), fixed by the
+bucket; unused programs end at once.
 
 ``--batch-invariant`` cuts at multiples of SPAN keys. An item of several spans attends to each by itself and joins them
 as the second kernel would, so that a token has the same bits wherever its keys are cut.
@@ -29,11 +29,12 @@ from trencadis.backends.cuda.kernels.query_blocks import FEW, SINGLE, SPAN, lane
 from trencadis.core.backend import LayerKV
 
 SLAB, PIECES, JOIN_WARPS = 8, 4, 4
-"""Queries of a program of the second kernel, pieces that it joins in one step, and its warps; where it joins one piece
-at a time, each query has a warp: with fewer, heads of 80 spill on sm_100."""
+"""Queries per program of the second kernel, pieces that it joins in one step, and its warps; when it joins one piece at
+a time, each query has a warp: with fewer, heads of 80 spill on sm_100.
+"""
 
 PIECES_SINGLE = 32
-"""The same where a program has one query."""
+"""Pieces that it joins in one step if a program has one query."""
 
 
 class Partial(NamedTuple):
@@ -44,12 +45,12 @@ class Partial(NamedTuple):
 
 
 def block_lanes(attn: ItemAttn, tokens: int, alike: bool) -> int:
-    """Query heads times tokens of a block of queries."""
+    """Returns query heads times tokens of a block of queries."""
     return SINGLE if isinstance(attn, SingleAttn) else lanes_of(tokens, alike)
 
 
 def partial(attn: ItemAttn, q: Tensor, kv: LayerKV, alike: bool = False) -> Partial:
-    """Unwritten memory for a launch of ``attn``; any launch of the same bucket may reuse it."""
+    """Allocates uninitialised memory for a launch of ``attn``; any launch of the same bucket may reuse it."""
     parts, groups = 2 * attn.join_row.shape[0], kv.k.shape[2]
     lanes = q.shape[1] // groups if isinstance(attn, SingleAttn) else block_lanes(attn, q.shape[0], alike)
     return Partial(
@@ -62,7 +63,7 @@ def attend_text(
     q: Tensor, kv: LayerKV, attn: ItemAttn, scale: float, out: Tensor, partial: Partial, alike: bool = False,
     window: int = 0,
 ) -> None:  # fmt: skip
-    """Attends; surplus tokens get 0.
+    """Computes attention into ``out``; surplus tokens get 0.
 
     Args:
         q: [tokens, heads, d], the last two dimensions contiguous.
@@ -70,7 +71,7 @@ def attend_text(
         out: like q, contiguous.
         alike: pick the same tile for every launch and cut at spans, so that a query's sums run in the same order in
             all of them.
-        window: keys that a token sees, itself included; 0: all.
+        window: keys that a token sees, including its own; 0: all.
     """
     attention_checks.check_paged(q, kv, out)
     tokens, heads, d = q.shape
@@ -98,7 +99,7 @@ def attend_text(
 def join(
     partial: Partial, attn: ItemAttn, q: Tensor, kv: LayerKV, out: Tensor, alike: bool, depends: bool = False
 ) -> None:
-    """Writes what the partial results of each block that was cut give together; ``depends``: a dependent launch."""
+    """Joins the partial results of each block that was cut into ``out``; ``depends``: by a dependent launch."""
     tokens, heads, d = q.shape
     groups, single = kv.k.shape[2], isinstance(attn, SingleAttn)
     group = heads // groups
@@ -117,12 +118,12 @@ class QueryTile(NamedTuple):
     """A tile of a block of queries."""
 
     queries: Any  # [M, LANES]
-    lane: Any  # int32 [M]: its index in the block, tokens times heads
+    lane: Any  # int32 [M]: index in the block: token times heads plus head
     live: Any  # bool [M]
-    position: Any  # int64 [M]: the token's index in the launch
-    token: Any  # int32 [M]: its index among the tokens of its row
+    position: Any  # int64 [M]: index of the token in the launch
+    token: Any  # int32 [M]: index of the token in its row
     head: Any  # int32 [M]
-    top: Any  # int32: the first token of the tile, and the one behind its last
+    top: Any  # int32: the first token of the tile, and the end of its tokens (exclusive)
     below: Any
 
 
@@ -135,7 +136,7 @@ def items_kernel(
     OUT_TOKEN: tl.constexpr, WINDOW: tl.constexpr, UPTO: tl.constexpr, ONE: tl.constexpr, SPAN: tl.constexpr,
     FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` counts the surplus row, which is the last and has no keys."""
+    """Computes one tile of an item. ``rows`` includes the surplus row, which is the last and has no keys."""
     group = tl.program_id(0) // SUBS
     sub = tl.program_id(0) % SUBS * M
     item = tl.program_id(1)
@@ -190,7 +191,9 @@ def _queries(
     q, start, token, count, group, sub, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr,
     TOKENS: tl.constexpr, Q_TOKEN: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """``QueryTile`` from lane ``sub`` of the block on that begins with ``token``; ONE: rows have one token each."""
+    """Returns the ``QueryTile`` from lane ``sub`` of the block that begins with ``token``; ONE: rows have one token
+    each.
+    """
     lane = sub + tl.arange(0, M)
     if ONE:
         live = lane < GROUP
@@ -213,7 +216,9 @@ def _queries(
 def _reach(
     tile, upto, before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr, UPTO: tl.constexpr, ONE: tl.constexpr
 ):
-    """``Reach`` of a tile of queries among the keys from ``begin`` to ``limit``, after ``before`` stored ones."""
+    """Returns the ``Reach`` of a tile of queries among the keys from ``begin`` to ``limit``, after ``before`` stored
+    ones.
+    """
     stop = tl.minimum(before + tile.below, limit)
     whole = tl.minimum(before + tile.top + 1, limit)
     last = before + tile.top if ONE else (before + tile.token)[:, None]
@@ -233,7 +238,7 @@ def _reach(
 
 @triton.jit
 def _within(reach, keys, span, SPAN: tl.constexpr):
-    """(``reach``, ``keys``) as far as they lie in the SPAN keys from ``span`` on."""
+    """Returns (``reach``, ``keys``) limited to the SPAN keys from ``span`` on."""
     begin, edge, whole, stop, first, last = reach
     end = tl.minimum(span + SPAN, stop)
     inner = Reach(tl.maximum(begin, span), tl.maximum(edge, span), tl.minimum(whole, end), end, first, last)
@@ -242,7 +247,7 @@ def _within(reach, keys, span, SPAN: tl.constexpr):
 
 @triton.jit
 def _empty(M: tl.constexpr, LANES: tl.constexpr):
-    """(acc, peak, total) of no keys."""
+    """Returns (acc, peak, total) of no keys."""
     return tl.zeros([M, LANES], tl.float32), tl.full([M], online_softmax.LOWEST, tl.float32), tl.zeros([M], tl.float32)
 
 
@@ -253,7 +258,7 @@ def attend_part(
     D: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, FORM: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``Running`` over the keys of ``reach``, whose ``edge`` and ``whole`` may lie anywhere: beyond it, before it."""
+    """Returns ``Running`` over the keys of ``reach``, whose ``edge`` and ``whole`` may lie outside its range."""
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         edge = tl.maximum(tl.minimum(edge, (stop + N - 1) // N * N), begin)
@@ -272,7 +277,9 @@ def attend_part(
 
 @triton.jit
 def leave_part(part, weight, at, tile, acc, peak, total, PART: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
-    """Stores a partial result, from lane ``at`` of the tensors on; values of queries that saw no key are not read."""
+    """Stores a partial result, from lane ``at`` of the tensors on; the values of a query without visible keys are never
+    read.
+    """
     dim = tl.arange(0, LANES)
     seen = tile.live & (total > 0)
     lane = tile.lane
@@ -287,7 +294,9 @@ def join_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
     SLAB: tl.constexpr, SLABS: tl.constexpr, PIECES: tl.constexpr, OUT_TOKEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """SLAB queries of a block that was cut, PIECES of its partial results at a time; one: as ``items_kernel`` joins."""
+    """Joins SLAB queries of a block that was cut, PIECES partial results at a time; if 1, in the order of
+    ``items_kernel``.
+    """
     if DEPENDENT:
         dependent_launch.wait()
     group = tl.program_id(0) // SLABS

@@ -1,4 +1,4 @@
-"""Attention over keys that lie in the paged cache: the loop that prefill and decode share.
+"""Attention over keys in the paged cache: the loop that prefill and decode share.
 
 The ids of a tile's blocks are read one tile ahead and carried through the loop. If they were read where they are
 used, the compiler would spend half of its pipeline stages on them and no longer load keys during a product.
@@ -17,21 +17,21 @@ from trencadis.backends.cuda.kernels import online_softmax
 class PagedKeys(NamedTuple):
     """The stored keys of one row and KV head."""
 
-    k: Any  # pointer, [blocks, BLOCK, KV heads, D] from the KV head on
+    k: Any  # pointer, [blocks, BLOCK, KV heads, D], starting at the KV head
     v: Any
     table: Any  # pointer, int32: the row's block ids
     stop: Any  # int32: keys from here on are not read
 
 
 class Reach(NamedTuple):
-    """Which stored keys a tile of queries sees, in three runs: some of them, all, and some of them again."""
+    """The stored keys that a tile of queries sees, in three ranges: seen by some queries, by all, and by some again."""
 
-    begin: Any  # int32, a multiple of N: the first key that the window of any query reaches
-    edge: Any  # from here on every query's window is past its first key; equal to ``begin`` without a window
-    whole: Any  # every query sees all keys from ``edge`` to here
+    begin: Any  # int32, a multiple of N: start of the first query window
+    edge: Any  # from here on every query's window has begun; equal to ``begin`` without a window
+    whole: Any  # all keys from ``edge`` to here are seen by every query
     stop: Any
     first: Any  # int32, broadcastable to [M, 1]: the first key that a query sees; read only with a window
-    last: Any  # the last one
+    last: Any  # the last key that a query sees
 
 
 class Running(NamedTuple):
@@ -40,12 +40,12 @@ class Running(NamedTuple):
     acc: Any  # float32 [M, LANES]
     peak: Any  # float32 [M]
     total: Any  # float32 [M]
-    ids: Any  # from ``ids_of``
+    ids: Any  # block ids of the next tile, from ``ids_of``
 
 
 @triton.jit
 def ids_of(table, start, stop, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Block ids of the keys start, start + 1 ... (start is a multiple of N), ZERO from ``stop`` on.
+    """Returns the block ids of the keys start, start + 1 ... (start is a multiple of N), ZERO from ``stop`` on.
 
     One id if a block holds whole tiles, else int32 [N], one per key.
     """
@@ -58,13 +58,13 @@ def ids_of(table, start, stop, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def slots_of(ids, start, N: tl.constexpr, BLOCK: tl.constexpr):
-    """int64 [N]: cache slots of the keys start, start + 1 ..., whose block ids are ``ids``."""
+    """Returns int64 [N]: cache slots of the keys start, start + 1 ..., whose block ids are ``ids``."""
     return ids.to(tl.int64) * BLOCK + (start + tl.arange(0, N)) % BLOCK
 
 
 @triton.jit
 def start_run(keys, start, M: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """``Running`` before the key ``start``."""
+    """Returns ``Running`` before the key ``start``."""
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], online_softmax.LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -76,7 +76,7 @@ def attend_keys(
     run, queries, keys, start, stop, first, last, scale, MASKED: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
+    """Returns ``run: Running`` after the tiles of N keys from ``start`` to ``stop``.
 
     Args:
         queries: [M, LANES].
@@ -112,7 +112,9 @@ def attend_reach(
     run, queries, keys, reach, scale, ONCE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     KV_TOKEN: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one tile."""
+    """Returns ``run: Running`` after all keys of ``reach: Reach``; ONCE: from ``whole`` on there is at most one
+    tile.
+    """
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         run = attend_keys(

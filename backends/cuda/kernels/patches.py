@@ -1,4 +1,4 @@
-"""uint8 patches -> the patch GEMM's input: pixel * scale + shift per feature, in float32 with one rounding."""
+"""Converts uint8 patches to the patch GEMM's input: pixel * scale + shift per feature, in float32 with one rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, BLOCK = 16, 256
-"""A tile; slots come in windows of 64, so rows need no mask."""
+"""Size of a tile; slots come in windows of 64, so rows need no mask."""
 
 
 @triton.jit
@@ -24,7 +24,9 @@ def _patches(
 
 
 def check(pixels: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """pixels uint8 [slots, features], scale and shift float32 [at least as many]; contiguous, slots in steps of 64."""
+    """Asserts: pixels uint8 [slots, features], scale and shift float32 [at least as many]; contiguous, slots a multiple
+    of ROWS.
+    """
     assert pixels.dtype == torch.uint8 and pixels.is_contiguous() and pixels.shape[0] % ROWS == 0, pixels.shape
     for factor in (scale, shift):
         assert factor.dtype == torch.float32 and factor.is_contiguous() and factor.shape == scale.shape
@@ -32,8 +34,10 @@ def check(pixels: Tensor, scale: Tensor, shift: Tensor) -> None:
 
 
 def launch(pixels: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
-    """Writes out [slots, width] from pixels uint8 [slots, features], scale and shift float32 [width]; pixels that are
-    not there are 0."""
+    """Writes out [slots, width] from pixels uint8 [slots, features], scale and shift float32 [width].
+
+    Features beyond those of ``pixels`` are written as 0.
+    """
     check(pixels, scale, shift)
     slots, width = out.shape
     _patches[(slots // ROWS, triton.cdiv(width, BLOCK))](

@@ -1,29 +1,37 @@
-"""How many queries a block has, and where keys may be cut: what the host plans by and the kernels go by. Torch-free."""
+"""Sizes of query blocks, and positions of cuts between keys, for both the host's plans and the kernels. Torch-free."""
 
 from __future__ import annotations
 
 SPAN = 1024
-"""Keys between two positions where ``--batch-invariant`` may cut: the same for every token, whatever is cut there."""
+"""Keys between two positions where ``--batch-invariant`` may cut: the same for every token, whether or not it is cut.
+"""
 
 SINGLE, SHORT, LONG = 16, 32, 128
-"""Query heads times tokens of a block of queries, in launches of one token a row, of few tokens, and of many."""
+"""Query heads times tokens of a block of queries, in launches of one token per row, of few tokens, and of many."""
 
 IMAGE_SPAN = 512
-"""Rows of an image between two positions where attention to it may be cut, in every launch: each span is attended to by
-itself, so that where the cuts lie changes no bit."""
+"""Rows of an image between two positions where attention to it may be cut, in every launch.
+
+Each span is attended to separately, so the position of the cuts changes no bit.
+"""
 
 DRAWN, READ = 16, 64
-"""Query heads times tokens of a block that uses cross-attention, in launches of one token a row, and in all others."""
+"""Query heads times tokens of a block that uses cross-attention, in launches of one token per row, and in all others.
+"""
 
 FEW = 512
 """Launches of fewer tokens have short blocks, which keep more processors busy."""
 
 
 def lanes_of(tokens: int, alike: bool) -> int:
-    """Query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any length."""
+    """Returns query heads times tokens of a block of queries, in a launch of ``tokens`` tokens in rows of any
+    length.
+    """
     return SHORT if alike or tokens < FEW else LONG
 
 
 def cross_attention_lanes(single: bool) -> int:
-    """Query heads times tokens of a block that uses cross-attention; ``single``: in a launch of one token a row."""
+    """Returns query heads times tokens of a block that uses cross-attention; ``single``: launches of one token per
+    row.
+    """
     return DRAWN if single else READ

@@ -1,4 +1,4 @@
-"""Sampler state of whole slots, built on the host, put in place: one launch for counts, seen bits and bias pairs."""
+"""Copies sampler state of whole slots, built on the host: one launch for counts, seen bits and bias pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _reset(
 
 
 def check(reset: ResetTensors, state: SamplerState) -> None:
-    """Each array of ``reset`` is [r, width], its target [slots + 1, width] of the same dtype; all contiguous."""
+    """Asserts: each array of ``reset`` is [r, width], its target [slots + 1, width] of the same dtype; all
+    contiguous.
+    """
     assert reset.slot.dtype == torch.int64 and reset.slot.is_contiguous()
     for name in ("counts", "prompt_mask", "bias_id", "bias_value"):
         part, whole = getattr(reset, name), getattr(state, name)

@@ -1,6 +1,6 @@
 """RMS norm with the residual sum: total = x + residual, out = total / rms(total) * weight.
 
-The sum is rounded to the stream's dtype before it is normed, for that is what the next layer reads; the norm itself is
+The sum is rounded to the stream's dtype before it is normed, because the next layer reads that; the norm itself is
 float32 with one rounding at the end.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @triton.jit
 def add_residual(x, residual, total, at, inside, ADD: tl.constexpr):
-    """x, or with ``ADD`` x + residual in its dtype, which is stored in ``total``."""
+    """Returns x, or with ``ADD`` x + residual in its dtype, which is stored in ``total``."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         other = tl.load(residual + at, mask=inside, other=0.0)
@@ -36,7 +36,7 @@ def _rms_norm(x, residual, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: 
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    """x and residual [n, width] and weight [width], contiguous and of one dtype; the weight may be float32."""
+    """Asserts: x and residual [n, width] and weight [width], contiguous and of one dtype; the weight may be float32."""
     assert x.ndim == 2 and x.is_contiguous() and x.shape[1] <= 16384, x.shape
     assert weight.shape == x.shape[1:] and weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous())

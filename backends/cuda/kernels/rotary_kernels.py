@@ -1,4 +1,4 @@
-"""Rotary embeddings: the factors of a launch, and rotating q and k by them, with or without storing K and V.
+"""Rotary embeddings: the factors of a launch, and the rotation of q and k, with or without storing K and V.
 
 Products and sums are float32 and rounded once.
 """
@@ -13,9 +13,9 @@ from trencadis.backends.cuda.kernels import attention_checks, tiles
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, axis: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Angle f of token t is ``positions[axis[f], t] * inv_freq[f]``; both halves of cos and sin are equal.
+    """Writes cos and sin of angle f of token t, ``positions[axis[f], t] * inv_freq[f]``; both halves are equal.
 
-    Three axes of positions are M-RoPE, one axis number for all frequencies is plain rotary.
+    Three axes of positions are M-RoPE; one axis number for all frequencies is plain rotary.
 
     Args:
         positions: int32 [axes, tokens], any strides.
@@ -36,7 +36,7 @@ def rope_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map: Tensor,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """Rotates q into ``out`` and k into the cache, and stores v: one kernel.
+    """Rotates q into ``out`` and k into the cache, and stores v, in one kernel.
 
     Args:
         q, k, v: [tokens, heads or kv_heads, d], the last two dimensions contiguous.
@@ -91,7 +91,9 @@ def rotary_kernel(
 
 @triton.jit
 def rotate(to, source, cos, sin, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """All heads of one token: (a, b) -> (a cos - b sin, b cos + a sin) over both halves. Reads before it writes."""
+    """Rotates all heads of one token: (a, b) -> (a cos - b sin, b cos + a sin) over both halves. Reads before it
+    writes.
+    """
     HALF: tl.constexpr = D // 2
     dim = tl.arange(0, LANES)
     head = tl.arange(0, ROWS)
@@ -112,7 +114,7 @@ def rope_kernel(
     HEAD_LANES: tl.constexpr, GROUP_LANES: tl.constexpr, Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr,
     V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr, K_OUT_TOKEN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """One token. STORE: k goes to its cache slot and v follows; else k goes to the same token of ``k_out``."""
+    """Rotates one token. STORE: k and v are stored in its cache slot; else k goes to the same token of ``k_out``."""
     token = tl.program_id(0).to(tl.int64)
     cos += token * D
     sin += token * D

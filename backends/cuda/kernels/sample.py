@@ -1,9 +1,9 @@
 """Sampling in three variants: the argmax; a draw; a draw with log-probabilities, rank and the 20 best ids.
 
-A draw is one pass over the logits by many programs, and one program a row that picks the token from what they say of
-each 128 ids. Log-probabilities take a third launch of several programs a row, which leave out rows that want none.
-No host read, no atomics on floats, fixed shapes. backends/cpu/sampler.py defines the parameters. Each row writes the
-state of its own slot, which no other row of the launch may name; slot 0 is the sink and is never written.
+A draw is one pass over the logits by many programs, and one program per row that picks the token from their summaries
+of each 128 ids. Log-probabilities take a third launch of several programs per row, which skip rows that need none. No
+host read, no atomics on floats, fixed shapes. backends/cpu/sampler.py defines the parameters. Each row writes the state
+of its own slot, which no other row of the launch may use; slot 0 is the sink and is never written.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from trencadis.core.backend import HeadTensors, HeadTensorsOut, SamplerState
 from trencadis.core.request import MAX_LOGPROBS
 
 SHARE, PARTS_WARPS = 16, 8
-"""Chunks of one program of the first kernel, and its warps."""
+"""Chunks per program of the first kernel, and its warps."""
 
 TILE, DRAW_WARPS, DRAW_REGISTERS = 8, 16, 64
-"""Listed chunks that a row's program reads at a time, its warps, and the registers of a thread: with more of them a
-processor would hold one program, and half of a launch of 256 rows would wait."""
+"""Listed chunks that a row's program reads at a time, its warps, and the registers of a thread.
+
+With more registers a processor would hold one program, and half of a launch of 256 rows would wait.
+"""
 
 RANKERS, RANK_TILE, TOLD_WARPS = 4, 8, 8
 """Programs that count the ids above a row's token, chunks that one reads at a time, and warps."""
 
 UNTOLD: tl.constexpr = tl.constexpr(request.NO_LOGPROB)
-"""``HeadTensors.target`` of a row that is drawn and wants no log-probabilities."""
+"""``HeadTensors.target`` of a row that is drawn and needs no log-probabilities."""
 
 GREEDY_TILE = 4096
 TOP = MAX_LOGPROBS
@@ -57,21 +59,23 @@ class HeadScratch(NamedTuple):
 
 
 def scratch(rows: int, vocab: int, device: torch.device, with_logprobs: bool = True) -> HeadScratch:
-    """Unwritten memory for a launch that draws; any launch of as many rows may reuse it. ``with_logprobs``: with
-    log-probabilities; others never touch the first two."""
+    """Allocates uninitialised memory for a launch that draws; any launch of as many rows may reuse it.
+
+    ``with_logprobs``: with log-probabilities; other launches never use the first two tensors.
+    """
     shape = rows, triton.cdiv(vocab, CHUNK.value)
     real = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4 if with_logprobs else 2)]
     return HeadScratch._make([*real[:2], *real[-2:], torch.empty(shape, dtype=torch.int32, device=device)])
 
 
 def greedy_scratch(rows: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Unwritten (largest logit float32, its id int32) of each share, [rows, shares] each, for the greedy variant."""
+    """Allocates (largest logit float32, its id int32) of each share, [rows, shares] each, for the greedy variant."""
     shape = rows, triton.cdiv(vocab, _greedy_tile(vocab))
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTensorsOut:
-    """Unwritten outputs of either variant."""
+    """Allocates uninitialised outputs of either variant."""
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -86,7 +90,7 @@ def outputs(rows: int, vocab: int, device: torch.device, full: bool) -> HeadTens
 
 
 def check(logits: Tensor, head: HeadTensors, state: SamplerState) -> None:
-    """logits [rows, vocabulary], contiguous; ``core.backend`` gives the shapes of ``head`` and ``state``."""
+    """Asserts: logits [rows, vocabulary], contiguous; ``core.backend`` gives the shapes of ``head`` and ``state``."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and logits.is_floating_point() and vocab < 1 << 26
     for name in ("hidden_row", "slot", "target", "mask_row"):
@@ -131,7 +135,7 @@ def draw_tokens(
 def draw_with_logprobs(
     logits: Tensor, head: HeadTensors, state: SamplerState, scratch: HeadScratch, out: HeadTensorsOut
 ) -> None:
-    """``draw_tokens``, and log-probabilities, ranks and the best ids of rows whose target is not ``UNTOLD``."""
+    """Runs ``draw_tokens``, and adds log-probabilities, ranks and best ids for rows whose target is not ``UNTOLD``."""
     check(logits, head, state)
     rows, vocab = logits.shape
     if not rows:
@@ -167,7 +171,7 @@ def _draw(
         logits, head.slot, head.temperature, head.mask_row, head.repetition, head.frequency, head.presence, *stored,
         *scratch[:-1], **sizes, SHARE=share, num_warps=PARTS_WARPS,
     )  # fmt: skip
-    real = out.logprob if out.logprob is not None else scratch.chunk_top  # never written where nothing is told
+    real = out.logprob if out.logprob is not None else scratch.chunk_top  # never written without log-probabilities
     draw_kernel[(rows,)](
         logits, head.slot, head.temperature, head.top_k, head.top_p, head.min_p, head.uniform, head.target,
         head.mask_row, head.repetition, head.frequency, head.presence, *stored, state.last, *scratch,
@@ -189,7 +193,7 @@ def draw_kernel(
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
     TOLD: tl.constexpr, CHUNKS_POW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Picks a row's token. Its rank begins with 1: the next launch counts the ids above it."""
+    """Picks a row's token. Its rank starts at 1; the next launch adds the number of ids above it."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     warmth = tl.load(temperature + row)
@@ -224,7 +228,7 @@ def told_kernel(
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
     TOP: tl.constexpr, TOP_POW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, 0) lists the best ids, each other one counts ids above the row's token in SHARE chunks."""
+    """Lists the best ids (program (row, 0)); each other program counts ids above the row's token in SHARE chunks."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if tl.load(target + row) != UNTOLD:

@@ -13,12 +13,12 @@ from trencadis.backends.cuda.kernels.sample_scores import CHUNK, LOWEST, HeadRow
 from trencadis.core import request
 
 GREEDY_BELOW: tl.constexpr = tl.constexpr(request.GREEDY_BELOW)
-"""Temperatures below this take the argmax."""
+"""Temperatures below this select the argmax."""
 
 
 @triton.jit
 def inverse_of(temperature):
-    """1 / temperature; 1 where the row is greedy, whose scores keep their scale."""
+    """Returns 1 / temperature, or 1 for a greedy row, whose scores are not scaled."""
     return tl.where(temperature < GREEDY_BELOW, 1.0, 1.0 / tl.maximum(temperature, GREEDY_BELOW))
 
 
@@ -29,8 +29,11 @@ def parts_kernel(
     VOCAB: tl.constexpr, BYTES: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, CHUNKS: tl.constexpr,
     SHARE: tl.constexpr, TOLD: tl.constexpr,
 ):  # fmt: skip
-    """SHARE chunks. Masses are sums of exp(x - largest x of the chunk); no sum crosses warps. Those of raw logits serve
-    log-probabilities alone (TOLD)."""
+    """Summarises SHARE chunks.
+
+    Masses are sums of exp(x - largest x of the chunk); no sum crosses warps. Masses of raw logits are only needed for
+    log-probabilities (TOLD).
+    """
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     chunk = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
@@ -57,7 +60,7 @@ def parts_kernel(
 
 @triton.jit
 def greedy_parts_kernel(logits, best, where, VOCAB: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr):
-    """The largest logit of a share and its lowest id."""
+    """Writes the largest logit of a share and its lowest id."""
     share = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = share * TILE + tl.arange(0, TILE)
@@ -69,9 +72,7 @@ def greedy_parts_kernel(logits, best, where, VOCAB: tl.constexpr, TILE: tl.const
 
 @triton.jit
 def greedy_pick_kernel(best, where, slots, last, token, SHARES: tl.constexpr, SHARES_POW: tl.constexpr):
-    """Picks the lowest id with the largest logit and stores it as the slot's last token; slot 0 is the sink. Slot 0
-    is nobody's.
-    """
+    """Picks the lowest id with the largest logit and stores it as the slot's last token, except in slot 0, the sink."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, SHARES_POW)
     real = share < SHARES

@@ -1,4 +1,5 @@
-"""One row's token: argmax, or the id at which the cumulated probability of the kept ids passes the uniform number.
+"""Draws one row's token: argmax, or the id at which the cumulated probability of the kept ids passes the uniform
+number.
 
 Chunks are cumulated first, then the ids of the chunk that passes. If rounding keeps the sum from ever passing, the last
 id of positive probability is taken, never a filtered one.
@@ -26,13 +27,13 @@ FAR: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 class DrawParams(NamedTuple):
-    """How one row is drawn."""
+    """Sampling parameters of one row."""
 
     top_k: Any  # int32; 0: no limit
     top_p: Any  # float32
     min_p: Any  # float32
     uniform: Any  # float32 in [0, 1)
-    greedy: Any  # bool: the argmax, whatever the others say
+    greedy: Any  # bool: take the argmax, whatever the other fields are
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def compact(index, chosen, lane):
     """Writes the numbers of the chosen lanes to ``index`` in ascending order; returns their count."""
     flag = chosen.to(tl.int32)
     position = tl.cumsum(flag, 0) - 1
-    # Other threads of this program may still read the previous list.
+    # Other threads of this program may still be reading the previous list.
     tl.debug_barrier()
     tl.store(index + position, lane, mask=chosen)
     tl.debug_barrier()
@@ -49,7 +50,9 @@ def compact(index, chosen, lane):
 
 @triton.jit
 def passing(mass, before, goal, lane):
-    """(first lane whose running sum passes ``goal``, sum before it, last lane of positive mass, sum before it)."""
+    """Returns (first lane whose running sum passes ``goal``, sum before it, last lane of positive mass, sum before
+    it).
+    """
     running = before + tl.cumsum(mass, 0)
     some = mass > 0
     first = tl.min(tl.where(some & (running > goal), lane, FAR), 0)
@@ -60,13 +63,13 @@ def passing(mass, before, goal, lane):
 
 @triton.jit
 def kept_mass(score, least, peak):
-    """exp(score - peak) of the ids that the filters keep, 0 of the others."""
+    """Returns exp(score - peak) of the ids that the filters keep, 0 for the others."""
     return tl.where(key_of(score) >= least, tl.exp(score - peak), 0.0)
 
 
 @triton.jit
 def floor_of(chunk_top, chunk_mass, peak, total, k, p, smallest, CHUNKS: tl.constexpr):
-    """A score with nothing kept below it, a little low: the first kernel may have rounded otherwise."""
+    """Returns a lower bound of the kept scores, slightly reduced: the first kernel may have rounded differently."""
     floor = LOWEST
     if (k > 0) & (k < CHUNKS):
         floor = float_of(kth_chunk(chunk_top, k))
@@ -79,10 +82,12 @@ def floor_of(chunk_top, chunk_mass, peak, total, k, p, smallest, CHUNKS: tl.cons
 
 @triton.jit
 def least_of_filters(x, want, chunks, peak, total, floor, TILE: tl.constexpr):
-    """The least key that top-k, top-p and min-p keep of the listed chunks, which hold every score from ``floor`` on."""
+    """Returns the least key that top-k, top-p and min-p keep of the listed chunks, which contain every score from
+    ``floor`` on.
+    """
     least = LOW_KEY
     bottom = key_of(floor)
-    # The largest key as this kernel computes it: the first one may have rounded otherwise.
+    # The largest key as this kernel computes it: the first kernel may have rounded differently.
     _, _, high = weight_above(FAR, False, peak, x, chunks, TILE)
     if want.min_p > 0:
         limit = tl.minimum(key_of(peak + tl.log(want.min_p)), high)
@@ -102,7 +107,7 @@ def least_of_filters(x, want, chunks, peak, total, floor, TILE: tl.constexpr):
 
 @triton.jit
 def passing_chunk(x, want, chunks, least, peak, TILE: tl.constexpr):
-    """(the listed chunk that the draw falls into, kept mass before it, the mass at which the draw falls)."""
+    """Returns (the listed chunk that the draw falls into, kept mass before it, the mass at which the draw falls)."""
     kept = 0.0
     for begin in range(0, chunks.count, TILE):
         kept += tl.sum(tl.sum(kept_mass(listed_scores(begin, x, chunks, TILE), least, peak), 1), 0)
@@ -131,8 +136,9 @@ def passing_chunk(x, want, chunks, least, peak, TILE: tl.constexpr):
 
 @triton.jit
 def draw(x, want, chunk_top, chunk_mass, index, CHUNKS: tl.constexpr, CHUNKS_POW: tl.constexpr, TILE: tl.constexpr):
-    """int32 id in [0, VOCAB) of ``x: HeadRow`` by ``want: DrawParams``. ``index`` int32 [CHUNKS]: memory for its
-    list.
+    """Draws an int32 id in [0, VOCAB) of ``x: HeadRow`` by ``want: DrawParams``.
+
+    ``index``: int32 [CHUNKS], memory for the list of chunks.
     """
     lane = tl.arange(0, CHUNKS_POW)
     real = lane < CHUNKS

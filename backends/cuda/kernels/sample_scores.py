@@ -1,4 +1,4 @@
-"""From raw logits to the scores that are drawn from: bias, penalties, mask, temperature; float32.
+"""Computes the scores that are drawn from: raw logits with bias, penalties, mask and temperature; float32.
 
 A feature that a row does not use costs one comparison: counts, seen bits, masks and bias pairs are read only where
 they have an effect. A masked id scores LOWEST, which is finite, so that a fully masked row stays free of NaN.
@@ -13,11 +13,11 @@ import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 CHUNK: tl.constexpr = tl.constexpr(128)
-"""Neighbouring ids that share one summary: the second kernel searches chunk by chunk."""
+"""Number of neighbouring ids that share one summary: the second kernel searches chunk by chunk."""
 
 
 class HeadRow(NamedTuple):
-    """What the scores of one row are made of, as the helpers of a kernel hand it to each other."""
+    """Inputs of the scores of one row, as the helpers of a kernel pass them on."""
 
     logits: Any  # pointer, [rows, vocab]
     row: Any  # int64
@@ -33,33 +33,33 @@ class HeadRow(NamedTuple):
     bias_id: Any  # pointer, int64 [slots, bias_pairs]
     bias_value: Any  # pointer, float32 [slots, bias_pairs]
     masks: Any  # pointer, uint8 [masks, mask_bytes]
-    vocab: Any  # int32, as the others below a constant of the launch
+    vocab: Any  # int32, like the two below a constant of the launch
     mask_bytes: Any
     bias_pairs: Any
 
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of the floats; -0 and 0 are one."""
+    """Returns int32 keys in the order of the floats; -0 and 0 are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def float_of(key):
-    """The inverse of ``key_of``."""
+    """Inverts ``key_of``."""
     return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def raw_of(logits, at, inside):
-    """float32 logits, LOWEST outside, for -inf and for NaN."""
+    """Returns float32 logits; LOWEST outside, for -inf and for NaN."""
     return tl.maximum(tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32), LOWEST)
 
 
 @triton.jit
 def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
-    """How many of the slot's bias pairs must be read; 0 for a row without a bias, whose first value is 0."""
+    """Returns how many of the slot's bias pairs must be read; 0 for a row without a bias, whose first value is 0."""
     pairs = 0
     if tl.load(bias_value + slot * PAIRS) != 0.0:
         pair = tl.arange(0, PAIRS_POW)
@@ -70,8 +70,10 @@ def pairs_of(bias_value, slot, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr):
 
 @triton.jit
 def scores_of(raw, at, inside, x):
-    """float32 scores of the ids ``at`` of ``x: HeadRow``, whose logits are ``raw``; LOWEST where masked or not
-    ``inside``."""
+    """Returns float32 scores of the ids ``at`` of ``x: HeadRow``, whose logits are ``raw``.
+
+    The score is LOWEST where an id is masked or not ``inside``.
+    """
     y = raw
     for pair in range(0, x.pairs):
         value = tl.load(x.bias_value + x.slot * x.bias_pairs + pair)

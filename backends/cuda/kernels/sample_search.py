@@ -1,8 +1,9 @@
-"""Thresholds by search, not by sorting: the least key whose better ids weigh less than a bound.
+"""Thresholds by search, not by sorting: find the least key whose better ids weigh less than a bound.
 
-Top-k keeps an id if fewer than k ids are better, top-p if the better ones' share is below p: one question with two
-weights, monotone in the id's score, so bisection answers it. Ids of equal score stay or go together. The search reads
-only listed chunks; the list holds every chunk that can matter (``bound_for_share``, or the k-th best chunk).
+Top-k keeps an id if fewer than k ids are better, top-p if the better ones' share is below p: the same condition with
+two weights, monotone in the id's score, so bisection finds it. Ids of equal score are kept or dropped together. The
+search reads only listed chunks; the list holds every chunk that can matter (``bound_for_share``, or the k-th best
+chunk).
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ LOW_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFF)
 class ListedChunks(NamedTuple):
     """The chunks of a row that can still matter."""
 
-    index: Any  # pointer, int32: their numbers, ascending
+    index: Any  # pointer, int32: the chunks' numbers, ascending
     count: Any  # int32
 
 
 @triton.jit
 def middle(low, high):
-    """Between two int32, without overflow."""
+    """Returns the middle of two int32, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
 def listed_scores(begin, x, chunks, TILE: tl.constexpr):
-    """float32 scores [TILE, CHUNK] of the listed chunks ``begin`` ... of ``x: HeadRow``; LOWEST behind the list's
-    end."""
+    """Returns float32 scores [TILE, CHUNK] of the listed chunks ``begin`` ... of ``x: HeadRow``.
+
+    The score is LOWEST beyond the end of the list.
+    """
     position = begin + tl.arange(0, TILE)
     filled = position < chunks.count
     chunk = tl.load(chunks.index + position, mask=filled, other=0)
@@ -45,7 +48,7 @@ def listed_scores(begin, x, chunks, TILE: tl.constexpr):
 
 @triton.jit
 def weight_above(key, BY_MASS: tl.constexpr, peak, x, chunks, TILE: tl.constexpr):
-    """(weight of the listed ids above ``key``, the least key above it, the largest key not above it).
+    """Returns (weight of the listed ids above ``key``, the least key above it, the largest key not above it).
 
     An id weighs 1, or exp(its score - ``peak``) if BY_MASS.
     """
@@ -65,7 +68,7 @@ def weight_above(key, BY_MASS: tl.constexpr, peak, x, chunks, TILE: tl.constexpr
 
 @triton.jit
 def least_kept(low, high, bound, BY_MASS: tl.constexpr, peak, x, chunks, TILE: tl.constexpr):
-    """The least key in (low, high] that is kept: what lies above it weighs less than ``bound``. ``high`` is kept.
+    """Returns the least key in (low, high] that is kept: the ids above it weigh less than ``bound``. ``high`` is kept.
 
     Each step moves to keys that occur, so the search ends after about log2(ids between) steps.
     """
@@ -82,7 +85,7 @@ def least_kept(low, high, bound, BY_MASS: tl.constexpr, peak, x, chunks, TILE: t
 
 @triton.jit
 def kth_chunk(chunk_top, k):
-    """The k-th largest of the chunks' best scores: no id below it is among the k best."""
+    """Returns the k-th largest of the chunks' best scores: no id below it is among the k best."""
     keys = key_of(chunk_top)
     high = tl.max(keys, 0)
     low = tl.min(keys, 0) - 1
@@ -97,9 +100,10 @@ def kth_chunk(chunk_top, k):
 
 @triton.jit
 def bound_for_share(chunk_top, chunk_mass, peak, total, share):
-    """A score below which at most 1 - ``share`` of the mass lies, from the chunks' best scores and masses alone.
+    """Returns a score below which at most 1 - ``share`` of the mass lies, from the chunks' best scores and masses
+    alone.
 
-    Of a chunk with a best score at or above t, less than min(its mass without the best, 127 exp(t)) lies below t.
+    In a chunk with a best score at or above t, less than min(its mass without the best, 127 exp(t)) lies below t.
     """
     allowed = (1.0 - share) * total * 0.999 - 1e-6 * total
     rest = tl.maximum(chunk_mass - tl.exp(chunk_top - peak), 0.0) + 1e-7 * chunk_mass

@@ -1,6 +1,6 @@
-"""The 20 best ids of a row by raw logit, best first, the lower id first among equals.
+"""Finds the 20 best ids of a row by raw logit, best first, the lower id first among equals.
 
-They lie in the 20 chunks with the largest maxima: each of these holds an id that comes before all ids of other chunks.
+They are in the 20 chunks with the largest maxima: each of these has an id that ranks before all ids of other chunks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ NONE: tl.constexpr = tl.constexpr(-(1 << 63) + 1)
 
 @triton.jit
 def pack_ordered(x, number):
-    """int64: the larger float first, the lower number first among equals."""
+    """Packs into int64 keys: the larger float is larger, and among equals the lower number."""
     return (key_of(x).to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
 
 
 @triton.jit
 def number_of(pack):
-    """The number in ``pack_ordered``."""
+    """Returns the number in a key of ``pack_ordered``."""
     return 0x7FFFFFFF - (pack & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS: tl.constexpr):
-    """log(sum(exp(raw logits))) of a row, from its chunks."""
+    """Returns log(sum(exp(raw logits))) of a row, from its chunks."""
     real = lane < CHUNKS
     top = tl.load(chunk_raw + row * CHUNKS + lane, mask=real, other=LOWEST)
     mass = tl.load(chunk_raw_mass + row * CHUNKS + lane, mask=real, other=0.0)
@@ -37,7 +37,7 @@ def log_sum(chunk_raw, chunk_raw_mass, row, lane, CHUNKS: tl.constexpr):
 
 @triton.jit
 def logprob_of(raw, total):
-    """float32; -inf if the logit is -inf."""
+    """Returns float32 log-probabilities; -inf if the logit is -inf."""
     return tl.where(raw <= LOWEST, float("-inf"), raw - total)
 
 
@@ -75,7 +75,7 @@ def better(
     logits, row, own, chunk_raw, first,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many raw logits of SHARE chunks from ``first`` on exceed ``own``; chunks without one are not read."""
+    """Counts the raw logits of SHARE chunks from ``first`` on that exceed ``own``; chunks without one are not read."""
     count = tl.zeros([TILE, CHUNK], tl.int32)
     for begin in range(0, SHARE, TILE):
         chunk = first + begin + tl.arange(0, TILE)

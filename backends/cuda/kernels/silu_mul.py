@@ -1,4 +1,4 @@
-"""silu(gate) * up over fused [gate | up], in float32 with one rounding."""
+"""Computes silu(gate) * up over fused [gate | up], in float32 with one rounding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def check(gate_up: Tensor) -> None:
-    """gate_up [n, 2 width], contiguous."""
+    """Asserts: gate_up [n, 2 width], contiguous."""
     assert gate_up.ndim == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0, gate_up.shape
 
 
 def launch(gate_up: Tensor, out: Tensor) -> None:
-    """gate_up [n, 2 width] -> out [n, width]."""
+    """Computes gate_up [n, 2 width] -> out [n, width]."""
     check(gate_up)
     n, width = out.shape
     if n:

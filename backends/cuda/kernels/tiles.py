@@ -1,9 +1,9 @@
 """Tile sizes from tables, never tuned while serving: ``tools/tune_kernels.py`` writes ``tiles/<kernel>.csv``.
 
-A line holds architecture, bits of a value, the largest head and group it serves, length class, then the tile. The first
-line that fits counts. What an architecture has no line for, it takes from that of ``KIN``.
+A line has architecture, bits of a value, the largest head and group it is for, length class, then the tile. The first
+line that fits is used. An architecture without a fitting line uses those of ``KIN``.
 
-Importing this module checks that every tile fits the shared memory of a program, by what the kernels keep there.
+Importing this module checks that every tile fits the shared memory of a program, by what the kernels store there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent / "tiles"
 INTERPRETED = 90
-"""Architecture whose tiles are used where there is no GPU."""
+"""Architecture whose tiles are used without a GPU."""
 
 
 class Tile(NamedTuple):
@@ -31,36 +31,38 @@ class Tile(NamedTuple):
 
 
 class TileEntry(NamedTuple):
-    """A line of a table."""
+    """One line of a table."""
 
     arch: int  # compute capability x 10
     bits: int  # 16 or 32
     head: int
     group: int
-    length: str  # "any", or a class that the kernel names
+    length: str  # "any", or a length class of the kernel
     tile: Tile
 
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Bytes of shared memory that one program may take, of the architectures that tiles are compiled for (CUDA C++
+"""Architecture that tiles are compiled for -> bytes of shared memory that one program may use (CUDA C++
 Programming Guide, "Technical Specifications per Compute Capability")."""
 
 KIN = {100: 90, 120: 89}
-"""The architecture whose tiles another one takes: the same shared memory, warps and registers. Lines of its own stand
-where its compiler spills with those, or keeps more programs on a processor with others."""
+"""Architecture -> the one whose tiles it uses, with the same shared memory, warps and registers.
+
+It has lines of its own only where its compiler would spill, or where other tiles keep more programs on a processor.
+"""
 
 FORCED: dict[str, Tile] = {}
-"""Tiles that stand in for the tables' while ``tools/tune_kernels.py`` or a test measures them."""
+"""Tiles that replace the tables' while ``tools/tune_kernels.py`` or a test measures them."""
 
 
 def pick(kernel: str, q: Tensor, group: int, length: str = "any") -> Tile:
-    """The tile for queries like ``q`` [tokens, heads, d], ``group`` query heads to a KV head."""
+    """Returns the tile for queries like ``q`` [tokens, heads, d], with ``group`` query heads per KV head."""
     return FORCED.get(kernel) or find(kernel, arch_of(q.device), q.dtype.itemsize * 8, q.shape[2], group, length)
 
 
 @cache
 def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) -> Tile:
-    """The first fitting entry; an architecture that is not listed uses the newest that is listed below it.
+    """Returns the first fitting entry; an architecture that is not listed uses the newest listed one below it.
 
     Raises:
         LookupError: no line fits.
@@ -73,8 +75,10 @@ def find(kernel: str, arch: int, bits: int, head: int, group: int, length: str) 
 
 @cache
 def entries(kernel: str, arch: int) -> tuple[TileEntry, ...]:
-    """The lines that ``arch``, one of ``SHARED``, goes by: its own, and its kin's where it has none of that bits, head
-    and length."""
+    """Returns the lines for ``arch``, one of ``SHARED``.
+
+    They are its own, and those of ``KIN`` for bits, heads and lengths of which it has none.
+    """
     own = tuple(e for e in table(kernel) if e.arch == arch)
     taken = {(e.bits, e.head, e.length) for e in own}
     kin = (e._replace(arch=arch) for e in table(kernel) if e.arch == KIN.get(arch))
@@ -84,7 +88,7 @@ def entries(kernel: str, arch: int) -> tuple[TileEntry, ...]:
 
 @cache
 def table(kernel: str) -> tuple[TileEntry, ...]:
-    """The lines of ``tiles/<kernel>.csv``."""
+    """Reads the lines of ``tiles/<kernel>.csv``."""
     with (FOLDER / f"{kernel}.csv").open(encoding="utf-8", newline="") as file:
         return tuple(
             TileEntry(
@@ -97,7 +101,7 @@ def table(kernel: str) -> tuple[TileEntry, ...]:
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability x 10."""
+    """Returns compute capability x 10; ``INTERPRETED`` for a CPU."""
     if device.type != "cuda":
         return INTERPRETED
     major, minor = torch.cuda.get_device_capability(device)
@@ -105,22 +109,22 @@ def arch_of(device: torch.device) -> int:
 
 
 def power(size: int) -> int:
-    """The power of two that holds ``size``: what a dimension of a tile must be."""
+    """Returns the smallest power of two >= ``size``; dimensions of a tile must be powers of two."""
     return 1 << (size - 1).bit_length()
 
 
 def lanes(d: int) -> int:
-    """Lanes of a head of ``d`` values; a product needs 16."""
+    """Returns the lanes of a head of ``d`` values: a power of two, at least 16, which a product needs."""
     return max(power(d), 16)
 
 
 def need(kernel: str, e: TileEntry) -> int:
-    """Bytes of shared memory that a program of attention takes, at most, at the largest head of ``e``.
+    """Returns the bytes of shared memory that a program of attention takes, at most, at the largest head of ``e``.
 
-    Keys and values of a step, as often as the pipeline holds them: products by warp groups (from sm_90 to sm_119, 64
-    rows at least) read the step that they compute from there, others hold it in registers. Beside them the queries,
-    the scores where warps share rows of them or two steps are held (on sm_100 also beside opened codes), a step of
-    opened codes, and 2 KiB for sums across warps and for barriers.
+    These are keys and values of a step, as often as the pipeline holds them: products by warp groups (from sm_90 to
+    sm_119, at least 64 rows) read the step that they compute from there, others hold it in registers. Added to them are
+    the queries; the scores, if warps share rows of them or two steps are held (on sm_100 also with decoded codes); a
+    step of decoded codes; and 2 KiB for sums across warps and for barriers.
     """
     tile, values, size = e.tile, lanes(e.head), e.bits // 8
     coded = kernel.endswith("_codes")
@@ -134,10 +138,10 @@ def need(kernel: str, e: TileEntry) -> int:
 
 
 def check(kernel: str, arch: int) -> None:
-    """Every tile of attention that ``arch`` goes by fits.
+    """Checks that every attention tile for ``arch`` fits its shared memory.
 
     Raises:
-        ImportError: one does not; the line names it.
+        ImportError: one does not; the message names it.
     """
     for e in entries(kernel, arch):
         if need(kernel, e) > SHARED[arch]:

@@ -1,8 +1,8 @@
 """Attention of the vision tower over packed slots: inside windows of 64 slots, and over whole images.
 
-The first ``real`` slots of a window are patches, the others padding that no query may see; padding lies inside images
-as well as behind them. No mask of [slots, slots] is made: an image is a range of windows, and a key counts if
-its index in its window is below the window's ``real``.
+The first ``real`` slots of a window are patches, the others padding that no query may see; there is padding inside
+images as well as after them. No mask of [slots, slots] is made: an image is a range of windows, and a key counts if its
+index in its window is below the window's ``real``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = WINDOW_SLOTS
 
 
 def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor) -> None:
-    """Each slot sees the real slots of its window.
+    """Computes attention of each slot over the real slots of its window.
 
     Args:
         q, k, v: [slots, heads, d], the last two dimensions contiguous.
@@ -41,7 +41,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: fl
 def attend_images(
     q: Tensor, k: Tensor, v: Tensor, seg: CudaSegments, scale: float, out: Tensor, alike: bool = False
 ) -> None:
-    """Each slot sees the real slots of its image.
+    """Computes attention of each slot over the real slots of its image.
 
     Args:
         q, k, v: [slots, heads, d], the last two dimensions contiguous.
@@ -62,7 +62,8 @@ def attend_images(
 
 
 def halves(d: int) -> tuple[int, int]:
-    """Lanes of the two parts that a head of ``d`` values is multiplied in, powers of two; (lanes, 0) where one serves.
+    """Returns the lanes of the two parts in which a head of ``d`` values is multiplied, powers of two; (lanes, 0) for
+    one part.
 
     A head of 80 in two parts has 64 and 16 lanes, where one part would have 128; a head of 72 fills half of its second.
     """
@@ -80,7 +81,7 @@ def windows_kernel(
     out, q, k, v, real, scale, D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one head (M divides a window) over all N keys of their window, in a single tile."""
+    """Computes M queries of one head (M divides a window) over all N keys of their window, in a single tile."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
     window = tile * M // N
@@ -97,7 +98,7 @@ def windows_kernel(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if TAIL:
         behind = (head * D + LANES + tl.arange(0, TAIL))[None, :]
-        # A constant where every lane is filled, so that the masks of such heads need no comparison.
+        # A constant if every lane is filled, so that the masks of such heads need no comparison.
         inside = tl.full([1, TAIL], 1, tl.int1) if LANES + TAIL == D else (LANES + tl.arange(0, TAIL) < D)[None, :]
         queries_behind = tl.load(q + query * Q_TOKEN + behind, mask=inside, other=0.0)
         keys_behind = tl.load(k + key * K_TOKEN + behind, mask=keep[:, None] & inside, other=0.0)
@@ -119,7 +120,7 @@ class ImageRun(NamedTuple):
     """The running sums of attention over an image's keys, and the window of the next tile."""
 
     acc: Any  # float32 [M, LANES]
-    behind: Any  # float32 [M, TAIL]; never read where TAIL is 0
+    behind: Any  # float32 [M, TAIL]; never read if TAIL is 0
     peak: Any  # float32 [M]
     total: Any  # float32 [M]
     window: Any  # int32
@@ -130,7 +131,7 @@ class PackedKeys(NamedTuple):
 
     k: Any  # pointer to the head's first value
     v: Any
-    order: Any  # pointers, as ``CudaSegments`` has them
+    order: Any  # pointers to the fields of ``CudaSegments``
     segment: Any
     real: Any
     count: Any  # int32: windows of the launch
@@ -142,9 +143,9 @@ def images_kernel(
     D: tl.constexpr, LANES: tl.constexpr, TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one head, which may belong to several images; N keys at a time (N divides a window).
+    """Computes M queries of one head, which may belong to several images, over N keys at a time (N divides a window).
 
-    Where all queries are of one image, its windows without padding come first and need no mask. TAIL: lanes of a second
+    If all queries belong to one image, its windows without padding come first and need no mask. TAIL: lanes of a second
     part of each head (``halves``), 0 for none; those at its end may be empty.
     """
     REST: tl.constexpr = TAIL if TAIL else 16
@@ -195,8 +196,10 @@ def attend_packed(
     LANES: tl.constexpr, TAIL: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, K_TOKEN: tl.constexpr,
     V_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """``run: ImageRun`` after the slots ``start`` to ``stop`` of the windows in their order; MASKED: some of them are
-    padding, or of another image than some queries."""
+    """Returns ``run: ImageRun`` after the slots ``start`` to ``stop`` of the windows in their order.
+
+    MASKED: some of them are padding, or belong to another image than some queries.
+    """
     acc, acc_behind, peak, total, window = run
     dim = tl.arange(0, LANES)[None, :]
     REST: tl.constexpr = TAIL if TAIL else 16

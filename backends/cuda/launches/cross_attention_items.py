@@ -1,8 +1,8 @@
-"""Work items of cross-attention: which tokens of a launch attend to which of their rows. Pure numpy.
+"""Work items of cross-attention: which tokens of a launch attend to which images. Pure numpy.
 
-A block of queries is some tokens of the launch, of one request or of several: it attends to the images that any of
-them sees, as far as the one that sees most of each. Blocks whose images are more than a fair share of a processor's
-work are cut: each span of each of their images is an item then.
+A block of queries is some tokens of the launch, of one request or of several: it attends to every image that any of
+them sees, up to the last row that any of them sees. A block whose images are more than a fair share of a processor's
+work is cut: then each span of each of its images is an item.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CrossAttentionItemArrays(NamedTuple):
 
 
 def plan(reach: Int32, each: int, capacity: ItemCapacity) -> CrossAttentionItemArrays:
-    """Items by descending length.
+    """Plans the items, by descending length.
 
     Args:
         reach: int32 [tokens, u] rows of each image that a token sees.
@@ -64,12 +64,12 @@ class CrossAttentionPlans:
 
     def __init__(self) -> None:
         self.made = 0
-        """Plans made so far."""
+        """Number of plans made so far."""
         self._reach = np.zeros((0, 0), np.int32)
         self._last: CrossAttentionItemArrays | None = None
 
     def of(self, reach: Int32, each: int, capacity: ItemCapacity) -> CrossAttentionItemArrays:
-        """As ``plan``."""
+        """Returns ``plan`` of the arguments, or the last plan if ``reach`` is unchanged."""
         if self._last is None or not np.array_equal(self._reach, reach):
             self.made += 1
             self._reach, self._last = reach.copy(), plan(reach, each, capacity)
@@ -77,7 +77,7 @@ class CrossAttentionPlans:
 
 
 class LaunchPlans(ItemPlans):
-    """All plans of one bucket's launches."""
+    """Caches of all plans of one bucket's launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,5 +85,5 @@ class LaunchPlans(ItemPlans):
 
 
 def first_rows_of(units: Int32, length: int) -> Int32:
-    """int32 [u]: the first arena row of each image, of ``length`` rows each."""
+    """Returns int32 [u]: the first arena row of each image, of ``length`` rows each."""
     return (units * length + RESERVED_ROWS).astype(np.int32)

@@ -1,7 +1,8 @@
-"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in SINK.
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads nothing and is stored in block
+SINK.
 
-The arrays stand in place of ``core.backend``'s tensors. Inputs of no rows give a launch of nothing but padding,
-which is what buffers hold before their first fill.
+The arrays stand in place of ``core.backend``'s tensors. Inputs without rows give a launch of padding only, which is
+what buffers hold before their first fill.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the sizes of a launch's tensors depend on besides its bucket.
+    """Everything besides its bucket that determines the sizes of a launch's tensors.
 
     Args:
         row_blocks: KV blocks of the longest possible row.
-        kv_heads: of one rank; decides how finely keys are cut.
+        kv_heads: KV heads of one rank; determines how finely keys are cut.
         processors: streaming multiprocessors of the device.
-        invariant: DECODE attends as PREFILL does, and cuts lie at fixed keys (``--batch-invariant``).
+        invariant: DECODE attends as PREFILL does, and cuts are at fixed keys (``--batch-invariant``).
         upto: PREFILL launches have ``Attn.upto``.
-        group: query heads of a KV head.
+        group: query heads per KV head.
     """
 
     block_size: int
@@ -75,22 +76,22 @@ class Sizes:
     group: int = 8
 
     def item_capacity(self, bucket: Bucket) -> ItemCapacity:
-        """Capacity of a text launch for work items."""
+        """Returns the capacity for work items of a text launch."""
         longest = self.row_blocks * self.block_size
         return item_capacity(bucket, self.group, self.processors, self.kv_heads, longest, self.invariant)
 
     def cross_attention_capacity(self, bucket: Bucket) -> ItemCapacity:
-        """Capacity of a text launch for work items of cross-attention."""
+        """Returns the capacity for work items of cross-attention of a text launch."""
         return cross_attention_capacity(
             bucket, self.group, self.processors, self.kv_heads, self.slot.cross_attention_rows
         )
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPlans | None = None) -> Any:
-    """The stage's tensors as numpy arrays; ``None``: padding alone. See ``used`` for arrays that are not padded.
+    """Returns the stage's tensors as numpy arrays; ``None``: padding only. The one of ``growing_tensor`` is not padded.
 
     Args:
-        plans: the bucket's; without them every launch is planned anew.
+        plans: the bucket's cached plans; without them every launch is planned anew.
     """
     match inputs if inputs is not None else empty_inputs(bucket.stage, sizes.vocab, sizes.slot):
         case StepInputs() as x:
@@ -106,7 +107,7 @@ def arrays(bucket: Bucket, inputs: Inputs | None, sizes: Sizes, plans: LaunchPla
 
 
 def growing_tensor(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
-    """The one tensor of a stage whose unused end is not copied: its name, and its shape in the bucket.
+    """Returns the name of the one tensor of a stage whose unused end is not copied, and its shape in the bucket.
 
     The end keeps values of an earlier launch: ids that no row points to, pixels of padding slots, masks of no row.
     """
@@ -128,7 +129,9 @@ def growing_tensor(bucket: Bucket, sizes: Sizes) -> tuple[str, tuple[int, ...]]:
 
 
 def text(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: LaunchPlans) -> Any:
-    """PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and give hidden row 0."""
+    """Builds the arrays of PREFILL (tokens, rows) and DECODE (rows); surplus tokens are stored in SINK and write hidden
+    row 0.
+    """
     count = bucket.dims[0]
     return TextTensors(
         tokens=pad(x.tokens, (count,), np.int32),
@@ -169,7 +172,9 @@ def _make_cross_attention(bucket: Bucket, x: StepInputs, sizes: Sizes, plans: La
 
 
 def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array, Array, Array, Array, Array]:
-    """(row_start, context, tokens of each real row, block ids of all rows in turn, where each row's begin)."""
+    """Returns (row_start, context, tokens of each real row, block ids of all rows in order, start of each row's
+    ids).
+    """
     real = len(x.context)
     assert real <= rows, f"{real} rows do not fit {rows}"
     row_start = np.full(rows + 2, len(x.tokens), np.int32)
@@ -185,7 +190,7 @@ def _rows(x: StepInputs, count: int, rows: int, block_size: int) -> tuple[Array,
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
-    """Padding windows write to the SINK row."""
+    """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
     near, share = pad_interpolation(x, slots)
     return VisionTensors(
         pixels=_any(x.pixels)[0],
@@ -198,7 +203,7 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
 
 
 def _segments(x: VisionInputs, slots: int, slot: SlotForm) -> tuple[Array, ...]:
-    """The arrays of ``CudaSegments``."""
+    """Returns the arrays of ``CudaSegments``."""
     segment, real = windows(x, slots)
     made, padding_window = segments(segment, real), flag_padding_windows(x, slots, slot.padding_windows)
     if padding_window is None:
@@ -209,7 +214,9 @@ def _segments(x: VisionInputs, slots: int, slot: SlotForm) -> tuple[Array, ...]:
 
 
 def segments(segment: Array, real: Array) -> tuple[Array, ...]:
-    """The arrays of ``CudaSegments`` from the image of each window (ascending) and its real patches."""
+    """Computes the arrays of ``CudaSegments`` from the image of each window (ascending) and its number of real
+    patches.
+    """
     first = np.searchsorted(segment, segment, side="left").astype(np.int32)
     stop = np.searchsorted(segment, segment, side="right").astype(np.int32)
     full = real == WINDOW_SLOTS
@@ -226,5 +233,5 @@ def _columns(x: Array, count: int) -> Any:
 
 
 def _any(*x: Any) -> tuple[Any, ...]:
-    """Arrays in place of tensors."""
+    """Returns arrays, typed as the tensors that they stand for."""
     return x

@@ -25,16 +25,16 @@ Array = NDArray[Any]
 class StageBuffer:
     """Device memory that the buckets of a stage share, and its pinned staging areas.
 
-    ``written`` is when the last copy into it is done, ``last_read`` when the last launch that reads it is. Two staging
-    areas alternate, so that the host fills one while the copy of the other waits for a launch; an area is written again
-    only when its copy has run.
+    The event ``written`` marks the end of the last copy into it, ``last_read`` the end of the last launch that reads
+    it. Two staging areas alternate, so that the host fills one while the copy of the other waits for a launch; an area
+    is written again only when its copy has run.
     """
 
     def __init__(self, size: int, runtime: Runtime) -> None:
         self.runtime, self.bytes = runtime, align_up(size)
         self.flat = runtime.buffer(self.bytes)
         self.written, self.last_read = runtime.event(), runtime.event()
-        runtime.record(self.last_read, Stream.PROGRAMS)  # the first copy comes after the zeros
+        runtime.record(self.last_read, Stream.PROGRAMS)  # the first copy must wait for the zeros
         self._staging: list[Tensor | None] = [None, None]
         self._sent = [runtime.event(), runtime.event()]
         self._area = 0
@@ -76,7 +76,7 @@ class StageBuffers:
         self._shared: dict[Stage, StageBuffer] = {}
 
     def of(self, stage: Stage, size: int) -> StageBuffer:
-        """Memory for a bucket of ``stage`` that needs ``size`` bytes."""
+        """Returns memory for a bucket of ``stage`` that needs ``size`` bytes."""
         buffer = self._shared.get(stage)
         if buffer is None:
             buffer = self._shared[stage] = StageBuffer(size, self._runtime)
@@ -86,16 +86,16 @@ class StageBuffers:
 class InputBuffers:
     """A bucket's input tensors: views of a flat buffer at the bucket's size, whose addresses never change.
 
-    The tensor that grows with its use (``inputs.growing_tensor``) lies last, so that the used part of everything is one
+    The tensor that grows with its use (``cuda_inputs.growing_tensor``) is last, so that the used part of everything is
+    one
     contiguous copy.
 
     Args:
-        buffer: shared with other buckets, at least ``buffer_bytes(bucket, sizes)`` bytes: then they hold another
-        bucket's
-            values until they are filled. None: memory of their own, which holds padding from the start.
+        buffer: memory shared with other buckets, at least ``buffer_bytes(bucket, sizes)`` bytes, which holds another
+            bucket's values until it is filled. None: memory of its own, which holds padding from the start.
 
     Attributes:
-        on_copy: takes the host's arrays by name, and queues copies of its own on UPLOADS, beside that of the inputs.
+        on_copy: called with the host arrays by name; queues further copies on UPLOADS, along with that of the inputs.
     """
 
     on_copy: Callable[[Mapping[str, Array]], None] | None = None
@@ -112,11 +112,11 @@ class InputBuffers:
 
     @property
     def static(self) -> Tensor:
-        """uint8: all of the bucket's memory."""
+        """All of the bucket's memory, uint8."""
         return self.buffer.flat[: self.bytes]
 
     def fill(self, inputs: Inputs | None) -> None:
-        """Queues the copy of ``inputs``, padded; ``None``: padding alone."""
+        """Queues the copy of ``inputs``, padded; ``None``: padding only."""
         leaves = _arrays_by_name(arrays(self.bucket, inputs, self.sizes, self.plans))
         used = self._at[self._grows] + leaves[self._grows].nbytes
         host = self.buffer.host(used)
@@ -132,12 +132,12 @@ class InputBuffers:
 
 
 def buffer_bytes(bucket: Bucket, sizes: Sizes) -> int:
-    """Bytes of a bucket's tensors."""
+    """Returns the bytes of a bucket's tensors."""
     return _layout(bucket, sizes)[-1]
 
 
 def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str, tuple[int, ...]], int]:
-    """(the tensor that grows, where each begins, the shape of each, bytes of all)."""
+    """Returns (the tensor that grows, the offset of each tensor, the shape of each, total bytes)."""
     grows, shape = growing_tensor(bucket, sizes)
     leaves = _arrays_by_name(arrays(bucket, None, sizes))
     shapes = {name: array.shape for name, array in leaves.items()} | {grows: shape}
@@ -149,7 +149,7 @@ def _layout(bucket: Bucket, sizes: Sizes) -> tuple[str, dict[str, int], dict[str
 
 
 def _arrays_by_name(tree: Any) -> dict[str, Array]:
-    """The arrays of nested named tuples by their field; no field occurs twice."""
+    """Returns the arrays of nested named tuples by field; field names must be unique."""
     found: dict[str, Array] = {}
     for name, item in tree._asdict().items():
         if item is not None:
@@ -158,7 +158,7 @@ def _arrays_by_name(tree: Any) -> dict[str, Array]:
 
 
 def _map_arrays(tree: Any, make: Any) -> Any:
-    """``tree`` with ``make(name, array)`` in place of its arrays."""
+    """Returns ``tree`` with ``make(name, array)`` in place of its arrays."""
     fields = tree._asdict().items()
     return type(tree)(
         *(

@@ -1,4 +1,4 @@
-"""Bytes of a bucket's static inputs, as ``buffers.InputBuffers`` lays them out. Pure Python, for the planner."""
+"""Bytes of a bucket's static inputs, as ``input_buffers.InputBuffers`` lays them out. Pure Python, for the planner."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from trencadis.core.request import MAX_BIAS
 from trencadis.core.shapes.cross_attention_inputs import planned_units
 
 ALIGNMENT = 256
-"""Bytes; each tensor begins at a multiple, so that kernels see the same alignment in every bucket."""
+"""Each tensor begins at a multiple of this many bytes, so that kernels see the same alignment in every bucket."""
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100, which the planner assumes if there is no card."""
+"""Streaming multiprocessors of an H100, assumed by the planner without a card."""
 
 LEAST = 256
-"""Fewest keys of a piece: with fewer, joining partial results costs more than another processor saves."""
+"""Fewest keys of a piece: with fewer, joining partial results takes longer than another processor saves."""
 
 WAVES, JOIN_FACTOR = 5, 8
-"""Longest pieces of a processor's part of the work, so that the longest processor has at most 1 + 1 / WAVES of the
-mean; and those that there is room for, since pieces are shorter where they begin at whole steps."""
+"""Pieces of the longest size per processor's part of the work, so that the slowest processor has at most 1 + 1 / WAVES
+of
+the mean; and pieces that there is memory for, since those that begin at whole steps are shorter.
+"""
 
 
 def align_up(size: int) -> int:
-    """``size`` rounded up to where the next tensor begins."""
+    """Rounds ``size`` up to the alignment of tensors."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class ItemCapacity(NamedTuple):
     """Capacity of a bucket for work items (launches/work_items.py).
 
-    ``parts`` bounds partial results; blocks that are cut have two at least. ``shares``: longest pieces that the work of
-    a KV head is worth. ``span``: where cuts may lie; 0: anywhere.
+    ``parts`` bounds partial results; a block that is cut has at least two. ``shares``: number of longest pieces into
+    which the work of a KV head is divided. ``span``: cuts are at multiples of it; 0: anywhere.
     """
 
     rows: int
@@ -45,7 +47,7 @@ class ItemCapacity(NamedTuple):
 
 
 def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
-    """Tokens of a block of queries; ``group``: query heads of a KV head."""
+    """Returns the tokens of a block of queries; ``group``: query heads per KV head."""
     if bucket.stage is Stage.DECODE and not alike:
         return 1
     return max(lanes_of(bucket.dims[0], alike) // max(group, 1), 1)
@@ -54,7 +56,7 @@ def block_tokens(bucket: Bucket, group: int, alike: bool) -> int:
 def item_capacity(
     bucket: Bucket, group: int, processors: int, kv_heads: int, longest: int, alike: bool
 ) -> ItemCapacity:
-    """What any launch of ``bucket`` needs; ``longest``: keys of the longest possible row."""
+    """Returns the capacity that any launch of ``bucket`` needs; ``longest``: keys of the longest possible row."""
     tokens, rows = bucket.dims[0], bucket.dims[-1]
     each = block_tokens(bucket, group, alike)
     blocks = tokens if each == 1 else tokens // each + rows + 1
@@ -66,14 +68,14 @@ def item_capacity(
 
 
 def cross_attention_block_tokens(bucket: Bucket, group: int) -> int:
-    """Tokens of a block of queries that uses cross-attention; ``group``: query heads of a KV head."""
+    """Returns the tokens of a block of queries that uses cross-attention; ``group``: query heads per KV head."""
     return max(cross_attention_lanes(bucket.stage is Stage.DECODE) // max(group, 1), 1)
 
 
 def cross_attention_capacity(bucket: Bucket, group: int, processors: int, kv_heads: int, length: int) -> ItemCapacity:
-    """What cross-attention needs in any launch of ``bucket``; ``length``: arena rows of an image.
+    """Returns the capacity that cross-attention needs in any launch of ``bucket``; ``length``: arena rows of an image.
 
-    Partial results take as much memory as those of text at most: where they are smaller, there are more of them.
+    Partial results take at most as much memory as those of text: if they are smaller, there are more of them.
     """
     heads, lanes = max(kv_heads, 1), cross_attention_lanes(bucket.stage is Stage.DECODE)
     blocks = -(-bucket.dims[0] // cross_attention_block_tokens(bucket, group))
@@ -84,7 +86,7 @@ def cross_attention_capacity(bucket: Bucket, group: int, processors: int, kv_hea
 
 
 def cross_attention_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS) -> int:
-    """Bytes of partial results of cross-attention, which a text launch holds at a time."""
+    """Returns the bytes of partial results of cross-attention, which a text launch holds at a time."""
     if not planned_units(bucket.variant):
         return 0
     capacity = cross_attention_capacity(
@@ -95,12 +97,12 @@ def cross_attention_bytes(bucket: Bucket, sizes: InputSizes, processors: int = P
 
 
 def input_bytes(bucket: Bucket, sizes: InputSizes, processors: int = PROCESSORS, invariant: bool = False) -> int:
-    """Bytes of all of a bucket's input tensors (``inputs.arrays`` makes them)."""
+    """Returns the bytes of all of a bucket's input tensors, which ``cuda_inputs.arrays`` builds."""
     return sum(map(align_up, _tensors(bucket, sizes, processors, invariant)))
 
 
 def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool) -> Iterator[int]:
-    """Bytes of each tensor."""
+    """Yields the bytes of each tensor."""
     count, bits = bucket.dims[0], -(-sizes.vocab // 8)
     match bucket.stage:
         case Stage.PREFILL | Stage.DECODE:
@@ -133,6 +135,8 @@ def _tensors(bucket: Bucket, sizes: InputSizes, processors: int, invariant: bool
 
 
 def _text(tokens: int, rows: int, sizes: InputSizes) -> Iterator[int]:
-    """Bytes of ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block starts."""
+    """Yields the bytes of ids, slots, positions, image rows, out rows; row starts, contexts, blocks, slot map, block
+    starts.
+    """
     yield from (4 * tokens, 4 * tokens, 4 * 3 * tokens, 4 * tokens, 8 * tokens)
     yield from (4 * (rows + 2), 4 * (rows + 1), 4 * rows * sizes.row_blocks, 8 * tokens, 4 * (rows + 2))

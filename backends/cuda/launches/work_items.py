@@ -1,9 +1,9 @@
 """Work items: which queries of a text launch attend to which of their keys, planned on the host. Pure numpy.
 
-A block of queries is some tokens of one row. Where its keys are more than a fair share of a processor's work, they are
-cut into pieces of equal length, which are attended to separately and joined in the order of their keys. No item is
-longer than a share, which is a ``sizes.WAVES``-th of a processor's part: whichever processor is free takes the next
-item, so that none works longer than 1 + 1 / WAVES of the mean.
+A block of queries is some tokens of one row. If its keys are more than a fair share of a processor's work, they are cut
+into pieces of equal length, which are attended to separately and joined in the order of their keys. No item is longer
+than a share, which is a ``input_sizes.WAVES``-th of a processor's part: a free processor takes the next item, so that
+none works longer than 1 + 1 / WAVES of the mean.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from trencadis.backends.cuda.launches.input_sizes import LEAST, ItemCapacity
 Int32 = NDArray[np.int32]
 
 STEP = 64
-"""Pieces begin at multiples of this many keys: every tile of keys divides it."""
+"""Pieces begin at multiples of this many keys, which all tiles of keys divide."""
 
 END = 1 << 30
-"""Where the last piece of a block stops: at the last key that its tokens see, which the device knows."""
+"""End of a block's last piece: the kernel stops at the last key that its tokens see."""
 
 HORIZON = 32
-"""Tokens for which a plan of decoding rows serves: so many keys more in each last piece."""
+"""Number of tokens for which a plan of decoding rows stays valid: each last piece may have so many keys more."""
 
 
 class QueryBlocks(NamedTuple):
-    """Queries that share their keys."""
+    """Blocks of queries that share their keys."""
 
     row: Int32
-    token: Int32  # the first of them, by its index among the row's tokens in this launch
-    keys: Int32  # how many keys they see, from the row's first
+    token: Int32  # the first of them, as an index among the row's tokens in this launch
+    keys: Int32  # number of keys that they see, from the row's first
 
 
 class Items(NamedTuple):
@@ -49,12 +49,12 @@ class Items(NamedTuple):
 
 
 def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = None) -> QueryBlocks:
-    """The blocks of all rows in turn.
+    """Returns the blocks of all rows in order.
 
     Args:
         context, counts: int32 [r] stored keys and new tokens of each row.
-        tokens: most tokens of a block.
-        upto: int32 [n] the last key of each token where that may lie behind its own position.
+        tokens: maximum tokens of a block.
+        upto: int32 [n] the last visible key of each token, if that may be after its own position.
     """
     held = -(-counts // tokens)
     row = np.repeat(np.arange(len(counts), dtype=np.int32), held)
@@ -66,13 +66,13 @@ def blocks_of(context: Int32, counts: Int32, tokens: int, upto: Int32 | None = N
 
 
 def plan(blocks: QueryBlocks, capacity: ItemCapacity) -> Items:
-    """Items by descending length, each with the index of its partial result or -1 where its result is whole."""
+    """Plans items by descending length, each with the index of its partial result, or -1 if its result is final."""
     each, share = cut_blocks(blocks.keys, capacity)
     item = np.repeat(np.arange(len(each)), each)
     piece = np.arange(len(item)) - np.repeat(each.cumsum() - each, each)
     begin = piece * share[item]
     stop = np.where(piece + 1 == each[item], END, begin + share[item])
-    if capacity.span:  # every item of a block that is cut leaves a result of each of its spans
+    if capacity.span:  # every item of a block that is cut writes a result for each of its spans
         ends = -(-blocks.keys[item] // capacity.span) * capacity.span
         stop = np.where(each[item] > 1, np.minimum(stop, ends), stop)
     length = np.minimum(stop, blocks.keys[item]) - begin
@@ -98,7 +98,7 @@ def plan(blocks: QueryBlocks, capacity: ItemCapacity) -> Items:
 
 
 def cut_blocks(keys: Int32, capacity: ItemCapacity) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(pieces of each block, keys of each piece but the last) that the capacity allows."""
+    """Returns (pieces of each block, keys of each piece but the last) that the capacity allows."""
     step = capacity.span or STEP
     share = max(int(keys.sum()) // capacity.shares // step * step, LEAST, step)
     while True:
@@ -115,7 +115,7 @@ def cut_blocks(keys: Int32, capacity: ItemCapacity) -> tuple[NDArray[np.int64], 
 
 
 def padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
-    """int32 [size]: ``values``, then ``rest``."""
+    """Returns int32 [size]: ``values``, then ``rest``."""
     assert len(values) <= size, f"{len(values)} items do not fit {size}"
     out = np.full(size, rest, np.int32)
     out[: len(values)] = values
@@ -123,17 +123,21 @@ def padded(values: NDArray[Any], size: int, rest: int = 0) -> Int32:
 
 
 class ItemPlans:
-    """Caches the last work-item plan of a bucket: decoding rows that only advanced reuse its pieces."""
+    """Caches the last work-item plan of a bucket: decoding rows that have only advanced reuse its pieces."""
 
     def __init__(self) -> None:
         self.made = 0
-        """Plans made so far."""
+        """Number of plans made so far."""
         self._lengths: Int32 | None = None
         self._last: Items | None = None
 
     def single(self, context: Int32, surplus: int, capacity: ItemCapacity) -> Items:
-        """For rows of one token each, and ``surplus`` tokens of none. All rows that are at most HORIZON tokens further
-        than when a plan was made have that plan: its last pieces stop where the device says."""
+        """Plans rows of one token each, and ``surplus`` tokens of no row.
+
+        A plan is reused while all rows are at most HORIZON tokens further than when it was made: the kernel finds the
+        end of
+        its last pieces.
+        """
         if self._last is not None and self._lengths is not None and len(self._lengths) == len(context):
             further = context - self._lengths
             if not len(further) or (0 <= further[0] < HORIZON and bool((further == further[0]).all())):
@@ -151,7 +155,7 @@ class ItemPlans:
         capacity: ItemCapacity,
         upto: Int32 | None = None,
     ) -> Items:
-        """For rows of any number of tokens."""
+        """Plans rows of any number of tokens."""
         self.made += 1
         real: Any = blocks_of(context, counts, tokens, upto)
         idle = np.arange(0, surplus, tokens, dtype=np.int32)

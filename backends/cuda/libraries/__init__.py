@@ -1,1 +1,1 @@
-"""Attention by libraries that users may install: FlashAttention and FlashInfer, by op, where they are asked for."""
+"""Attention by the optional libraries FlashAttention and FlashInfer, selected by ``--attention-backend``."""

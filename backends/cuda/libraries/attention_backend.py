@@ -1,4 +1,4 @@
-"""``--attention-backend`` for one backend: the library, or that there is none, and what users are told."""
+"""``--attention-backend`` for one backend: the selected library, or none, and notes for the user."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trencadis.core.backend import BackendConfig
 T = TypeVar("T", bound=HostLayerOps)
 
 OPTION = "attention"
-"""The key of ``BackendConfig.options`` that names a library; empty: none."""
+"""Key of ``BackendConfig.options`` that names a library; empty: none."""
 
 
 class RequestedAttention(NamedTuple):
-    """The attention that was requested: a library, or None for the engine's own kernels, and notes that say why."""
+    """The requested attention: a library, or None for the engine's own kernels, and notes that explain it."""
 
     library: SelectedLibrary | None
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, cfg: BackendConfig, arch: int) -> RequestedAttention:
-        """What ``cfg`` asks for, for a card of ``arch``.
+        """Returns what ``cfg`` requests, for a card of ``arch``.
 
         Raises:
-            StartupError: a library that is not there, or takes no KV blocks of this size.
+            StartupError: the library is missing, or does not support KV blocks of this size.
         """
         name = (cfg.options or {}).get(OPTION, "")
         if not name:
@@ -40,11 +40,11 @@ class RequestedAttention(NamedTuple):
         return cls(found, (f"attention of text: {found.label} (--attention-backend {name})",))
 
     def ops(self, kind: type[T]) -> type[T]:
-        """``kind``, with the library's attention if there is one."""
+        """Returns ``kind``, with the library's attention if there is one."""
         return kind if self.library is None else with_library(kind, self.library)
 
     def attach(self, backend: CudaBackend) -> CudaBackend:
-        """``backend``, whose ops are made by ``ops``, with the library and the notes."""
+        """Adds the library and the notes to ``backend``, whose ops are made by ``ops``, and returns it."""
         backend.notes += self.notes
         if isinstance(backend.ops, LibraryAttention):
             backend.library = AttentionLibraryAdapter(backend.ops, backend.runtime, backend.cfg.head_dim, backend.dtype)

@@ -1,11 +1,11 @@
 """FlashAttention over the paged cache: version 2 by ``flash_attn_varlen_func``, 3 by ``flash_attn_with_kvcache``.
 
-Both take ragged queries and a rectangle of block ids, which is made on the device once a launch, within its graph. Two
-rules decide its form. The longest query row and the longest key row are numbers of the host, so they are those of the
-bucket. And where that is one query a row, version 2 reads row r of the launch as token r: a decoding launch has as many
-rows as tokens, and those of no sequence have no keys, for which both give 0.
+Both take ragged queries and a rectangle of block ids, which is made on the device once per launch, within its graph.
+Two rules determine its form. The longest query row and the longest key row are host numbers, so they are those of the
+bucket. And if that is one query per row, version 2 reads row r of the launch as token r: a decoding launch has as many
+rows as tokens, and rows of no sequence have no keys, for which both give 0.
 
-Version 2 has ``flash_attn_with_kvcache`` too; it asks the device for the longest row, which no capture allows.
+Version 2 has ``flash_attn_with_kvcache`` too; it reads the longest row from the device, which no capture allows.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from trencadis.core.shared_constants import ZERO_BLOCK
 
 
 class FlashAttnRows(NamedTuple):
-    """Rows of a launch; that of its surplus tokens, and those of no sequence, have no keys."""
+    """Rows of a launch; the row of its surplus tokens, and rows of no sequence, have no keys."""
 
-    starts: Tensor  # int32 [rows + 1] where the queries of each begin
-    keys: Tensor  # int32 [rows] how many each sees
-    ends: Tensor  # int32 [rows + 1] the sums of keys before each
+    starts: Tensor  # int32 [rows + 1] start of each row's queries
+    keys: Tensor  # int32 [rows] number of keys that each row sees
+    ends: Tensor  # int32 [rows + 1] the sums of keys before each row
     table: Tensor  # int32 [rows, blocks of the longest row]
 
 
 def rows_of(attn: ItemAttn, columns: int, single: bool) -> FlashAttnRows:
-    """Made on the device by calls that a graph holds.
+    """Computes the rows on the device, by calls that a graph can hold.
 
     Args:
         columns: blocks of the longest possible row.
-        single: every token is a row.
+        single: True if every token is a row.
     """
     first = attn.row_start
     count = attn.context.shape[0] - single
@@ -48,7 +48,7 @@ def rows_of(attn: ItemAttn, columns: int, single: bool) -> FlashAttnRows:
         keys = torch.where(tokens > 0, keys, 0)
         starts = torch.arange(count + 1, dtype=torch.int32, device=first.device)
     else:
-        keys[-1:].zero_()  # of the surplus tokens
+        keys[-1:].zero_()  # the row of the surplus tokens
         starts = first
     ends = torch.nn.functional.pad(torch.cumsum(keys, 0, dtype=torch.int32), (1, 0))
     begin = attn.block_start[: count + 1]
@@ -59,7 +59,7 @@ def rows_of(attn: ItemAttn, columns: int, single: bool) -> FlashAttnRows:
 
 
 class FlashAttnLaunch:
-    """``LibraryLaunch`` by FlashAttention; ``third``: version 3."""
+    """Implements ``LibraryLaunch`` by FlashAttention; ``third``: version 3."""
 
     plans = False
 
@@ -71,7 +71,7 @@ class FlashAttnLaunch:
         self._rows: FlashAttnRows | None = None
 
     def plan(self, arrays: Mapping[str, Array]) -> None:
-        """Nothing."""
+        """Does nothing: FlashAttention needs no plan."""
 
     def begin(self, attn: ItemAttn) -> None:
         self._rows = rows_of(attn, self._columns, self._single)

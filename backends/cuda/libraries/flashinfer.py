@@ -1,12 +1,12 @@
-"""FlashInfer over the paged cache: a wrapper for each bucket, planned on the host beside the copy of its inputs.
+"""FlashInfer over the paged cache: a wrapper for each bucket, planned on the host along with the copy of its inputs.
 
 A wrapper that graphs hold works in fixed buffers and for a fixed number of rows. Its plan writes page-locked memory and
 queues a copy of it, so that memory is written again only when that copy has run, and the copy itself waits for the
-launch that still reads the plan before: as with all inputs of a stage (``launches.buffers.StageBuffer``). Nothing is
-planned within a graph. Rows of no sequence have no pages, and give 0.
+launch that still reads the previous plan, as with all inputs of a stage (``launches.input_buffers.StageBuffer``).
+Nothing is planned within a graph. Rows of no sequence have no pages, and give 0.
 
 Wrappers of a stage share the memory of partial results and of plans. The scale is known when a layer attends, not when
-the launch is planned: it is handed over as the factor of keys.
+the launch is planned: it is passed as the factor of keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trencadis.core.backend import LayerKV
 from trencadis.core.buckets import Stage
 
 LEAST = 256
-"""Bytes of the smallest buffer: a wrapper wants one for partial results even where it has none."""
+"""Bytes of the smallest buffer: a wrapper needs one for partial results even if there are none."""
 
 
 class FlashInferWorkspace:
@@ -45,8 +45,10 @@ class FlashInferWorkspace:
 
 
 class FlashInferWorkspaces:
-    """One workspace for each buffer of inputs that buckets share, since the events of that order copies to both; as
-    large as its first bucket needs. A bucket that needs more gets its own."""
+    """One workspace for each input buffer that buckets share, because the buffer's events also order copies to it.
+
+    It is as large as its first bucket needs; a bucket that needs more gets its own.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -60,11 +62,11 @@ class FlashInferWorkspaces:
 
 
 class FlashInferLaunch:
-    """``LibraryLaunch`` by FlashInfer.
+    """Implements ``LibraryLaunch`` by FlashInfer.
 
     Args:
         calls: the wrapper classes ``prefill`` and ``decode``.
-        buffers: the bucket's; its block ids are the pages of all rows in turn.
+        buffers: input buffers of the bucket; its block ids are the pages of all rows in order.
         head_dim: values of a head; ``dtype``: of queries and cache.
     """
 
@@ -87,7 +89,8 @@ class FlashInferLaunch:
         self._indptrs = [runtime.buffer(4 * n).view(torch.int32) for n in lengths]
         self._host = [runtime.allocate_pinned((n,), torch.int32) for n in lengths]
         self._copied = runtime.event()
-        runtime.record(buffers.buffer.last_read, Stream.PROGRAMS)  # the first plan comes after the zeros of its buffers
+        # the first plan must wait for the zeros of its buffers
+        runtime.record(buffers.buffer.last_read, Stream.PROGRAMS)
         self._wrapper = self._make_wrapper(calls, workspace, ints)
         self._written = [*self._indptrs, workspace.ints[:ints]]
 

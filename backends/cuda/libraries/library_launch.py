@@ -1,4 +1,4 @@
-"""What a library has of one bucket: tables beside its inputs, and attention of its launches."""
+"""The protocol of a library for one bucket: tables in addition to its inputs, and attention of its launches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ class LibraryLaunch(Protocol):
     """The launches of one bucket of text."""
 
     plans: bool
-    """Whether ``plan`` must run for each launch."""
+    """True if ``plan`` must run for each launch."""
 
     def plan(self, arrays: Mapping[str, Array]) -> None:
-        """Plans the next launch from its host arrays, by name, beside the copy of its inputs; never within a graph."""
+        """Plans the next launch from its host arrays, by name, along with the copy of its inputs; never within a
+        graph.
+        """
         ...
 
     def begin(self, attn: ItemAttn) -> None:
-        """What all layers share, at the start of the body, and in its graph."""
+        """Computes what all layers share, at the start of the body and in its graph."""
         ...
 
     def attend(self, q: Tensor, kv: LayerKV, scale: float, window: int) -> Tensor:
-        """[n, h, d]; surplus tokens get 0."""
+        """Computes attention [n, h, d]; surplus tokens get 0."""
         ...

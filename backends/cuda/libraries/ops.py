@@ -1,4 +1,4 @@
-"""A device's ops with attention of text by a library, where it serves; the ops' own attention takes the rest."""
+"""A device's ops with attention of text by a library where it can be used; the ops' own attention does the rest."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T", bound=HostLayerOps)
 
 
 class LibraryAttention:
-    """Attention by ``found``; what mixes this in has ops of its own behind it."""
+    """Mixin for attention by the library ``found``; the class that it is mixed into supplies the other ops."""
 
     whole_layers = False
-    """Layers run op by op, so that their attention is the library's."""
+    """False: layers run op by op, so that their attention is the library's."""
 
     found: SelectedLibrary
     launch: LibraryLaunch | None = None
-    """Of the launch that runs now."""
+    """The library's part of the launch that is running."""
 
     _logged: frozenset[str] = frozenset()
 
@@ -58,13 +58,13 @@ class LibraryAttention:
 
 
 def with_library(ops: type[T], found: SelectedLibrary) -> type[T]:
-    """``ops`` whose attention is the library's."""
+    """Returns a subclass of ``ops`` whose attention is the library's."""
     made: Any = type(f"Library{ops.__name__}", (LibraryAttention, ops), {"found": found})
     return made  # type: ignore[no-any-return]
 
 
 class AttentionLibraryAdapter:
-    """``protocol.AttentionLibrary``.
+    """Implements ``cuda_program.AttentionLibrary``.
 
     Args:
         ops: from ``with_library``.

@@ -1,4 +1,4 @@
-"""Which library attends, as ``--attention-backend`` asks: found, checked and named, or a line with the remedy."""
+"""Selects the attention library of ``--attention-backend``: found, checked and named, or an error with the remedy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trencadis.core.backend import BackendConfig
 from trencadis.core.errors import StartupError
 
 HOPPER = 90
-"""The architecture that FlashAttention 3 is for."""
+"""Architecture of FlashAttention 3."""
 
 FLASH_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-"""Where its wheels put it."""
+"""Modules in which its wheels put it."""
 
 FLASH_2_BLOCK = 256
-"""FlashAttention 2 takes pages of multiples of it (csrc/flash_attn/flash_api.cpp, ``mha_varlen_fwd``)."""
+"""FlashAttention 2 takes pages of multiples of this many slots (csrc/flash_attn/flash_api.cpp, ``mha_varlen_fwd``)."""
 
 OURS = "leave the flag out for this engine's own kernels"
 REMEDIES = {
@@ -36,9 +36,9 @@ class LibraryLimits:
     """Head sizes and features that a library supports; the engine's own kernels serve the rest.
 
     Args:
-        heads: sizes of heads.
-        windows: a layer may see a window of keys.
-        unit: KV blocks are multiples of so many slots.
+        heads: supported head sizes.
+        windows: True if sliding windows are supported.
+        unit: KV blocks must be multiples of this many slots.
     """
 
     heads: tuple[int, ...]
@@ -68,7 +68,7 @@ INFER_HEADS = (64, 128, 256)
 
 
 def select_library(name: str, arch: int) -> SelectedLibrary:
-    """The library called ``name`` for a card of ``arch``.
+    """Returns the library called ``name`` for a card of ``arch``.
 
     Raises:
         StartupError: it is not installed, cannot be imported, or is too old.
@@ -111,13 +111,15 @@ def _import_library(name: str, module: str) -> ModuleType:
                 f"--attention-backend {name}: {module} is not installed; {REMEDIES[name]}, or {OURS}"
             ) from None
         why = f"needs {error.name}"
-    except Exception as error:  # a wheel for another torch or CUDA fails in any way
+    except Exception as error:  # a wheel for another torch or CUDA may raise anything
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise StartupError(f"--attention-backend {name}: {module} cannot be imported ({why}); reinstall it, or {OURS}")
 
 
 def _require_argument(module: ModuleType, name: str, attribute: str, method: str, argument: str) -> Any:
-    """``module.attribute``, which, or whose ``method``, takes ``argument``."""
+    """Returns ``module.attribute``, after checking that it, or its ``method``, takes ``argument``; else raises
+    StartupError.
+    """
     found = getattr(module, attribute, None)
     call = getattr(found, method, None) if method else found
     if call is None or argument not in inspect.signature(call).parameters:
@@ -133,7 +135,7 @@ def _version(module: ModuleType, otherwise: str = "of an unknown version") -> st
 
 
 def check_blocks(found: SelectedLibrary, name: str, block_size: int) -> None:
-    """Raises StartupError where the library takes no pages of ``block_size`` slots."""
+    """Raises StartupError if the library does not support pages of ``block_size`` slots."""
     unit = found.limits.unit
     if block_size % unit:
         raise StartupError(

@@ -1,1 +1,3 @@
-"""How long a decoding step would take on a card: recorded launches, published constants, the host beside the device."""
+"""Estimates the time of a decoding step on a card: recorded launches, published constants, host and device in
+parallel.
+"""

@@ -1,4 +1,4 @@
-"""What a card and libraries take: each figure with the measurement that it is from (constants.json); none fitted."""
+"""Times of cards and libraries: each figure with the measurement that it is from (constants.json); none is fitted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ DEFAULT = "H100"
 
 @dataclass(frozen=True)
 class CardTimes:
-    """Seconds, bytes and operations of one card.
+    """Performance figures of one card.
 
     Args:
-        bandwidth, flops: peaks of the card, a second; bfloat16, dense.
-        weights_share, keys_share, rows_share: of the bandwidth that reading weights, keys and anything else reaches.
-        flops_share, attention_flops_share: of the peak that products and attention reach.
-        gap: from the end of a kernel to the start of the next one within a graph.
-        graph: from the launch of a graph to its first kernel.
-        all_reduce, all_reduce_byte: of a sum over ranks, and of each of its bytes.
+        bandwidth, flops: peaks of the card per second; bfloat16, dense.
+        weights_share, keys_share, rows_share: share of the bandwidth that reading weights, keys and anything else
+        reaches.
+        flops_share, attention_flops_share: share of the peak that products and attention reach.
+        gap: seconds from the end of a kernel to the start of the next one within a graph.
+        graph: seconds from the launch of a graph to its first kernel.
+        all_reduce, all_reduce_byte: seconds of a sum over ranks, and of each of its bytes.
         host: seconds of a decode step's host work by rows.
     """
 
@@ -45,7 +46,7 @@ class CardTimes:
     host: tuple[tuple[int, float], ...]
 
     def host_step(self, rows: int) -> float:
-        """Seconds of the host for a step of ``rows`` rows: a straight line between those that were measured."""
+        """Returns the host's seconds for a step of ``rows`` rows, interpolated linearly between measurements."""
         points = sorted(self.host)
         before = max((p for p in points if p[0] <= rows), default=points[0])
         after = min((p for p in points if p[0] >= rows), default=points[-1])
@@ -58,26 +59,26 @@ SCALED = (
     "bandwidth", "flops", "weights_share", "keys_share", "rows_share", "flops_share", "attention_flops_share", "gap",
     "graph", "all_reduce", "all_reduce_byte",
 )  # fmt: skip
-"""Constants whose influence is told, one at a time; the host's is told beside them."""
+"""Constants whose influence is reported, one at a time; that of the host's time is reported too."""
 
 
 @cache
 def load_constants() -> dict[str, Any]:
-    """constants.json: name -> [value, source, where the figure was read again, or "not found"]."""
+    """Reads constants.json: name -> [value, source, where the figure was confirmed, or "not found"]."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
 def cards() -> list[str]:
-    """Cards that there are figures of."""
+    """Returns the names of the cards that have figures."""
     return list(load_constants()["cards"])
 
 
 def card(name: str) -> CardTimes:
-    """The figures of a card.
+    """Returns the figures of a card.
 
     Raises:
-        StartupError: there are none.
+        StartupError: there are no figures of that name.
     """
     if name not in load_constants()["cards"]:
         raise StartupError(f"--card {name[:40]}: there are figures of {', '.join(cards())}")
@@ -87,7 +88,7 @@ def card(name: str) -> CardTimes:
 
 
 def sources(name: str) -> dict[str, str]:
-    """Where each constant of a card is from; what was looked for elsewhere and not found is marked."""
+    """Returns the source of each constant of a card; figures that could not be confirmed elsewhere are marked."""
     marks = {"not found": " (not found again)"}
     return {key: source + marks.get(confirmation, "") for key, (_, source, confirmation) in _of(name).items()}
 

@@ -1,7 +1,8 @@
-"""The kernels that a decoding step launches, recorded from what serving runs: the model's bodies over the card's ops.
+"""The kernels that a decoding step launches, recorded from the code that serving runs: the model's bodies over the
+card's ops.
 
-Tensors have shapes and no memory, so a 72B is recorded in a second. Each launch of a Triton kernel and each call of
-torch that starts a kernel is a ``RecordedKernel``; the recording of one layer counts for all equal layers.
+Tensors have shapes and no memory, so a 72B model is recorded in a second. Each launch of a Triton kernel and each call
+of torch that starts a kernel is a ``RecordedKernel``; the recording of one layer counts for all equal layers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NO_KERNEL = (
     "_reshape_alias", "transpose", "t", "split", "split_with_sizes", "slice", "select", "unsqueeze", "squeeze",
     "expand", "permute", "as_strided", "detach", "alias", "unbind",
 )  # fmt: skip
-"""Calls of torch that start no kernel."""
+"""Torch calls that start no kernel."""
 
 
 class KernelRecorder:
@@ -52,11 +53,11 @@ class KernelRecorder:
         self._context = context
 
     def record_collective(self, x: Tensor) -> None:
-        """Adds a collective over ``x``."""
+        """Records a collective over ``x``."""
         self.kernels.append(RecordedKernel("all_reduce", COLLECTIVE, x.nbytes))
 
     def record_launch(self, name: str, args: dict[str, Any]) -> None:
-        """Adds a launch of a Triton kernel."""
+        """Records a launch of a Triton kernel."""
         found = _READS.get(name, _all_bytes)(args, self._context)
         kind = ATTENTION if name in ATTENDING else HEAD if name in HEADS else ROWS
         flops = 4 * sum(self._context) * args["out"].shape[1] * args["out"].shape[2] if name in ATTENDING[:2] else 0
@@ -67,7 +68,7 @@ class KernelRecorder:
         self.kernels.append(RecordedKernel(name, kind, found, flops))
 
     def record_call(self, name: str, args: Sequence[Any], out: Any) -> None:
-        """Adds a call of torch."""
+        """Records a call of torch."""
         given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         moved = sum(t.nbytes for t in (*given, *made))
@@ -80,7 +81,7 @@ class KernelRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Launches are recorded and not made."""
+        """Context manager in which launches are recorded instead of run."""
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
@@ -117,25 +118,25 @@ HEADS = ("greedy_parts_kernel", "greedy_pick_kernel", "parts_kernel", "draw_kern
 
 
 def _all_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """Bytes of all tensors of a launch, each once."""
+    """Returns the bytes of all tensors of a launch, each counted once."""
     return sum(t.nbytes for t in {id(t): t for t in args.values() if isinstance(t, Tensor)}.values())
 
 
 def _attention_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """Each stored key and value once, queries and results."""
+    """Returns the bytes of each stored key and value once, plus queries and results."""
     k, q = args["k"], args["out"]
     return int(2 * sum(context) * k.shape[2] * k.shape[3] * k.itemsize + 2 * q.nbytes)
 
 
 def _skinny_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """The weight once, what goes in and comes out, and the sums of the pieces out and in."""
+    """Returns the bytes of the weight, of inputs and outputs, and of the sums of the pieces, written and read."""
     parts = {id(args[name]): args[name] for name in ("x", "added", "residual", "out")}
     sums = 2 * args["sums"].nbytes if args["PIECES"] > 1 else 0
     return int(args["weight"].nbytes + sum(t.nbytes for t in parts.values()) + sums)
 
 
 def _join_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """What the items leave: at most all that the capacity allows."""
+    """Returns the bytes of the partial results of the items, at most all that the capacity allows, plus the output."""
     held = args["part"].nbytes + args["weight"].nbytes
     rows = args["out"].nbytes
     pieces = sum(-(-keys // 256) for keys in context)
@@ -143,13 +144,13 @@ def _join_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
 
 
 def _logits_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """The logits of a launch once; the tables of all slots are read where a row has penalties."""
+    """Returns the bytes of a launch's logits; the tables of all slots are only read for rows with penalties."""
     found = args.get("logits")
     return int(found.nbytes) if isinstance(found, Tensor) else 0
 
 
 def _rotary_bytes(args: dict[str, Any], context: Sequence[int]) -> int:
-    """Queries, keys and values in and out, not the cache that they are stored in."""
+    """Returns the bytes of queries, keys and values, read and written, without the rest of the cache."""
     return 2 * sum(int(args[name].nbytes) for name in ("q", "k", "v") if isinstance(args.get(name), Tensor))
 
 
@@ -164,7 +165,7 @@ _READS: dict[str, Any] = {
     "_scatter": lambda args, context: 2 * args["values"].nbytes,
     **dict.fromkeys(HEADS, _logits_bytes),
 }
-"""Bytes of kernels that are handed more than they read."""
+"""Kernel -> function that counts its bytes, for kernels that read only a part of their arguments."""
 
 
 class MeteredRanks:
@@ -216,7 +217,7 @@ class DecodeRecorder:
         self.group = max(-(-model.text.heads // ranks) // self.heads, 1)
 
     def step(self, rows: int, context: int, draws: bool = False) -> list[RecordedKernel]:
-        """What one step of ``rows`` rows of ``context`` keys each launches: DECODE, and SAMPLE."""
+        """Records what one step launches for ``rows`` rows of ``context`` keys each: DECODE, and SAMPLE."""
         blocks = -(-(context + 1) // BLOCK)
         held = allocate_persistent(
             self.config, self.card, blocks=64, block_size=BLOCK, arena_rows=4, seqs=rows, tokens=max(rows, 16)
@@ -240,7 +241,7 @@ class DecodeRecorder:
 
 
 def _single(rows: int, context: int, blocks: int) -> StepInputs:
-    """Rows of one token each, all over the same blocks."""
+    """Returns inputs of rows of one token each, all over the same blocks."""
     index, nothing = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
     return StepInputs(
         tokens=nothing, from_slot=nothing, positions=np.zeros((3, rows), np.int32), image_row=nothing,
@@ -250,7 +251,7 @@ def _single(rows: int, context: int, blocks: int) -> StepInputs:
 
 
 def _tensors(tree: Any) -> Any:
-    """Tensors without memory in place of arrays."""
+    """Replaces arrays by tensors without memory."""
     if isinstance(tree, np.ndarray):
         return torch.empty(tree.shape, dtype=torch.from_numpy(np.empty(0, tree.dtype)).dtype, device=META)
     return tree if tree is None else type(tree)(*map(_tensors, tree))

@@ -1,4 +1,4 @@
-"""The seconds of one launch: what it reads and writes, what it computes, and what comes before it starts."""
+"""The seconds of one launch: reads and writes, computation, and the gap before it starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = (PRODUCT, ATTENTION, ROWS, HEAD, COLLECTIVE)
 
 @dataclass(frozen=True)
 class RecordedKernel:
-    """One kernel of a recorded launch; a collective's ``bytes`` are those of its message."""
+    """One kernel of a recorded launch; for a collective, ``bytes`` are those of its message."""
 
     name: str
     kind: str
@@ -21,7 +21,7 @@ class RecordedKernel:
 
 
 def seconds(kernel: RecordedKernel, card: CardTimes) -> float:
-    """Seconds that the kernel runs: the longer of reading and computing."""
+    """Returns the seconds that the kernel runs: the longer of memory traffic and computation."""
     if kernel.kind == COLLECTIVE:
         return card.all_reduce + card.all_reduce_byte * kernel.bytes
     share = {PRODUCT: card.weights_share, ATTENTION: card.keys_share}.get(kernel.kind, card.rows_share)
@@ -31,19 +31,19 @@ def seconds(kernel: RecordedKernel, card: CardTimes) -> float:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Seconds of the kernels of a recorded step by their kind, and of what lies between them."""
+    """Seconds of the kernels of a recorded step by kind, and of the gaps between them."""
 
     kinds: dict[str, float]
     gaps: float
 
     @property
     def total(self) -> float:
-        """Seconds of the device."""
+        """Total seconds of the device."""
         return sum(self.kinds.values()) + self.gaps
 
 
 def time_of(kernels: list[RecordedKernel], card: CardTimes) -> KernelTimes:
-    """Seconds of recorded kernels that is replayed as one graph for each of its launches."""
+    """Returns the seconds of recorded kernels that are replayed as one graph per launch."""
     kinds = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
         kinds[kernel.kind] += seconds(kernel, card)

@@ -1,4 +1,6 @@
-"""``trencadis plan --time``: what a decoding step would take on a card, what limits it, and how sure that is."""
+"""``trencadis plan --time``: the estimated time of a decoding step on a card, its parts, and its sensitivity to each
+constant.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ROWS, CONTEXT, STEPS = (1, 32, 256), 1024, 200
 CHANGE = 0.5
 
 AFTER = 0.25
-"""The share of the host's work that waits for the result of a step: update, and what comes after it."""
+"""Share of the host's work that waits for the result of a step: update, and the work after it."""
 
 LIMITS = {
     "products": "reading weights", "attention": "reading keys and values", "small kernels": "small kernels",
@@ -27,7 +29,7 @@ LIMITS = {
 def step_time(
     kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int = 1
 ) -> tuple[KernelTimes, Timeline]:
-    """(the device's seconds, steps of the host beside the device)."""
+    """Returns (the device's seconds, the timeline of host and device over several steps)."""
     device = time_of(list(kernels), on)
     host = on.host_step(rows)
     work = HostStep(host * (1 - AFTER), host * AFTER)
@@ -35,13 +37,15 @@ def step_time(
 
 
 def parts(device: KernelTimes, line: Timeline) -> dict[str, float]:
-    """Seconds of a step by what takes them; they add up to it."""
+    """Returns the seconds of a step by cause; they add up to the step."""
     waits = max(line.step - device.total, 0.0)
     return {**device.kinds, "gaps": device.gaps, "host": waits}
 
 
 def sensitivity(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: int) -> dict[str, list[float]]:
-    """How a step changes where one constant is CHANGE less, and as much more: constant -> shares of the step."""
+    """Returns how a step changes if one constant is CHANGE smaller or larger: constant -> changes as shares of the
+    step.
+    """
     base = step_time(kernels, rows, on, depth)[1].step
 
     def change_in_step(other: CardTimes) -> float:
@@ -56,7 +60,7 @@ def sensitivity(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, dep
 
 
 def weight_seconds(kernels: Sequence[RecordedKernel], on: CardTimes) -> float:
-    """Seconds that reading the weights of a step takes at the card's full bandwidth."""
+    """Returns the seconds that reading the weights of a step takes at the card's full bandwidth."""
     return sum(k.bytes for k in kernels if k.kind == "products") / on.bandwidth
 
 
@@ -64,7 +68,7 @@ def times(
     model: ModelConfig, ranks: int = 1, name: str = "", rows: Sequence[int] = ROWS, context: int = CONTEXT,
     depth: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report as plain values; seconds.
+    """Computes the report as plain values, in seconds.
 
     Raises:
         StartupError: there are no figures of the card, or this Python has no torch or no triton.
@@ -101,7 +105,7 @@ def _load(kernels: Sequence[RecordedKernel], rows: int, on: CardTimes, depth: in
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for readers."""
+    """Yields the lines of the printed report."""
     ranks = f"{report['ranks']} x " if report["ranks"] > 1 else ""
     yield (
         f"decoding on {ranks}{report['card']}, context {report['context']}: estimates from published figures, nothing "

@@ -1,4 +1,4 @@
-"""The host beside the device: one step after the other at a depth, and how long the device has nothing to do. Pure."""
+"""Timeline of host and device: steps that follow each other at a given depth, and the idle time of the device. Pure."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import NamedTuple
 
 
 class HostStep(NamedTuple):
-    """Seconds of the host for one step: until it is launched, and after its result has come."""
+    """Seconds of the host for one step: before its launch, and after its result has arrived."""
 
     before: float
     after: float
 
 
 class Timeline(NamedTuple):
-    """What came of some steps; seconds."""
+    """Result of simulating some steps; seconds."""
 
     steps: int
     total: float
     busy: float
-    longest: float  # the longest wait of the device
+    longest: float  # longest idle time of the device
 
     @property
     def idle(self) -> float:
-        """The share of the time in which the device waits for the host."""
+        """Share of the time in which the device waits for the host."""
         return 1 - self.busy / self.total if self.total else 0.0
 
     @property
     def step(self) -> float:
-        """Seconds from one step's end to the next one's."""
+        """Mean seconds from the end of one step to the end of the next."""
         return self.total / max(self.steps, 1)
 
 
 def run(steps: Iterable[tuple[HostStep, float]], depth: int = 1) -> Timeline:
-    """Plays (host, device seconds) of steps that follow each other.
+    """Simulates steps that follow each other, given as (host, device seconds).
 
-    The host launches a step, and takes the result of the one ``depth`` steps before it as soon as the device has that;
-    the device begins a step when it was launched and the one before has ended. The time counts from the start of the
-    first step on the device.
+    The host launches a step, and takes the result of the one ``depth`` steps before it as soon as that is done; the
+    device begins a step once it is launched and the one before has ended. The time counts from the start of the first
+    step on the device.
     """
     host = free = begun = busy = longest = 0.0
     ended: list[float] = []

@@ -1,1 +1,1 @@
-"""A CPU twin of an NVIDIA device: runtime, ops and the recording that replaces a graph."""
+"""A CPU stand-in (twin) for an NVIDIA device: runtime, ops, and the recording that replaces a graph."""

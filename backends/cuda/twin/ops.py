@@ -1,7 +1,7 @@
 """The ops of the twin: the reference over the CUDA backend's inputs, and attention by real rows and images.
 
-Attention is one call each, as a kernel is: it reads lengths when it runs, so a graph replays it on what its inputs hold
-then, and padding costs nothing.
+Attention is one call each, as a kernel is: it reads lengths when it runs, so a graph replays it on the current contents
+of its inputs, and padding costs nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KERNELS = torch.library.Library("trencadis_twin", "DEF")  # type: ignore[no-unt
 
 
 class TwinOps(HostLayerOps, ReferenceOps):
-    """``core.backend.Ops`` that charges weights to the twin's memory."""
+    """Implements ``core.backend.Ops`` and charges weights to the twin's memory."""
 
     def __init__(self, memory: TwinMemory) -> None:
         self._memory = memory
@@ -52,7 +52,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
         return super().pack_weight(weight, bias)
 
     def pack_quantised(self, q: QTensor, bias: Tensor | None = None) -> Weight:
-        """As a card keeps it."""
+        """Packs a weight as a card stores it, and charges its bytes."""
         packed = pack_quantised_weight(q, bias, NEWEST)
         self._memory.take(packed.nbytes + (0 if bias is None else bias.nbytes))
         return packed
@@ -62,7 +62,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
         return super().pack_experts(gate_up, down)
 
     def linear(self, x: Tensor, w: Weight) -> Tensor:
-        """One call to a graph, as the kernel is."""
+        """Multiplies by a quantised weight in one recorded call, as the kernel does."""
         if not isinstance(w, QuantisedWeight):
             return super().linear(x, w)
         held = w.codes, w.factor, w.scale, w.zero, w.gather, w.bias
@@ -74,7 +74,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
         return HeadTensorsOut(self.sample(logits, inputs, state, True).token, None, None, None, None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, attn: Attn, scale: float, window: int = 0) -> Tensor:
-        """Surplus tokens give zeros."""
+        """Computes attention of text; surplus tokens give zeros."""
         ragged = attn.row_start, attn.context, attn.blocks, attn.block_start  # type: ignore[attr-defined]
         out: Tensor = torch.ops.trencadis_twin.attend(q, *kv[:6], *ragged, getattr(attn, "upto", None), scale, window)
         return out
@@ -84,7 +84,7 @@ class TwinOps(HostLayerOps, ReferenceOps):
     def cross_attend(
         self, q: Tensor, held: Tensor, rows: Tensor | None, images: CrossAttentionTensors, scale: float
     ) -> Tensor:
-        """As far as any token sees into each image."""
+        """Computes cross-attention over the rows of each image up to the last one that any token sees."""
         found = images.reach, images.times, images.unit_row  # type: ignore[attr-defined]
         out: Tensor = torch.ops.trencadis_twin.attend_pictures(q, held, *found, scale)
         return out
@@ -94,7 +94,9 @@ class TwinOps(HostLayerOps, ReferenceOps):
         return out
 
     def attend_images(self, q: Tensor, k: Tensor, v: Tensor, seg: Segments, scale: float) -> Tensor:
-        """Padding slots of a real window give zeros; a padding window is an image of its own."""
+        """Computes attention over whole images. Padding slots of a real window give zeros; a padding window is an image
+        of its own.
+        """
         padding_window = seg.padding_window
         out: Tensor = torch.ops.trencadis_twin.attend_images(q, k, v, seg.segment, seg.real, padding_window, scale)
         return out
@@ -117,10 +119,10 @@ def _cross_attend(q: Tensor, held: Tensor, reach: Tensor, times: Tensor, unit_ro
 
 
 def rectangle(blocks: Tensor, start: Tensor) -> Tensor:
-    """int32 [rows + 1, longest]: row r holds ``blocks[start[r] : start[r + 1]]``, then ZERO.
+    """Returns int32 [rows + 1, longest]: row r is ``blocks[start[r] : start[r + 1]]``, then ZERO.
 
     Args:
-        blocks: int32 [capacity], the block ids of all rows in turn.
+        blocks: int32 [capacity], the block ids of all rows in order.
         start: int32 [rows + 2].
     """
     index = start[:-1, None] + torch.arange(max(int(start.diff().max()), 1), dtype=start.dtype)
@@ -139,7 +141,7 @@ def _attend_images(
 
 
 _DECODED = WeakTensorKeyDictionary()
-"""Codes -> their values: a product of the twin decodes them once, a kernel every time."""
+"""Codes -> their values: the twin decodes a weight only once, while a kernel does so for every product."""
 
 
 def _quantised_linear(
@@ -155,7 +157,7 @@ def _quantised_linear(
 
 
 def _register_op(schema: str, function: Callable[..., Tensor]) -> None:
-    """An operator of ``schema``, one call to a graph."""
+    """Registers an operator of ``schema``, which a graph records as one call."""
     _KERNELS.define(schema)  # type: ignore[no-untyped-call]
     _KERNELS.impl(schema.partition("(")[0], function, "CPU")  # type: ignore[no-untyped-call]
 

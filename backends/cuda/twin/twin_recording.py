@@ -1,7 +1,7 @@
-"""A graph without a card: the ATen calls of a launch are recorded, and a replay runs those, not the Python.
+"""A graph without a card: the ATen calls of a launch are recorded, and a replay runs those, not the Python code.
 
-A value that Python read, a tensor that was swapped for another, a length that was baked in: whatever would go stale in
-a CUDA graph goes stale here.
+Whatever would go stale in a CUDA graph goes stale here: a value that Python read, a tensor that was replaced, a length
+that became a constant.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ HOST_READS = (
     "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive",
     "equal", "is_nonzero", "bincount", "histc",
 )  # fmt: skip
-"""Calls whose result depends on values: a capture cannot hold them."""
+"""Calls whose result depends on values, which a capture cannot hold."""
 
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
-"""Calls that count the true elements of a mask on the host, where they are given one."""
+"""Calls that count the true elements of a mask on the host, if their index is a mask."""
 
 
 def capture_violation(func: Any, args: Any, kwargs: Any, out: Any) -> str:
     """Returns why a capture does not permit a call; an empty string if it does."""
     name = func.overloadpacket.__name__
     masks = name in INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-    filled = masks and len(args) > 2 and args[2].numel() == 1  # masked_fill serves
+    filled = masks and len(args) > 2 and args[2].numel() == 1  # the same as masked_fill, which is allowed
     grows = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None and len(args) < 2
     if name in HOST_READS or (masks and not filled) or grows:
         return f"aten.{name} reads a value on the host, which a capture does not permit"
@@ -39,8 +39,9 @@ def capture_violation(func: Any, args: Any, kwargs: Any, out: Any) -> str:
 
 
 def collect_outputs(out: Any) -> list[Any]:
-    """Returns the leaves of a call's result, after waiting for collectives that return before they are done. A
-    collective returns before it is done: the recording waits, as a stream does.
+    """Returns the leaves of a call's result.
+
+    A collective returns before it is done, so the recording waits for it, as a stream does.
     """
     leaves = tree_flatten(out)[0]
     for x in leaves:
@@ -50,25 +51,25 @@ def collect_outputs(out: Any) -> list[Any]:
 
 
 class TwinSlot(int):
-    """The number of a tensor that lives within the launch."""
+    """The number of a tensor that lives only within the launch."""
 
 
 class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``with TwinRecording() as tape: out = body(inputs)``, then ``recording.close(out)``."""
+    """Records a launch: ``with TwinRecording() as recording: out = body(inputs)``, then ``recording.close(out)``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, list[Any], Any, list[TwinSlot | None]]] = []
         self.bytes = 0
-        """Most bytes that the launch holds at a time beside what was there before it; known once it is closed."""
+        """Peak bytes of the launch in addition to the memory from before it; known once it is closed."""
         self.kept = 0
-        """Bytes of what it returns that were not there before it."""
+        """Bytes of its results that did not exist before it."""
         self._slots: dict[int, TwinSlot] = {}
         self._alive: list[Tensor] = []
         self._made_at: list[int] = []
         self._used_at: dict[int, int] = {}
         self._standing: set[int] = set()
-        """Storages that were there before the launch: weights, the KV cache, inputs. A view of one costs nothing."""
+        """Storages from before the launch: weights, the KV cache, inputs. A view of one takes no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, spec = tree_flatten((args, kwargs or {}))
@@ -106,7 +107,9 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.clear()
 
     def _peak(self) -> int:
-        """Storages live from the call that makes them to the last that reads them, as in an allocator."""
+        """Returns the peak bytes: a storage lives from the call that makes it to the last that reads it, as in an
+        allocator.
+        """
         change = [0] * (len(self.steps) + 2)
         seen = set(self._standing)
         for t, made in zip(self._alive, self._made_at, strict=True):
@@ -118,7 +121,7 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(accumulate(change))
 
     def replay(self) -> None:
-        """Runs the calls again on what the tensors hold now."""
+        """Runs the calls again on the current contents of the tensors."""
         made: dict[TwinSlot, Tensor] = {}
         with torch.no_grad():
             for func, given, spec, slots in self.steps:
@@ -131,7 +134,7 @@ class TwinRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LaunchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``seen`` of every tensor that a call of a launch takes."""
+    """Calls ``seen`` with every tensor that a call of a launch takes."""
 
     def __init__(self, on_read: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -25,14 +25,14 @@ from trencadis.core.errors import StartupError
 
 HOST = "host"
 SIZE = 8 << 30
-"""Bytes that a twin accounts for, without backing them: enough for a KV cache and for captures."""
+"""Bytes that a twin accounts for without backing them: enough for a KV cache and for captures."""
 
 CALL = 128
-"""Bytes that a call of a graph takes: a guess, like the twin's whole memory."""
+"""Bytes per call of a graph: an assumption, like the twin's total memory."""
 
 T = TypeVar("T")
 Region = tuple[int, int]
-"""Addresses [begin, end)."""
+"""A range of addresses, [begin, end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TwinEvent:
 
 
 class TwinGraph:
-    """A recording, the outputs it writes, the static memory it reads and what it takes for itself."""
+    """A recording, its outputs, the static memory that it reads, and the bytes that it takes itself."""
 
     def __init__(
         self, name: str, pool: str, recording: TwinRecording, out: Any, static: Tensor, calls: Sequence[TwinCall] = ()
@@ -89,10 +89,10 @@ class TwinMemory:
         return None
 
     def take(self, count: int) -> None:
-        """Books ``count`` bytes.
+        """Charges ``count`` bytes.
 
         Raises:
-            OutOfDeviceMemory: there are fewer.
+            OutOfDeviceMemory: fewer are free.
         """
         if count > self.free():
             raise OutOfDeviceMemory(f"CUDA out of memory (twin): {count} bytes asked, {self.free()} free")
@@ -105,12 +105,14 @@ class TwinMemory:
 
 @dataclass
 class TwinFaults:
-    """Failures to inject: by (kind of call, its number from 1); the share of a graph's bytes that a release returns."""
+    """Failures to inject, by (kind of call, its number from 1); and the share of a graph's bytes that its release gives
+    back.
+    """
 
     fails: dict[tuple[str, int], BaseException] = field(default_factory=dict)
     returned: float = 1.0
     leaks: int = 0
-    """Bytes that a failed capture keeps."""
+    """Bytes that a failed capture does not give back."""
 
 
 FORMS = "oom@KIND:N, error@KIND:N, crash@KIND:N"
@@ -122,10 +124,10 @@ class DeviceError(RuntimeError):
 
 
 def parse(text: str) -> TwinFaults:
-    """``oom@capture:3,error@replay:200``: calls of a kind are counted from 1; ``crash`` ends the process.
+    """Parses ``oom@capture:3,error@replay:200``: calls of a kind are counted from 1; ``crash`` ends the process.
 
     Raises:
-        StartupError: an entry that is none of these.
+        StartupError: an entry has another form.
     """
     faults = TwinFaults()
     for entry in filter(None, (e.strip() for e in text.split(","))):
@@ -142,17 +144,17 @@ def parse(text: str) -> TwinFaults:
 
 
 class TwinRuntime:
-    """``Runtime`` on CPU tensors. A pool of graphs books the memory of its costliest launch once, as on a card.
+    """Implements ``Runtime`` on CPU tensors. A pool of graphs is charged for its largest launch once, as on a card.
 
     Args:
-        graphs: whether launches can be captured.
-        interprets: whether Triton interprets the kernels.
+        graphs: True if launches can be captured.
+        interprets: True if Triton interprets the kernels.
         record: the list that calls are appended to; None records nothing.
-        size: bytes of the card that the twin stands for.
+        size: bytes of memory of the simulated card.
     """
 
     standing: ClassVar[TwinFaults | None] = None
-    """Faults of every runtime made from now on; tests of whole start-ups set it."""
+    """Faults of every runtime made from now on; set by tests of whole start-ups."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class TwinRuntime:
         self._kept_tensors: list[Any] = []
         self._shapes: set[tuple[str, ...]] = set()
         self._inner: list[TwinCall] | None = None
-        """Calls of a launch that is being captured: every replay makes them again."""
+        """Calls of a launch that is being captured, which every replay repeats."""
         self._watched: dict[int, Tensor] = {}
         self._uploading_weights = False
         self._events = 0
@@ -186,7 +188,7 @@ class TwinRuntime:
     # Memory
 
     def buffer(self, size: int) -> Tensor:
-        """The host backs the pages as they are written."""
+        """Returns zeros; the host backs the pages as they are written."""
         array = np.zeros(size, np.uint8)
         self.accounted.take(size)
         weakref.finalize(array, self.accounted.release, size)
@@ -237,14 +239,14 @@ class TwinRuntime:
         target.copy_(source)
 
     def on_uploads(self, call: Callable[[], None], writes: Sequence[Tensor]) -> None:
-        """Whatever a launch reads of ``writes`` is recorded from now on."""
+        """Runs ``call()``; later reads of ``writes`` by a launch are recorded."""
         self._call("upload", Stream.UPLOADS.value, writes=writes)
         for t in writes:
             self._watched[t.data_ptr()] = max(self._watched.get(t.data_ptr(), t), t, key=Tensor.numel)
         call()
 
     def upload_weights(self, target: Tensor, source: Tensor) -> None:
-        """Whatever a launch reads of ``target`` is recorded from now on."""
+        """Copies weights; later reads of ``target`` by a launch are recorded."""
         self._call("weights", Stream.WEIGHTS.value, reads=(source,), writes=(target,))
         before = self._watched.get(target.data_ptr(), target)
         self._watched[target.data_ptr()] = max(before, target, key=Tensor.numel)
@@ -253,7 +255,7 @@ class TwinRuntime:
         self._uploading_weights = False
 
     def note_read(self, t: Tensor) -> None:
-        """Records a read if ``t`` lies in memory that is filled by uploads of weights."""
+        """Records a read if ``t`` is in memory that uploads fill."""
         at = t.data_ptr()
         for begin, area in () if self._uploading_weights else self._watched.items():
             if begin <= at < begin + area.nbytes:
@@ -287,7 +289,7 @@ class TwinRuntime:
         return graph
 
     def replay(self, graph: Graph) -> None:
-        """Writes the outputs of every graph of the pool: one may lie in memory that another works in."""
+        """Replays a graph and records writes of the outputs of every graph of its pool, since they may share memory."""
         assert isinstance(graph, TwinGraph)
         written = [t for g in self.pools[graph.pool] for t in leaves(g.out)]
         self._call("replay", Stream.PROGRAMS.value, graph.name, reads=(graph.static,), writes=written)
@@ -299,7 +301,9 @@ class TwinRuntime:
         return nullcontext() if self.calls is None else LaunchReads(self.note_read)
 
     def release(self, graph: Graph) -> None:
-        """As on a card: nodes return at once, the pool's memory, outputs too, with its last graph."""
+        """Releases a graph as a card does: its nodes at once; the pool's memory, including outputs, with the last
+        graph.
+        """
         assert isinstance(graph, TwinGraph)
         self.pools[graph.pool].remove(graph)
         back = graph.nodes
@@ -309,14 +313,14 @@ class TwinRuntime:
         self.accounted.release(int(back * self.faults.returned))
 
     def run_out(self, kind: str) -> None:
-        """The next ``capture``, or the next launch or replay of a ``step``, finds no memory."""
+        """Makes the next ``capture``, or the next launch or replay of a ``step``, run out of memory."""
         self._failing = ("launch", "replay") if kind == STEP else (kind,)
 
     def release_bytes(self, count: int) -> None:
         self.accounted.release(count)
 
     def compilations(self) -> int:
-        """Distinct shapes launched so far: a card would compile or tune for each."""
+        """Returns the distinct shapes launched so far; a card would compile or tune for each."""
         return len(self._shapes)
 
     def _call(
@@ -334,7 +338,7 @@ class TwinRuntime:
             self.accounted.taken += self.faults.leaks if kind == "capture" else 0
             raise failure
         if self.calls is not None:
-            # Addresses stay in use while the record lives, so that equal ones mean the same memory.
+            # Tensors are kept alive while calls are recorded, so that equal addresses mean the same memory.
             self._kept_tensors += [*reads, *writes]
             number = 0 if event is None else event.number
             (self.calls if self._inner is None else self._inner).append(
@@ -343,7 +347,7 @@ class TwinRuntime:
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    """The tensors of nested tuples."""
+    """Returns the tensors of nested tuples."""
     return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
 
 

@@ -1,1 +1,1 @@
-"""Weights as a card keeps them; torch alone, so that the twin of a card and the tests read them too."""
+"""Weights in the form in which a card stores them; needs torch only, so that the twin and the tests can use it."""

@@ -1,9 +1,10 @@
-"""Quantised weights as a card keeps them: the codes of the checkpoint, and what each product decodes them with.
+"""Quantised weights in the form in which a card stores them: the codes of the checkpoint, and the scales to decode
+them.
 
-A weight's value is (code - zero) x scale of its group x factor of its row. Codes of 4 bits lie two in a byte, so that
-the two halves of a tile are neighbouring columns (``core.quant.scheme.half_of``). Floats of 8 bits are decoded by
+A weight's value is (code - zero) x scale of its group x factor of its row. Two 4-bit codes share a byte, so that
+the two halves of a tile are neighbouring columns (``core.quant.scheme.half_of``). 8-bit floats are decoded by
 shifting their bits into a float16, which is the value over 256 for every code of e4m3 and the value itself for e5m2;
-the factor makes up for it.
+the factor compensates for it.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ INT8, INT4, E4M3, E5M2 = range(4)
 """Kinds of codes."""
 
 SHIFTED = 256.0
-"""What the bits of an e4m3, shifted into a float16, are too small by."""
+"""Factor by which the bits of an e4m3, shifted into a float16, are too small."""
 
 MIDDLE = 8
-"""Added to codes of 4 bits, and to their zero points."""
+"""Offset of 4-bit codes and of their zero points."""
 
 ROUNDS_FLOATS = 89
-"""Compute capability x 10 from which a card multiplies floats of 8 bits."""
+"""Compute capability x 10 from which a card multiplies 8-bit floats."""
 
 NEWEST = 90
-"""The card that the twin stands for."""
+"""Compute capability x 10 of the card that the twin simulates."""
 
 LARGEST = {INT8: 127.0, E4M3: 448.0}
-"""The largest code of an activation."""
+"""Kind -> largest code of an activation."""
 
 
 @dataclass(slots=True)
 class QuantisedWeight:
-    """A weight [out, in] as codes, beside what they mean.
+    """A weight [out, in] as codes, with the tensors that decode them.
 
     Args:
         codes: [out, bytes]: int8, or uint8 of floats or of two codes.
         factor: float32 [out].
-        scale: [groups, out], float16 of values up to 1 (float32 where the engine's type is); None: the factor alone.
+        scale: [groups, out], float16 of values up to 1 (float32 if the engine's dtype is); None: only the factor.
         zero: int8 [groups or 1, out], of 4 bits with ``MIDDLE`` added; None: no zero points.
-        gather: int32 [columns], the input's column of each column; None: as they are.
-        columns: those that are kept; groups are filled up with zeros.
-        group: columns of a group; 0: one a row.
-        rounds: activations are rounded to 8 bits of the same kind, with a scale a token.
+        gather: int32 [columns], the input's column of each column; None: in order.
+        columns: stored columns; groups are padded with zeros.
+        group: columns of a group; 0: one group per row.
+        rounds: activations are rounded to 8 bits of the same kind, with one scale per token.
     """
 
     codes: Tensor
@@ -67,7 +68,7 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all but the bias."""
+        """Bytes of all tensors except the bias."""
         held = (self.codes, self.factor, self.scale, self.zero, self.gather)
         return sum(t.nbytes for t in held if t is not None)
 
@@ -85,7 +86,7 @@ def pack_quantised_weight(q: QTensor, bias: Tensor | None, arch: int) -> Quantis
     factor, parts = _factors(scale, q.dtype)
     codes = _halves(data, group) if kind == INT4 else data
     if zero is None and not q.scheme.symmetric and q.scheme.kind == "int":
-        zero = torch.zeros_like(scale, dtype=torch.int8)  # as the scheme is priced
+        zero = torch.zeros_like(scale, dtype=torch.int8)  # the planner charges zero points
     if zero is not None:
         zero = (zero.t() + MIDDLE if kind == INT4 else zero.t()).to(torch.int8).contiguous()
     rounds = q.scheme.activations != "none" and group == 0 and zero is None and _rounds(kind, q, arch)
@@ -104,7 +105,7 @@ def _kind(q: QTensor) -> int:
 
 
 def _rounds(kind: int, q: QTensor, arch: int) -> bool:
-    """Whether the card has products of 8 by 8 bits for this weight (floats: rows and columns by 16, in bfloat16)."""
+    """Returns True if the card has 8-bit products for this weight (floats: rows and columns by 16, in bfloat16)."""
     if kind == E4M3:
         return arch >= ROUNDS_FLOATS and q.dtype == torch.bfloat16 and not any(n % 16 for n in q.shape)
     return kind == INT8
@@ -117,7 +118,9 @@ def _check_finite(data: Tensor, kind: int) -> None:
 
 
 def _arrange_codes(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
-    """Codes [out, columns] as bits, float32 scales and zero points [out, groups], gathered columns, and the group."""
+    """Returns codes [out, columns] as bits, float32 scales and zero points [out, groups], gathered columns, and the
+    group.
+    """
     data = q.data if q.data.dtype == torch.int8 else q.data.view(torch.uint8)
     if q.scale.shape[1] == 1:
         return data, q.scale, q.zero, None, 0
@@ -137,10 +140,10 @@ def _arrange_codes(q: QTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 def _fill_groups(
     q: QTensor, data: Tensor, where: Tensor, sizes: list[int]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
-    """Groups of other sizes, each filled up to whole cells with codes that mean zero."""
+    """Pads groups of unequal sizes to whole cells with codes that mean zero."""
     device = data.device
     count = [-(-n // CELL) for n in sizes]
-    if q.shared:  # up to what it is priced at
+    if q.shared:  # pads up to the size that the planner charges
         sizes = [*sizes, 0]
         count.append(cut_columns(q.shape[1], q.scale.shape[1]) // CELL - sum(count))
     numbers = torch.arange(len(sizes), device=device) % q.scale.shape[1]
@@ -161,9 +164,10 @@ def _fill_groups(
 
 
 def _factors(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """float32 [out], and what is left of the scales for each group, [groups, out]: none where there is one a row.
+    """Splits scales into float32 [out] factors and the rest for each group, [groups, out]; None if there is one group
+    per row.
 
-    Factors are powers of two, so that what was stored in 16 bits loses nothing unless its row spans them.
+    Factors are powers of two, so that 16-bit scales lose nothing unless those of one row span the whole range.
     """
     if scale.shape[1] == 1:
         return scale[:, 0].clone(), None
@@ -173,7 +177,7 @@ def _factors(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def _halves(data: Tensor, group: int) -> Tensor:
-    """uint8 [out, bytes] of codes of 4 bits [out, columns]: column i in the low bits, i + half in the high ones."""
+    """Packs 4-bit codes [out, columns] into uint8 [out, bytes]: column i in the low bits, i + half in the high ones."""
     half = half_of(group)
     wide = functional.pad(data, (0, -data.shape[1] % (2 * half))) + MIDDLE
     pairs = wide.view(torch.uint8).view(data.shape[0], -1, 2, half)
@@ -181,7 +185,7 @@ def _halves(data: Tensor, group: int) -> Tensor:
 
 
 def dequantise(w: QuantisedWeight) -> Tensor:
-    """float32 [out, columns], in the order in which columns are kept: what the kernels multiply by."""
+    """Returns float32 [out, columns], in the order of the stored columns: the values that the kernels multiply by."""
     rows = w.codes.shape[0]
     if w.kind == INT4:
         half = half_of(w.group)
@@ -200,7 +204,7 @@ def dequantise(w: QuantisedWeight) -> Tensor:
 
 
 def float8_to_half(codes: Tensor, kind: int) -> Tensor:
-    """float16 of the bits of 8-bit floats (uint8): their values, those of e4m3 over ``SHIFTED``."""
+    """Returns the float16 of the bits of 8-bit floats (uint8): their values, for e4m3 divided by ``SHIFTED``."""
     wide = codes.to(torch.int16)
     if kind == E5M2:
         return (wide << 8).view(torch.float16)
@@ -208,14 +212,14 @@ def float8_to_half(codes: Tensor, kind: int) -> Tensor:
 
 
 def _wide(each: Tensor, w: QuantisedWeight) -> Tensor:
-    """[out, columns], or [out, 1] where a row has one."""
+    """Expands per-group values to [out, columns], or [out, 1] if there is one group per row."""
     if not w.group:
         return each.t().float()
     return each.t().float().repeat_interleave(w.group, 1)[:, : w.columns]
 
 
 def round_activations(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """(codes [n, in] as float32, float32 scales [n, 1]): activations as the card rounds them, a scale a token."""
+    """Rounds activations as the card does: (codes [n, in] as float32, float32 scales [n, 1]), one scale per token."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True).clamp_min(TINY) / LARGEST[kind]
     codes = wide / scale
@@ -223,11 +227,13 @@ def round_activations(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
 
 
 TINY = 1e-30
-"""The magnitude that a token of zeros counts as."""
+"""Minimum magnitude of a token, used for zeros."""
 
 
 def product(x: Tensor, w: QuantisedWeight, values: Tensor | None = None) -> Tensor:
-    """[n, in] -> [n, out] of ``x``'s type, in plain torch; ``values``: ``dequantise(w)``, where it is known."""
+    """Multiplies [n, in] -> [n, out] in ``x``'s dtype, in plain torch; ``values``: ``dequantise(w)``, if it is
+    known.
+    """
     values = dequantise(w) if values is None else values
     x = x if w.gather is None else x.index_select(1, w.gather)
     if w.rounds:

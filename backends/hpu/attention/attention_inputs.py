@@ -1,4 +1,4 @@
-"""What attention reads of a launch: the inputs of each stage, and what is made of them once for all layers.
+"""The inputs of attention for each stage, and what is computed from them once for all layers of a launch.
 
 Letters: R rows, T tokens of a row, B listed blocks of b tokens, h query heads, g KV heads, d head size, W windows.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class FreshAttn(NamedTuple):
-    """FRESH: R rows of T tokens that nothing precedes."""
+    """FRESH: R rows of T tokens without earlier tokens in the cache."""
 
     slot: Tensor  # int64 [R x T] cache slot that stores the token; one of SINK for padding
     length: Tensor  # int32 [R] real tokens of each row
-    upto: Tensor | None = None  # int32 [R x T] as in ``core.backend.Attn``; of padding its own position
+    upto: Tensor | None = None  # int32 [R x T] as in ``core.backend.Attn``; for padding its own position
 
 
 class ContextAttn(NamedTuple):
@@ -24,7 +24,7 @@ class ContextAttn(NamedTuple):
     slot: Tensor  # int64 [T]
     block_list: Tensor  # int32 [B] blocks of the stored tokens, in order; ZERO beyond them
     context: Tensor  # int32 [1] stored tokens
-    upto: Tensor | None = None  # int32 [T] as in ``core.backend.Attn``; of padding its own position
+    upto: Tensor | None = None  # int32 [T] as in ``core.backend.Attn``; for padding its own position
 
 
 class BlockDecodeAttn(NamedTuple):
@@ -60,9 +60,9 @@ class SharedDecode(NamedTuple):
 
     slot: Tensor
     block_list: Tensor
-    owner: Tensor  # int32 [B] row whose query looks at the block: the last row beyond the list
+    owner: Tensor  # int32 [B] row whose query attends to the block; beyond the list: the last row
     group: Tensor  # int64 [B] as in BlockDecodeAttn
-    unlisted: Tensor  # int32 [B] as ``group``, but -1 beyond the list, as the fused adjustment wants it
+    unlisted: Tensor  # int32 [B] as ``group``, but -1 beyond the list, as the fused adjustment expects
     bias: Tensor  # x [B, 1, b]: 0 where the token is visible, else lowest
     mapping: Tensor  # x [R, B]: 1 where the block is the row's
     spread_query: Tensor  # [h, g, 1] of the cache's type: 1 where the head reads the KV head
@@ -70,7 +70,7 @@ class SharedDecode(NamedTuple):
 
 
 class MaskedSegments(NamedTuple):
-    """A packed VISION launch: ``core.backend.Segments`` and what all layers make of them."""
+    """A packed VISION launch: ``core.backend.Segments``, and masks that all layers share."""
 
     segment: Tensor  # int32 [W]
     real: Tensor  # int32 [W]

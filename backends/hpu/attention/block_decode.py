@@ -23,7 +23,9 @@ from trencadis.core.backend import LayerKV
 def prepare_decode(
     attn: BlockDecodeAttn, heads: int, kv: LayerKV, size: int, fp32: bool, dtype: torch.dtype, window: int = 0
 ) -> SharedDecode:
-    """What all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of ``size``."""
+    """Computes what all layers share, for ``heads`` query heads of ``dtype`` over a cache like ``kv`` in blocks of
+    ``size`` tokens.
+    """
     device, groups = kv.k.device, kv.k.shape[1]
     dtype = kv.k.dtype if kv.k_scale is None else dtype
     rows = attn.slot.shape[0]
@@ -46,7 +48,9 @@ def prepare_decode(
 
 
 def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
-    """bool [B, b]: tokens of a block that its row does not see: those behind the row's end, or before its window."""
+    """Returns bool [B, b]: tokens of a block that its row must not attend to: those after the row's end, or before its
+    window.
+    """
     position = torch.arange(size, device=attn.usage.device, dtype=torch.int32)
     hidden = position >= attn.usage[:, None]
     if not window:
@@ -58,8 +62,9 @@ def hidden_tokens(attn: BlockDecodeAttn, size: int, window: int) -> Tensor:
 def attend_decode(
     q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """Computes attention [R, h, d] of one token per row; keys are freed before values are gathered. Keys are given
-    up before values are gathered: each step is a function of its own.
+    """Computes attention [R, h, d] of one token per row.
+
+    Keys are freed before values are gathered, so each step is a function of its own.
     """
     product = quantised_kv_cache.scores if kv.k_scale is not None else _scores
     scores = torch.add(attn.bias, product(q, kv, attn, size, fp32, kernels), alpha=scale)  # [B, h, b]
@@ -77,7 +82,7 @@ def attend_decode(
 
 
 def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[B, h, b]: each block's keys by its row's query, which has zeros for other KV heads."""
+    """Returns scores [B, h, b]: each block's keys times its row's query, which has zeros for other KV heads."""
     queries = (q[:, :, None] * attn.spread_query).view(q.shape[0], q.shape[1], -1).index_select(0, attn.owner)
     keys = kv.k.view(-1, size, queries.shape[2]).index_select(0, attn.block_list)
     return times(queries, keys.transpose(1, 2), fp32, kernels)
@@ -86,7 +91,7 @@ def _scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, k
 def _weigh_values(
     share: Tensor, cache: Tensor, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[B, h, d]: each block's values by the weights [B, h, b], with zeros for other KV heads."""
+    """Returns [B, h, d]: each block's values weighted by ``share`` [B, h, b], with zeros for other KV heads."""
     groups, d = cache.shape[1:]
     spread = (share.to(cache.dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
     values = cache.view(-1, size * groups, d).index_select(0, attn.block_list)
@@ -94,7 +99,7 @@ def _weigh_values(
 
 
 def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) -> Tensor:
-    """[R, h, d] of blocks [B, h, d], their maxima and sums [B, h, 1]."""
+    """Joins blocks [B, h, d], with their maxima and sums [B, h, 1], into rows [R, h, d]."""
     rows, (_, heads, d) = attn.mapping.shape[0], part.shape
     best = torch.full((rows + 1, heads, 1), lowest(high.dtype), dtype=high.dtype, device=high.device)
     best.index_reduce_(0, attn.group, high, "amax")
@@ -107,7 +112,7 @@ def _join_blocks(part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode) 
 def _join_blocks_fused(
     part: Tensor, high: Tensor, total: Tensor, attn: SharedDecode, kernels: AttentionKernels
 ) -> Tensor:
-    """As ``_join_blocks``, by the fused kernel, which takes heads in two dimensions."""
+    """Does the same as ``_join_blocks`` by the fused kernel, which takes heads in two dimensions."""
     assert kernels.adjustment is not None
     rows, groups, (blocks, heads, d) = attn.mapping.shape[0], attn.spread_query.shape[1], part.shape
     shape = [blocks, groups, heads // groups, 1, 1]

@@ -1,8 +1,8 @@
 """CONTEXT: one row of new tokens after stored ones. Its own keys and values come from the launch, not from the cache.
 
 A short chunk after a short context is one masked call. Otherwise stored tokens come in slices, so that no more than one
-slice of the row's keys and values exists at a time, and the chunk is attended to causally, without a mask; what the
-slices give is merged.
+slice of the row's keys and values exists at a time, and the chunk is attended to causally, without a mask; the partial
+results of the slices are merged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trencadis.backends.hpu.attention.softmax import (
 from trencadis.core.backend import LayerKV
 
 CAUSAL_STEP = 1024
-"""The fused kernel's statistics of a causal call are right for multiples of this many tokens alone."""
+"""The fused kernel's statistics of a causal call are correct only for multiples of this many tokens."""
 
 
 def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedContext | SlicedContext:
-    """The masks of a launch, for blocks of ``size`` tokens and slices of ``slice_tokens``."""
+    """Builds the masks of a launch, for blocks of ``size`` tokens and slices of ``slice_tokens``."""
     count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
     device = attn.slot.device
     if blocks * size <= slice_tokens and count <= QUERY_TILE:
@@ -55,7 +55,7 @@ def prepare_context(attn: ContextAttn, size: int, slice_tokens: int) -> JoinedCo
 
 
 def _own_mask(attn: ContextAttn, position: Tensor) -> Tensor:
-    """bool [T, T]: which tokens of the chunk each of them sees."""
+    """Returns bool [T, T]: which tokens of the chunk each of them attends to."""
     last = position if attn.upto is None else attn.upto - attn.context
     return position <= last[:, None]
 
@@ -71,7 +71,9 @@ def attend_context(
     fp32: bool,
     kernels: AttentionKernels,
 ) -> Tensor:
-    """[T, h, d] over the stored tokens and [T, g, d] of the chunk, causal inside it."""
+    """Computes attention [T, h, d] over the stored tokens and over the chunk's own keys [T, g, d], causal inside the
+    chunk.
+    """
     queries = q.transpose(0, 1)[None]
     if isinstance(attn, SlicedContext):
         own = [t.transpose(0, 1)[None] for t in (k, v)]
@@ -99,7 +101,9 @@ def _attend_slices(
     fp32: bool,
     kernels: AttentionKernels,
 ) -> Tensor:
-    """float32 [1, h, T, d]: the chunk itself first, then each slice, for every range of queries."""
+    """Returns float32 [1, h, T, d]: attends to the chunk itself first, then to each slice, for every range of
+    queries.
+    """
 
     def part(start: int, stop: int, keys: Tensor, values: Tensor, visible: Tensor | None) -> AttentionPart:
         some = q[:, :, start:stop]
@@ -127,7 +131,9 @@ def _attend_slices(
 
 
 def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int, int]]:
-    """Queries that are attended to together: for the fused kernel those of its causal call, and the rest."""
+    """Returns ranges (start, stop) of queries that are attended together: for the fused kernel its causal call, and the
+    rest.
+    """
     if kernels.parts is None:
         step = plain_rows(keys + count)
         return [(start, min(start + step, count)) for start in range(0, count, step)]
@@ -138,7 +144,7 @@ def _ranges(count: int, keys: int, kernels: AttentionKernels) -> list[tuple[int,
 def stored_keys(
     kv: LayerKV, block_list: Tensor, size: int, dtype: torch.dtype, kernels: AttentionKernels
 ) -> Iterator[Tensor]:
-    """Keys, then values [1, g, B x b, d] of the listed blocks of a flat cache."""
+    """Yields keys, then values [1, g, B x b, d] of the listed blocks of a flat cache."""
     if kv.k_scale is not None:
         yield from quantised_kv_cache.gather_stored(kv, block_list, size, dtype, kernels)
         return

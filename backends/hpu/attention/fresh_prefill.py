@@ -1,4 +1,4 @@
-"""FRESH: prompts that nothing precedes attend to the launch's own keys and values; nothing is read from the cache."""
+"""FRESH: prompts without context attend to the launch's own keys and values; nothing is read from the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from trencadis.backends.hpu.attention.softmax import AttentionKernels, plain, pl
 def attend_fresh(
     q: Tensor, k: Tensor, v: Tensor, attn: FreshAttn, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[n, h, d] over [n, g, d]: causal inside each row. Padding comes last in a row, so causality hides it."""
+    """Computes attention [n, h, d] over keys and values [n, g, d], causal inside each row.
+
+    Padding comes last in a row, so causality hides it.
+    """
     rows = attn.length.shape[0]
     queries, keys, values = (t.view(rows, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     if kernels.sdpa is not None:
@@ -24,7 +27,7 @@ def attend_fresh(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[R, h, T, d] in tiles of queries, each over the keys up to its end."""
+    """Computes causal attention [R, h, T, d] in tiles of queries, each over the keys up to its end."""
     count = q.shape[2]
     position = torch.arange(count, device=q.device, dtype=torch.int32)
     tile = plain_rows(count)

@@ -1,4 +1,4 @@
-"""What the fused kernel cannot take, found from a bucket's shape before anything runs: a card answers with NaN."""
+"""Limits of the fused kernel, checked from a bucket's shape before anything runs: beyond them a card returns NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.errors import StartupError
 
 
 def largest_mask(bucket: Bucket, block_size: int, slice_tokens: int) -> int:
-    """Bytes of a head's largest mask in one call of the fused kernel; FRESH and DECODE have none."""
+    """Returns the bytes of a head's largest mask in one call of the fused kernel; FRESH and DECODE have none."""
     if bucket.stage is Stage.VISION:
         slots = bucket.dims[0]
         return MASK_ITEM * min(mask_rows(slots), slots) * slots
@@ -22,7 +22,7 @@ def largest_mask(bucket: Bucket, block_size: int, slice_tokens: int) -> int:
 
 
 def check_bucket(bucket: Bucket, block_size: int, slice_tokens: int) -> None:
-    """Raises StartupError for a bucket whose launches would pass ``MASK_BYTES``."""
+    """Raises StartupError for a bucket whose launches would exceed ``MASK_BYTES``."""
     count = largest_mask(bucket, block_size, slice_tokens)
     if count > MASK_BYTES:
         raise StartupError(

@@ -46,7 +46,7 @@ def store(k: Tensor, v: Tensor, kv: LayerKV, slot: Tensor, kernels: AttentionKer
 
 
 def encode(units: Tensor, dtype: torch.dtype, kernels: AttentionKernels) -> Tensor:
-    """Codes of ``dtype`` for float32 values within their range."""
+    """Returns codes of ``dtype`` for float32 values within their range."""
     if dtype == torch.int8:
         return units.round().to(torch.int8)
     assert kernels.to_fp8 is not None
@@ -54,7 +54,7 @@ def encode(units: Tensor, dtype: torch.dtype, kernels: AttentionKernels) -> Tens
 
 
 def plain(codes: Tensor, dtype: torch.dtype, kernels: AttentionKernels) -> Tensor:
-    """The values of codes, without their scales; float32 and bfloat16 hold all of them."""
+    """Returns the values of codes without their scales, exact in float32 and bfloat16."""
     if codes.dtype == torch.int8:
         return codes.to(dtype)
     assert kernels.from_fp8 is not None
@@ -62,7 +62,7 @@ def plain(codes: Tensor, dtype: torch.dtype, kernels: AttentionKernels) -> Tenso
 
 
 def values(tokens: CodedTokens, pairs: Tensor | None, dtype: torch.dtype, kernels: AttentionKernels) -> Tensor:
-    """[n, g, d] of ``dtype``."""
+    """Returns the keys or values [n, g, d] of stored tokens, in ``dtype``."""
     found = (plain(tokens.codes, torch.float32, kernels) * tokens.scale.float()[..., None]).to(dtype)
     if tokens.kept is None or pairs is None:
         return found
@@ -73,7 +73,7 @@ def values(tokens: CodedTokens, pairs: Tensor | None, dtype: torch.dtype, kernel
 def gather_stored(
     kv: LayerKV, block_list: Tensor, size: int, dtype: torch.dtype, kernels: AttentionKernels
 ) -> list[Tensor]:
-    """Keys and values [1, g, B x b, d] of the listed blocks."""
+    """Returns keys and values [1, g, B x b, d] of the listed blocks."""
     found = []
     for tokens in (
         CodedTokens(kv.k, require_tensor(kv.k_scale), kv.kept),
@@ -85,7 +85,7 @@ def gather_stored(
 
 
 def scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[B, h, b]: each block's keys by its row's query [R, h, d]."""
+    """Returns scores [B, h, b]: each block's keys times its row's query [R, h, d]."""
     rows, heads, _ = q.shape
     groups = kv.k.shape[1]
     keys = plain(blocks(kv.k, attn.block_list, size), q.dtype, kernels).flatten(2)
@@ -102,7 +102,7 @@ def scores(q: Tensor, kv: LayerKV, attn: SharedDecode, size: int, fp32: bool, ke
 def weigh_values(
     share: Tensor, kv: LayerKV, dtype: torch.dtype, attn: SharedDecode, size: int, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[B, h, d]: each block's values by the weights [B, h, b]."""
+    """Returns [B, h, d]: each block's values weighted by ``share`` [B, h, b]."""
     groups, d = kv.v.shape[1:]
     share = share * _by_head(require_tensor(kv.v_scale), attn, size, share.shape[1], share.dtype)
     spread = (share.to(dtype)[..., None] * attn.spread_weight).view(-1, share.shape[1], size * groups)
@@ -111,22 +111,22 @@ def weigh_values(
 
 
 def require_tensor(tensor: Tensor | None) -> Tensor:
-    """A tensor that an 8-bit cache always has."""
+    """Returns ``tensor``, which an 8-bit cache always has."""
     assert tensor is not None
     return tensor
 
 
 def blocks(cache: Tensor, block_list: Tensor, size: int) -> Tensor:
-    """[B, b, g, ...]: the listed blocks of a flat cache."""
+    """Returns the listed blocks of a flat cache: [B, b, g, ...]."""
     return cache.view(-1, size, *cache.shape[1:]).index_select(0, block_list)
 
 
 def _spread(q: Tensor, attn: SharedDecode) -> Tensor:
-    """[B, h, g x d]: each block's query, with zeros for other KV heads."""
+    """Returns each block's query [B, h, g x d], with zeros for other KV heads."""
     return (q[:, :, None] * attn.spread_query).view(q.shape[0], q.shape[1], -1).index_select(0, attn.owner)
 
 
 def _by_head(scale: Tensor, attn: SharedDecode, size: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, h, b]: the scales of each block's tokens, for every query head."""
+    """Returns the scales of each block's tokens for every query head: [B, h, b]."""
     found = blocks(scale, attn.block_list, size).to(dtype).transpose(1, 2)[:, :, None]
     return found.expand(-1, -1, heads // found.shape[1], -1).reshape(-1, heads, size)

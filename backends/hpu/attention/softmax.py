@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 QUERY_TILE = 1024
-"""Queries whose mask, or scores, exist at a time."""
+"""Number of queries whose mask, or scores, exist at a time."""
 
 SCORES = QUERY_TILE * 8192
-"""Most scores of a head that exist at a time without a fused kernel: over more keys a tile has fewer queries."""
+"""Maximum scores of a head that exist at a time without a fused kernel: over more keys a tile has fewer queries."""
 
 MASK_BYTES = (1 << 31) - 1
-"""The fused kernel addresses a head's mask by 32 signed bits; beyond them it answers NaN, without an error."""
+"""The fused kernel addresses a head's mask by 32 signed bits; a larger mask gives NaN, without an error."""
 
 MASK_ITEM = 2
-"""Bytes of a mask's value in the kernel, which may widen booleans to bfloat16."""
+"""Bytes of one value of a mask in the kernel, which may widen booleans to bfloat16."""
 
 Cut = Callable[[], None]
 
@@ -49,24 +49,29 @@ class AttentionPart(NamedTuple):
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """The value of a hidden score, which must be finite."""
+    """Returns the value of a hidden score, which must be finite."""
     return torch.finfo(dtype).min
 
 
 def softmax_mode(dtype: torch.dtype, fp32: bool, otherwise: str) -> str:
-    """The fused kernel's mode. It offers ``fp32`` and ``fast`` for bfloat16 alone; others are float32 inside anyway."""
+    """Returns the fused kernel's softmax mode.
+
+    It offers ``fp32`` and ``fast`` for bfloat16 only; other dtypes are float32 inside anyway.
+    """
     if dtype != torch.bfloat16:
         return "None"
     return "fp32" if fp32 else otherwise
 
 
 def mask_rows(keys: int, most: int = QUERY_TILE) -> int:
-    """Queries of a masked call over ``keys``: as many as keep a head's mask below ``MASK_BYTES``, in steps of 64."""
+    """Returns how many queries a masked call over ``keys`` may have: a head's mask stays below ``MASK_BYTES``; a
+    multiple of 64.
+    """
     return max(min(most, MASK_BYTES // (MASK_ITEM * keys) // 64 * 64), 64)
 
 
 def plain_rows(keys: int) -> int:
-    """Queries of a plain tile over ``keys``."""
+    """Returns how many queries a plain tile over ``keys`` has."""
     return max(min(QUERY_TILE, SCORES // keys // 64 * 64), 64)
 
 
@@ -83,14 +88,14 @@ def times(a: Tensor, b: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor
 
 
 def weights(scores: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """softmax(scores * scale) over the last dimension, for the keys that are ``visible``."""
+    """Returns softmax(scores * scale) over the last dimension, for the keys that are ``visible``."""
     return (scores * scale).masked_fill(~visible, lowest(scores.dtype)).softmax(-1)
 
 
 def plain(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[R, h, S, d] over [R, g, T, d]; ``visible`` is a boolean that broadcasts to [R, 1, S, T]."""
+    """Computes attention [R, h, S, d] over [R, g, T, d]; ``visible`` is a boolean that broadcasts to [R, 1, S, T]."""
     share = weights(_folded_scores(q, k, fp32, kernels), scale, visible[:, :, None])
     return (share.to(v.dtype).view(len(k), k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
 
@@ -98,7 +103,7 @@ def plain(
 def plain_part(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> AttentionPart:
-    """As ``plain``, with its statistics."""
+    """Computes ``plain`` attention and returns it with its statistics."""
     scores = _folded_scores(q, k, fp32, kernels) * scale
     scores = scores.masked_fill(~visible[:, :, None], lowest(scores.dtype))
     high = scores.amax(-1, keepdim=True)
@@ -110,7 +115,10 @@ def plain_part(
 
 
 def _folded_scores(q: Tensor, k: Tensor, fp32: bool, kernels: AttentionKernels) -> Tensor:
-    """[R, g, h / g, S, T]: query heads that share a KV head are multiplied as further queries of it: no key repeats."""
+    """Returns scores [R, g, h / g, S, T].
+
+    Query heads that share a KV head are multiplied as further queries of it, so that no key is repeated.
+    """
     rows, heads, count, d = q.shape
     groups = k.shape[1]
     scores = times(q.reshape(rows, groups, -1, d), k.transpose(2, 3), fp32, kernels)
@@ -118,7 +126,7 @@ def _folded_scores(q: Tensor, k: Tensor, fp32: bool, kernels: AttentionKernels) 
 
 
 class MergedParts:
-    """Parts of a row's keys, merged as they come, in float32.
+    """Merges attention over parts of a row's keys, in float32, as the parts arrive.
 
     A part weighs exp(L), where L = high - log(inverse) is the logarithm of its sum of exponentials. Of two parts, the
     second one's share is sigmoid(L2 - L1), and both together have L = log(exp(L1) + exp(L2)).
@@ -128,16 +136,16 @@ class MergedParts:
         self._out, self._logarithm = first.out.float(), _logarithm(first)
 
     def add(self, part: AttentionPart, weight: Tensor) -> None:
-        """Takes a part in; ``weight``, float32 [1], is added to its logarithm (``SlicedContext``)."""
+        """Merges ``part``; ``weight``, float32 [1], is added to its logarithm (``SlicedContext``)."""
         other = _logarithm(part) + weight
         self._out = torch.lerp(self._out, part.out.float(), (other - self._logarithm).sigmoid())
         self._logarithm = torch.logaddexp(self._logarithm, other)
 
     def out(self) -> Tensor:
-        """float32 [1, h, T, d]."""
+        """Returns the merged attention, float32 [1, h, T, d]."""
         return self._out
 
 
 def _logarithm(part: AttentionPart) -> Tensor:
-    """float32 [1, h, T, 1]."""
+    """Returns high - log(inverse), float32 [1, h, T, 1]."""
     return part.high - part.inverse.float().log()

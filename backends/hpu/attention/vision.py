@@ -11,11 +11,11 @@ from trencadis.core.backend import Segments
 from trencadis.core.shared_constants import WINDOW_SLOTS
 
 CUT_TILES = 64
-"""Tiles between two graph cuts."""
+"""Number of tiles between two graph cuts."""
 
 
 def prepare_segments(seg: Segments) -> MaskedSegments:
-    """The masks of windows, and the image of every slot."""
+    """Builds the masks of windows, and the image of every slot."""
     position = torch.arange(WINDOW_SLOTS, device=seg.real.device, dtype=torch.int32)
     visible = position < seg.real[:, None]  # [W, 64]
     image = seg.segment[:, None].expand(-1, WINDOW_SLOTS)
@@ -29,7 +29,7 @@ def prepare_segments(seg: Segments) -> MaskedSegments:
 def attend_windows(
     q: Tensor, k: Tensor, v: Tensor, seg: MaskedSegments, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[s, h, d]: attention on [W, h, 64, d] at once; the padding of a window is masked as keys."""
+    """Computes attention [s, h, d] over windows [W, h, 64, d] at once; the padding of a window is masked as keys."""
     shape = (-1, WINDOW_SLOTS, *q.shape[1:])
     queries, keys, values = (t.view(shape).transpose(1, 2) for t in (q, k, v))
     if kernels.sdpa is None:
@@ -42,7 +42,9 @@ def attend_windows(
 def attend_images(
     q: Tensor, k: Tensor, v: Tensor, seg: MaskedSegments, scale: float, fp32: bool, kernels: AttentionKernels, cut: Cut
 ) -> Tensor:
-    """[s, h, d]: whole images, a tile of queries at a time, each with a mask made in the graph."""
+    """Computes attention [s, h, d] over whole images, a tile of queries at a time, each with a mask made in the
+    graph.
+    """
     count, mode = q.shape[0], softmax_mode(q.dtype, fp32, "None")
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
     size = plain_rows(count) if kernels.sdpa is None else mask_rows(count)

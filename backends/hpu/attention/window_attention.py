@@ -1,7 +1,8 @@
-"""Windows, and tokens that see beyond their own position: masked calls over the keys that a tile of queries can see.
+"""Sliding windows, and tokens that attend beyond their own position: masked calls over the keys that a tile can reach.
 
-The other forms of this package hide keys by causality alone. Here each tile has a mask, made once a launch, and keys
-that no query of a tile sees are left out where shapes say so.
+The other forms of this package hide keys by causality alone. Here each tile of queries has a mask, made once per
+launch,
+and keys that no query of a tile attends to are left out where the shapes allow it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from trencadis.backends.hpu.attention.softmax import AttentionKernels, mask_rows
 
 
 class MaskedTile(NamedTuple):
-    """Queries [start, stop) of the launch's rows over its own keys [first, end), and before them the stored ones."""
+    """Queries [start, stop) of the launch's rows over its own keys [first, end), preceded by the stored keys if
+    ``stored``.
+    """
 
     start: int
     stop: int
@@ -27,7 +30,7 @@ class MaskedTile(NamedTuple):
 
 
 class MaskedRows(NamedTuple):
-    """FRESH where a window or a span hides or shows other keys than causality does."""
+    """FRESH where a sliding window or a span makes visibility differ from causality."""
 
     slot: Tensor
     rows: int
@@ -35,7 +38,7 @@ class MaskedRows(NamedTuple):
 
 
 class WindowContext(NamedTuple):
-    """CONTEXT, over the stored tokens that the window of the chunk's first token reaches."""
+    """CONTEXT, over the stored tokens within the sliding window of the chunk's first token."""
 
     slot: Tensor
     near_slots: Tensor  # int32 [blocks] of those tokens, in order
@@ -43,7 +46,7 @@ class WindowContext(NamedTuple):
 
 
 class PerWindow(NamedTuple):
-    """What is made of a launch's inputs for each window of the model's layers."""
+    """Attention inputs of a launch, computed for each distinct window of the model's layers."""
 
     slot: Tensor
     windows: tuple[int, ...]
@@ -51,7 +54,7 @@ class PerWindow(NamedTuple):
 
 
 def prepare_fresh(attn: FreshAttn, window: int, kernels: AttentionKernels) -> FreshAttn | MaskedRows:
-    """``attn`` itself where causality hides all that there is to hide."""
+    """Builds the masks of FRESH; returns ``attn`` itself where causality is all that is needed."""
     rows = attn.length.shape[0]
     count = attn.slot.shape[0] // rows
     if attn.upto is None and not 0 < window < count:
@@ -69,7 +72,7 @@ def prepare_fresh(attn: FreshAttn, window: int, kernels: AttentionKernels) -> Fr
 def attend_fresh(
     q: Tensor, k: Tensor, v: Tensor, attn: MaskedRows, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[n, h, d] over [n, g, d], row by row of the rectangle."""
+    """Computes attention [n, h, d] over [n, g, d], row by row of the rectangle."""
     queries, keys, values = (t.view(attn.rows, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
     out = []
     for t in attn.tiles:
@@ -80,7 +83,9 @@ def attend_fresh(
 
 
 def prepare_context(attn: ContextAttn, window: int, size: int, kernels: AttentionKernels) -> WindowContext:
-    """The blocks, of ``size`` tokens, that the window of the first token touches, and masks over them and the chunk."""
+    """Lists the blocks of ``size`` tokens within the window of the first token; builds masks over them and the
+    chunk.
+    """
     count, blocks = attn.slot.shape[0], attn.block_list.shape[0]
     near_blocks = min(blocks, -(-(window - 1) // size) + 1)
     position = torch.arange(max(count, near_blocks * size), device=attn.slot.device, dtype=torch.int32)
@@ -105,7 +110,9 @@ def attend_window(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple[Tensor, Tensor], attn: WindowContext, scale: float, fp32: bool,
     kernels: AttentionKernels,
 ) -> Tensor:  # fmt: skip
-    """[T, h, d] over the chunk's [T, g, d] and the ``stored`` keys and values [1, g, N, d] of the near blocks."""
+    """Computes attention [T, h, d] over the chunk's [T, g, d] and the ``stored`` keys and values [1, g, N, d] of near
+    blocks.
+    """
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = []
     for t in attn.tiles:
@@ -118,7 +125,7 @@ def attend_window(
 
 
 def _make_mask(key: Tensor, query: Tensor, last: Tensor, window: int) -> Tensor:
-    """bool: which keys, by their positions, the queries at positions ``query`` see, up to ``last``."""
+    """Returns a bool mask: the keys (by position) that queries at positions ``query`` attend to, up to ``last``."""
     visible = key <= last
     return visible & (key > query - window) if window else visible
 
@@ -126,7 +133,7 @@ def _make_mask(key: Tensor, query: Tensor, last: Tensor, window: int) -> Tensor:
 def _ranges(
     count: int, window: int, further: bool, kernels: AttentionKernels, stored: int = 0
 ) -> list[tuple[int, int, int, int]]:
-    """(start, stop, first, end) of tiles of queries, and of the row's own keys that any of them can see."""
+    """Returns (start, stop, first, end) per tile: its queries, and the row's own keys that any of them attends to."""
     rows = plain_rows(count + stored) if kernels.sdpa is None else mask_rows(count + stored)
     found = []
     for start in range(0, count, rows):
@@ -139,7 +146,7 @@ def _ranges(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, fp32: bool, kernels: AttentionKernels
 ) -> Tensor:
-    """[R, h, S, d] over [R, g, T, d]."""
+    """Computes attention [R, h, S, d] over [R, g, T, d] with the mask ``visible``."""
     if kernels.sdpa is None:
         return plain(q, k, v, visible, scale, fp32, kernels)
     return kernels.sdpa(q, k, v, visible, 0.0, False, scale, softmax_mode(q.dtype, fp32, "fast"))

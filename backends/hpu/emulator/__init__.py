@@ -1,1 +1,1 @@
-"""A strict Gaudi in software: what a device refuses is refused, what it would get wrong comes out wrong."""
+"""A strict Gaudi in software: it refuses what a device refuses, and computes wrong where a device would."""

@@ -1,21 +1,21 @@
-"""Where things lie in the card's memory: tensors and graphs from the low end, one workspace at the high end.
+"""Addresses in the card's memory: tensors and graphs from the low end, one workspace at the high end.
 
-As the plug-in's pool has it: a request takes the smallest hole that holds it, neighbouring holes are joined, and the
-workspace grows into the hole below it. Where no hole is large enough, everything is moved together, which waits for the
-card and is counted; ``PT_ENABLE_MEMORY_DEFRAGMENTATION=0`` forbids that.
+Works as the plug-in's pool does: a request takes the smallest hole that is large enough, neighbouring holes are joined,
+and the workspace grows into the hole below it. Where no hole is large enough, everything is moved together, which waits
+for the card and is counted; ``PT_ENABLE_MEMORY_DEFRAGMENTATION=0`` forbids that.
 """
 
 from __future__ import annotations
 
 ALIGNMENT = 128
-"""Bytes that every piece is rounded up to."""
+"""Every piece is rounded up to a multiple of this many bytes."""
 
 
 class AddressSpace:
-    """Pieces of memory by their numbers.
+    """Pieces of memory, identified by numbers.
 
     Args:
-        moves: pieces may be moved together.
+        moves: True if pieces may be moved together (defragmentation).
     """
 
     def __init__(self, total: int, moves: bool = True) -> None:
@@ -26,7 +26,7 @@ class AddressSpace:
         self._pieces: dict[int, tuple[int, int]] = {}
         self._last = 0
         self._floor = self.total
-        """Where the workspace begins."""
+        """Address at which the workspace begins."""
         if self.total:
             self._add(0, self.total)
 
@@ -36,7 +36,7 @@ class AddressSpace:
         return max(self._holes.values(), default=0)
 
     def allocate(self, count: int) -> int | None:
-        """The number of a piece of ``count`` bytes; None where no hole holds it."""
+        """Allocates ``count`` bytes and returns the number of the piece; None where no hole is large enough."""
         size = _align_up(count)
         found = self._smallest(size)
         if found is None and self._gather(size, self.total):
@@ -51,7 +51,7 @@ class AddressSpace:
         return self._last
 
     def release(self, piece: int) -> None:
-        """Returns what ``allocate`` gave."""
+        """Frees a piece that ``allocate`` returned."""
         at, size = self._pieces.pop(piece)
         before = self._ends.get(at)
         if before is not None:
@@ -61,7 +61,9 @@ class AddressSpace:
         self._add(at, size)
 
     def extend(self, count: int) -> bool:
-        """Lets the workspace have ``count`` bytes; False where the hole below it is too small for what lacks."""
+        """Grows the workspace to ``count`` bytes; returns False if the hole below it is too small for the
+        difference.
+        """
         more = _align_up(count) - (self.total - self._floor)
         if more <= 0:
             return True
@@ -107,5 +109,5 @@ class AddressSpace:
 
 
 def _align_up(count: int) -> int:
-    """At least one unit, so that every piece has an address of its own."""
+    """Rounds up to whole units of ``ALIGNMENT``; at least one, so that every piece has an address of its own."""
     return max(-(-count // ALIGNMENT), 1) * ALIGNMENT

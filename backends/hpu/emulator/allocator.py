@@ -1,4 +1,4 @@
-"""The emulated device's memory in bytes: who holds what, where it lies, and what is left."""
+"""The emulated device's memory in bytes: who uses it, at which addresses, and how much is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ KINDS = ("tensors", "graphs", "workspace", "not returned")
 
 
 class Allocator:
-    """Bytes by kind: tensors (unique storages), graphs (what they keep), one workspace, what releases kept."""
+    """Bytes by kind: tensors (unique storages), graphs (tensors that they keep), one workspace, and bytes not given
+    back.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.total = profile.total
@@ -24,7 +26,7 @@ class Allocator:
 
     @property
     def free(self) -> int:
-        """Bytes that can still be taken, if they lie together."""
+        """Bytes that can still be allocated, if they are contiguous."""
         return self.total - sum(self.used.values())
 
     def allocate(self, kind: str, count: int, what: str = "") -> int:
@@ -41,7 +43,7 @@ class Allocator:
         self.allocate("tensors", count, "KV blocks that nothing backs")
 
     def release(self, kind: str, count: int, piece: int | None = None) -> None:
-        """Returns a piece of ``count`` bytes; None: any that was taken for them."""
+        """Frees a piece of ``count`` bytes; None: any piece of that size."""
         self.used[kind] -= count
         held = self._pieces[kind, count]
         found = held[-1] if piece is None else piece
@@ -49,7 +51,11 @@ class Allocator:
         self.pool.release(found)
 
     def grow_workspace(self, need: int) -> None:
-        """The workspace is shared by all launches and never shrinks; it grows into what is free below it."""
+        """Grows the workspace to at least ``need`` bytes. All launches share it, and it never shrinks.
+
+        Raises:
+            EmulatedOutOfMemory: the free memory below it is too small.
+        """
         more = need - self.used["workspace"]
         if more <= 0:
             return
@@ -59,7 +65,7 @@ class Allocator:
 
 
 class LiveBytes:
-    """Bytes of a launch's own tensors: now, at their most, and those that a graph of the launch would keep.
+    """Bytes of a launch's own tensors: current, peak, and those that a graph of the launch would keep.
 
     A graph keeps what crosses a cut, each tensor once: the outputs of its recipes that something still holds then.
     """
@@ -69,7 +75,7 @@ class LiveBytes:
         self.peak = 0
         self.cuts = 0
         self.fresh = 0
-        """Bytes alive that were made since the last cut."""
+        """Bytes of live tensors that were made since the last cut."""
         self.kept = 0
 
     def add(self, count: int) -> None:
@@ -78,23 +84,23 @@ class LiveBytes:
         self.peak = max(self.peak, self.now)
 
     def drop(self, count: int, born: int) -> None:
-        """A tensor is gone that was made after ``born`` cuts."""
+        """Subtracts a freed tensor that was made after ``born`` cuts."""
         self.now -= count
         if born == self.cuts:
             self.fresh -= count
 
     def cut(self) -> None:
-        """Marks everything that is alive now as kept by the graph."""
+        """Marks all live bytes as kept by the graph, and counts the cut."""
         self.kept += self.fresh
         self.fresh = 0
         self.cuts += 1
 
 
 class Store:
-    """One storage on the device, shared by all views of it; its bytes go back when the last of them is gone.
+    """One storage on the device, shared by all views of it; its bytes are freed when the last of them is gone.
 
     Args:
-        live: the launch whose workspace holds it; None: a tensor of its own.
+        live: the launch whose workspace holds it; None: it is allocated by itself.
     """
 
     def __init__(self, allocator: Allocator, count: int, live: LiveBytes | None) -> None:
@@ -104,17 +110,20 @@ class Store:
         self.allocator, self.bytes, self.live = allocator, count, live
         self.born = 0 if live is None else live.cuts
         self.twin: Any = None
-        self.untouched = False  # still the zeros that it was made of
-        self.captured = False  # a graph reads it, or writes to it
+        self.untouched = False  # True while it still holds the zeros that it was created with
+        self.captured = False  # True if a graph reads it or writes to it
 
     def meta_storage(self) -> Any:
-        """A storage without values on torch's meta device: views of this storage stay views of each other there."""
+        """Returns a storage on torch's meta device, without values.
+
+        Views of this storage stay views of each other there.
+        """
         if self.twin is None:
             self.twin = torch.empty(self.bytes, dtype=torch.uint8, device="meta").untyped_storage()
         return self.twin
 
     def keep(self) -> None:
-        """Leaves the launch's workspace for a place in its graph, which is charged by the graph."""
+        """Moves the storage out of the launch's workspace into its graph, which is charged for it."""
         if self.live is not None:
             self.live.drop(self.bytes, self.born)
             self.live = None

@@ -1,4 +1,4 @@
-"""What a capture leaves: the operations, in order, on the tensors that they met. Replay runs them, not Python."""
+"""The operations of a captured launch, in order, with the tensors that they ran on. Replay runs them, not Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordedSlot:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """One operation: ``args`` and ``kwargs`` hold Slots, outside tensors and constants; ``made`` its outputs.
+    """One operation: ``args`` and ``kwargs`` hold RecordedSlots, outside tensors and constants; ``made`` its outputs.
 
     ``line``: the line of code that called it.
     """
@@ -50,8 +50,9 @@ class CaptureRecording:
         return len(self.calls)
 
     def record(self, function: Function, args: Any, kwargs: Any, out: Any) -> None:
-        """Adds a call. Device tensors made before in this recording become slots, others keep their place on the
-        device.
+        """Adds a call.
+
+        Device tensors made before in this recording become slots; others keep their place on the device.
         """
         line = refusals.line_of_code()
         call = RecordedCall(function, rebuild(args, self._reference), rebuild(kwargs, self._reference), [], line)
@@ -96,7 +97,7 @@ class CaptureRecording:
         return total
 
     def replay(self) -> None:
-        """Runs the calls on today's contents of the outside tensors; outputs are overwritten in place."""
+        """Runs the calls on the current contents of the outside tensors; outputs are overwritten in place."""
         values: list[Tensor | None] = [None] * self.count
 
         def value(leaf: Any) -> Any:

@@ -16,16 +16,16 @@ class Profile:
 
     Args:
         total: bytes of memory that the plug-in finds on it.
-        moves: memory is defragmented where a request finds no hole.
-        graph_bytes: bytes of a graph beside its outputs and the tensors that it keeps.
+        moves: True if memory is defragmented when a request finds no hole.
+        graph_bytes: bytes of a graph besides its outputs and the tensors that it keeps.
         compile_base: virtual seconds to compile a recipe; an estimate, no measurement.
         compile_per_op: virtual seconds more for each operation in it; an estimate, no measurement.
         max_ops: operations between two cuts above which compilation is refused.
-        block_softmax: whether its plug-in has the kernel that joins blocks of a decoding row.
+        block_softmax: True if its plug-in has the kernel that joins blocks of a decoding row.
         fp8_top: the largest e4m3 float of 8 bits.
-        column: the card's types in the tables of operations.
+        column: the card's column of dtypes in the tables of operations.
         bandwidth: bytes of memory a second, of its data sheet.
-        host_copy: bytes a second to the host and back, an estimate: what an operation on the host's CPU costs.
+        host_copy: bytes a second to the host and back, an estimate; the cost of an operation on the host's CPU.
     """
 
     name: str
@@ -48,11 +48,11 @@ PROFILES = {
         "Gaudi 3", int(126.5 * GIB), block_softmax=True, fp8_top=448.0, column="gaudi3", bandwidth=3.7e12
     ),
 }
-"""Sizes as logs of the two cards show them, of nominally 96 and 128 GiB: docs/hpu-internals.md says where."""
+"""Memory sizes from logs of the two cards, of nominally 96 and 128 GiB: docs/hpu-internals.md gives the sources."""
 
 
 def profile(name: str) -> Profile:
-    """The profile called ``name``; empty means Gaudi 2."""
+    """Returns the profile called ``name``; empty means Gaudi 2."""
     found = PROFILES.get(name or "gaudi2")
     if found is None:
         raise StartupError(f"no emulated device {name!r}; there are: {', '.join(PROFILES)}")

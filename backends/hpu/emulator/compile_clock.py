@@ -10,15 +10,15 @@ from trencadis.backends.hpu.emulator.card_profiles import Profile
 from trencadis.backends.hpu.emulator.recipes.recipe_store import SavedRecipes
 
 METRICS = ("graph_compilation", "cpu_fallback", "memory_defragmentation")
-"""Names that ``metric_localcontext`` takes."""
+"""Names that ``metric_localcontext`` accepts."""
 
 
 class MetricNotFound(Exception):
-    """The plug-in counts nothing of that name."""
+    """The plug-in has no metric of that name."""
 
 
 class Metric:
-    """What ``metric_localcontext`` yields: events of one kind while it is open."""
+    """The object that ``metric_localcontext`` yields: events of one kind while it is open."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Metric:
         self.seconds = 0.0
 
     def stats(self) -> list[tuple[str, float]]:
-        """As the bridge reports them: entry 0 is the number of events."""
+        """Returns (name, value) pairs as the bridge reports them: entry 0 is the number of events."""
         mean = self.seconds / self.count if self.count else 0
         return [("TotalNumber", self.count), ("TotalTime", int(self.seconds * 1e6)), ("AvgTime", mean * 1e6)]
 
@@ -39,15 +39,15 @@ class Clock:
         self.seconds = 0.0
         self.compiles = 0
         self.lines: Counter[str] = Counter()
-        """Events beside compilations, such as fall-backs, by name, operation and line of code."""
+        """Events other than compilations, such as fall-backs, by name, operation and line of code."""
         self.written_anew = 0
-        """Bytes of whole tensors that compiled graphs wrote anew to change a part of them."""
+        """Bytes of whole tensors that compiled graphs rewrote in order to change a part of them."""
         self.saved: SavedRecipes | None = None
         self._recipes: set[Hashable] = set()
         self._open: list[Metric] = []
 
     def run_recipe(self, key: Hashable, ops: int) -> bool:
-        """Runs a recipe of ``ops`` operations; True where it had to be compiled first."""
+        """Runs a recipe of ``ops`` operations; returns True if it had to be compiled first."""
         if key in self._recipes:
             return False
         self._recipes.add(key)
@@ -65,18 +65,18 @@ class Clock:
         return True
 
     def count_event(self, name: str, line: str) -> None:
-        """Counts what ``metric_localcontext(name)`` counts; ``line`` tells what happened, and where."""
+        """Counts an event of the metric ``name``; ``line`` names the operation and the line of code."""
         self.lines[f"{name}: {line}"] += 1
         for metric in self._open:
             metric.count += metric.name == name
 
     def charge_copy(self, count: int) -> None:
-        """A whole tensor of ``count`` bytes is written anew: read and written once."""
+        """Charges the rewriting of a whole tensor of ``count`` bytes, which is read and written once."""
         self.written_anew += count
         self.add_seconds(2 * count / self.profile.bandwidth)
 
     def add_seconds(self, seconds: float) -> None:
-        """Virtual time beside compilations."""
+        """Adds virtual time that is not compile time."""
         self.seconds += seconds
 
     @contextmanager

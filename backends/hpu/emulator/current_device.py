@@ -10,7 +10,7 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 
 
 class EmulatedRuntime:
-    """Which device new tensors are made on; a process has one at a time."""
+    """The device on which new tensors are created; a process has one at a time."""
 
     device: EmulatedDevice | None = None
     library: Library | None = None

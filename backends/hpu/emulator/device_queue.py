@@ -1,7 +1,8 @@
-"""What a card has been given to do: work and uploads in order, copies to the host on a stream of their own.
+"""The card's queue: work and uploads in order, copies to the host on a stream of their own.
 
-An upload waits for the launches that read or write its target, a launch for the uploads of its inputs; so both stand in
-one line. A copy to the host waits for what was submitted before it, and nothing that is submitted after waits for it: a
+An upload waits for the launches that read or write its target, a launch for the uploads of its inputs; so both are in
+one queue. A copy to the host waits for what was submitted before it, and nothing that is submitted after waits for it:
+a
 replay may overwrite a result that is still being fetched.
 """
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class Mark(NamedTuple):
-    """Everything that was submitted up to a moment: pieces of work and copies to the host."""
+    """A position in the queues: the pieces of work and the copies to the host submitted up to a moment."""
 
     work: int
     down: int
@@ -24,13 +25,13 @@ class DeviceQueue:
     """The card's work queue. By default each piece runs as late as allowed: when something waits for it or for later
     work.
 
-    A copy into ordinary host memory goes through a buffer of the driver's: the card fills that, and a thread on the
-    host finishes it some time later. No event tells when; a copy that blocks comes after it.
+    A copy into ordinary host memory goes through a buffer of the driver: the card fills that, and a thread on the
+    host finishes it some time later. No event signals when; a copy that blocks waits for it.
     """
 
     def __init__(self) -> None:
         self.dice: random.Random | None = None
-        """Where set, the card runs ahead by chance: at any call, any piece that may run."""
+        """If set, random mode: at any call the card may run any piece that is allowed to run."""
         self._work: deque[Callable[[], None]] = deque()
         self._down: deque[tuple[int, Callable[[], None]]] = deque()
         self._landing: deque[Callable[[], object]] = deque()
@@ -50,13 +51,13 @@ class DeviceQueue:
         self.run_randomly()
 
     def land_later(self, work: Callable[[], object]) -> None:
-        """The host's own part of a copy, which runs when a later copy blocks."""
+        """Defers the host's part of a copy until a later copy blocks."""
         self._landing.append(work)
 
     def wait(self, mark: Mark | None = None) -> None:
-        """The device is synchronised, or an event waited for: all that was submitted up to ``mark`` runs.
+        """Runs everything that was submitted up to ``mark``, as synchronising the device or waiting for an event does.
 
-        Work that was submitted later may have run before a copy to the host reads its source: here it has.
+        A copy to the host may read its source after later work has overwritten it: here it always does.
         """
         goal = self.submitted if mark is None else mark
         self._run(self.submitted.work if goal.down > self.finished.down and self.dice is None else goal.work)
@@ -64,13 +65,13 @@ class DeviceQueue:
             self._fetch()
 
     def land(self) -> None:
-        """A copy to the host blocks: everything before it is done, on both sides."""
+        """Blocks for a copy to the host: completes everything before it, on the card and on the host."""
         self.wait()
         while self._landing:
             self._landing.popleft()()
 
     def is_complete(self, mark: Mark) -> bool:
-        """Whether all up to ``mark`` has run."""
+        """Returns True if everything up to ``mark`` has run."""
         self.run_randomly()
         return self.finished.work >= mark.work and self.finished.down >= mark.down
 
@@ -110,12 +111,12 @@ class QueueEvent:
         self._mark, self._queried = self._queue.submitted, False
 
     def query(self) -> bool:
-        """True if all marked work is done; a second query first runs it, as a device would have caught up."""
+        """Returns True if all marked work is done; a second query first runs it, as a device would have by then."""
         if self._queried:
             self.synchronize()
         self._queried = True
         return self._queue.is_complete(self._mark)
 
     def synchronize(self) -> None:
-        """Waits for it; not for the host's own part of copies."""
+        """Waits for the marked work, but not for the host's part of copies."""
         self._queue.wait(self._mark)

@@ -1,6 +1,6 @@
 """A tensor on the emulated device: a wrapper around a host tensor that only the device may touch.
 
-It claims torch's ``lazy`` device type, which every build of torch knows and no backend here uses, so that
+It uses torch's ``lazy`` device type, which every build of torch knows and no backend here uses, so that
 ``torch.zeros(..., device=d)``, ``.to(d)`` and ``.cpu()`` reach the emulator as they would reach a device.
 """
 
@@ -19,7 +19,9 @@ DEVICE = torch.device("lazy")
 
 
 class DeviceTensor(Tensor):
-    """Values are in ``held`` (a CPU tensor, or a meta tensor without values); nobody but the device reads them."""
+    """A tensor of the device. Values are in ``held`` (a CPU tensor, or a meta tensor without values), which only the
+    device reads.
+    """
 
     held: Tensor
     store: Store
@@ -66,7 +68,7 @@ class DeviceTensor(Tensor):
 
 
 def flatten(tree: Any) -> list[Any]:
-    """Leaves of nested tuples, lists and dicts, in order."""
+    """Returns the leaves of nested tuples, lists and dicts, in order."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, tuple | list):
@@ -75,7 +77,7 @@ def flatten(tree: Any) -> list[Any]:
 
 
 def rebuild(tree: Any, leaf: Any) -> Any:
-    """``tree`` with ``leaf`` applied to every leaf, in the order of ``flatten``."""
+    """Returns ``tree`` with ``leaf`` applied to every leaf, in the order of ``flatten``."""
     if isinstance(tree, dict):
         return {key: rebuild(value, leaf) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

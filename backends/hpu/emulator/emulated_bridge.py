@@ -1,4 +1,4 @@
-"""The emulator as a Bridge."""
+"""The emulator as a ``Bridge``."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PROFILE, KIND, FAULTS, HOST_MEMORY = (
 )
 DEFRAGMENTATION = "PT_ENABLE_MEMORY_DEFRAGMENTATION"
 HOST_BYTES = 512 << 20
-"""Host memory of KV caches where nothing is said."""
+"""Default host memory of KV caches, in bytes."""
 
 
 def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
-    """A card of its own for this process, as the environment describes it."""
+    """Creates an emulated card for this process, as the environment describes it."""
     kind = environ.get(KIND, "") or "compute"
     if kind not in ("compute", "meta"):
         raise StartupError(f"{KIND}={kind!r}: compute or meta")
@@ -52,7 +52,7 @@ def bridge(environ: Mapping[str, str], index: int = 0) -> EmulatedBridge:
 
 
 def _bytes(text: str) -> int:
-    """``512MiB``, ``2GiB`` or a plain number; empty: 512 MiB."""
+    """Parses ``512MiB``, ``2GiB`` or a plain number of bytes; empty: 512 MiB."""
     found = re.fullmatch(r"(\d+)\s*(MiB|GiB)?", text.strip()) if text else None
     if text and found is None:
         raise StartupError(f"{HOST_MEMORY}={text!r} is no size (such as 512MiB or 536870912)")
@@ -63,11 +63,11 @@ def _bytes(text: str) -> int:
 def make_bridge(
     device: EmulatedDevice, lazy: bool = True, backed: int = HOST_BYTES, cached: bool = True
 ) -> EmulatedBridge:
-    """The namespace over ``device``, which becomes the process's card.
+    """Builds the bridge of ``device``, which becomes the process's card.
 
     Args:
         backed: host memory that KV caches may fill, in bytes.
-        cached: the tensor cache of graphs is on.
+        cached: True if the tensor cache of graphs is on.
     """
     use(device)
     _silence_warning()
@@ -112,7 +112,7 @@ def make_bridge(
 
 
 class Collectives:
-    """What is sent between ranks, over gloo; in lazy mode a wait follows each, which ends the recipe."""
+    """Transfers between ranks, over gloo; in lazy mode each is followed by a wait, which ends the recipe."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
@@ -160,7 +160,7 @@ def _hooks(device: EmulatedDevice, lazy: bool, backed: int) -> EmulatorHooks:
 
 
 def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
-    """The card's compiler, made when it is first needed: importing Dynamo takes a second."""
+    """Returns the card's compile function. The compiler is made when first needed: importing Dynamo takes a second."""
     made: list[Any] = []
 
     def compile_function(function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
@@ -175,7 +175,7 @@ def _compiler(device: EmulatedDevice) -> Callable[..., Any]:
 
 
 def _do_nothing() -> None:
-    """``mark_step`` in compile mode."""
+    """Does nothing: ``mark_step`` in compile mode."""
 
 
 def _silence_warning() -> None:

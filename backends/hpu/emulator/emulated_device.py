@@ -1,4 +1,4 @@
-"""The emulated device: decides about every operation, runs it on values or on meta tensors, and accounts for memory."""
+"""The emulated device: checks every operation, runs it on values or on meta tensors, and accounts for memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trencadis.backends.hpu.emulator.transfers import Transfers
 
 aten = torch.ops.aten
 SPARSE = 64 << 20
-"""Tensors of more bytes are mapped without being backed: the host pays for pages that are written."""
+"""Tensors of more bytes are mapped without being backed: only pages that are written use host memory."""
 
 HOST, META = torch.device("cpu"), torch.device("meta")
 
@@ -37,7 +37,7 @@ class EmulatedDevice:
     """One card.
 
     Args:
-        computes: real values; False: torch's meta device, for plans and ledgers of models of any size.
+        computes: True: tensors hold values; False: torch's meta device, for plans and ledgers of models of any size.
         lazy: lazy mode; False: compile mode.
     """
 
@@ -52,11 +52,11 @@ class EmulatedDevice:
         self.scope: Scope | None = None
         self.compile_only = False
         self.graphs: list[Any] = []
-        """What compile mode made of each graph, in order (``compiled.passes.Lowered``)."""
+        """The graphs that compile mode made, in order (``compiled.graph_passes.Lowered``)."""
         self._stores: dict[int, Store] = {}
 
     def launch(self, recording: CaptureRecording | None = None, kind: str = "") -> Scope:
-        """The scope of one run, or of one capture; ``kind``: what a fault may be waiting for."""
+        """Opens the scope of one run, or of one capture; ``kind``: the kind of fault that may be injected."""
         assert self.scope is None, "launches do not nest"
         meta = recording is not None or self.compile_only or not self.computes
         self.begin_launch(kind or ("step" if recording is None else "capture"))
@@ -70,7 +70,7 @@ class EmulatedDevice:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compile-only mode: launches make recipes and compute nothing, replays do nothing."""
+        """Enters compile-only mode: launches make recipes and compute nothing, replays do nothing."""
         before, self.compile_only = self.compile_only, True
         try:
             yield
@@ -78,7 +78,7 @@ class EmulatedDevice:
             self.compile_only = before
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One ATen call from Python."""
+        """Runs one ATen call from Python."""
         leaves = flatten((args, kwargs))
         if self.scope is None:
             for target in find_mutated_args(func, args):
@@ -107,12 +107,14 @@ class EmulatedDevice:
         return (self._apply if self._is_free(func) else self.execute)(function, name, args, kwargs)
 
     def _is_free(self, func: Any) -> bool:
-        """A view that Python takes between two compiled graphs: it has no recipe, since nothing is computed."""
+        """Returns True for a view that Python takes between two compiled graphs: nothing is computed, so it has no
+        recipe.
+        """
         between = self.scope is not None and not (self.lazy or self.scope.silent or self.scope.region)
         return between and is_view(func)
 
     def _on_the_host(self, name: str, why: str, leaves: list[Any], capture: bool) -> None:
-        """An operation that the bridge sends to the host's CPU: slow, and not possible in a capture."""
+        """Counts and charges an operation that the bridge sends to the host's CPU; raises Refused in a capture."""
         if capture:
             raise refusals.fallback_in_capture(name, why)
         moved = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, DeviceTensor))
@@ -120,7 +122,7 @@ class EmulatedDevice:
         self.clock.count_event("cpu_fallback", f"{name}: {why}: {refusals.line_of_code()}")
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A fused operation: plain torch on the inside, one operation on the device."""
+        """Runs a fused operation: computed by plain torch, counted as one operation on the device."""
         for leaf in flatten((args, kwargs)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor):
                 raise refusals.host_mixed(function.__name__)
@@ -138,7 +140,9 @@ class EmulatedDevice:
         return self._apply(function, name, args, kwargs)
 
     def _run_alone(self, name: str, leaves: list[Any]) -> None:
-        """An operation outside of launches: in lazy mode a recipe, of a view elsewhere another one."""
+        """Counts an operation outside of launches: in lazy mode it is a recipe, per offset of the views that it
+        reads.
+        """
         if self.lazy:
             offsets = tuple(t.storage_offset() for t in leaves if isinstance(t, DeviceTensor))
             self.clock.run_recipe(("alone", name, offsets, *map(leaf_key, leaves)), 1)
@@ -185,16 +189,17 @@ class EmulatedDevice:
         return out
 
     def layer(self, run: Callable[..., Any], *args: Any) -> Any:
-        """One layer of a stack; without values an equal layer is not run again, its figures are."""
+        """Runs one layer of a stack. Without values an equal layer is not run again: its recorded figures are added."""
         if self.computes or self.scope is None:
             return run(*args)
         return self.scope.layer_reuse.layer(self.scope, run, args)
 
     def rewrite(self, target: Any, name: str) -> None:
-        """A write to ``target`` that no capture may hold, and that between launches makes a view's whole tensor anew.
+        """Handles a write to ``target``: refused in a capture if it is a view; between launches it rewrites a view's
+        whole tensor.
 
         Raises:
-            Refused: a view in a capture, or one of a tensor that a graph has captured as it was.
+            Refused: a view in a capture, or a view of a tensor that a graph has captured.
         """
         if not self.lazy or not isinstance(target, DeviceTensor) or not target.is_view:
             return
@@ -208,7 +213,7 @@ class EmulatedDevice:
         self.clock.charge_copy(target.store.bytes)
 
     def prepare_send(self, source: Any, name: str) -> None:
-        """A collective between launches reads ``source``: in lazy mode a view is first copied, by a recipe."""
+        """Prepares ``source`` for a collective between launches: in lazy mode a view is first copied, by a recipe."""
         if self.scope is None and self.lazy and isinstance(source, DeviceTensor) and source.is_view:
             self.clock.run_recipe(("taken out", name, source.storage_offset(), leaf_key(source)), 1)
 
@@ -218,14 +223,14 @@ class EmulatedDevice:
             self.scope.cut()
 
     def upload(self, source: Tensor, dtype: torch.dtype, non_blocking: bool) -> DeviceTensor:
-        """A host tensor's copy on the device."""
+        """Copies a host tensor to the device and returns the copy."""
         target = self.empty(tuple(source.shape), dtype)
         target.store.untouched = False
         self.transfers.upload(target, source, non_blocking)
         return target
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceTensor:
-        """Zeros; large ones are backed page by page when written."""
+        """Returns zeros; large tensors are backed page by page when written."""
         count = dtype.itemsize
         for size in shape:
             count *= size
@@ -241,7 +246,7 @@ class EmulatedDevice:
         return DeviceTensor(inner, store, self, is_view=False)
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Copies between host and device; None where ``func`` stays on one side."""
+        """Copies between host and device; returns None if ``func`` stays on one side."""
         name, non_blocking = str(func), bool(kwargs.get("non_blocking"))
         if func is aten._to_copy.default:
             source, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype") or args[0].dtype
@@ -284,7 +289,7 @@ class EmulatedDevice:
         return tensor.held
 
     def _meta_tensor(self, tensor: DeviceTensor) -> Tensor:
-        """The tensor without values; views of one storage share one meta storage."""
+        """Returns the tensor without values; views of one storage share one meta storage."""
         if tensor.held.is_meta:
             return tensor.held
         twin = torch.empty(0, dtype=tensor.dtype, device=META)
@@ -300,5 +305,5 @@ NORESERVE = 0x4000 if hasattr(mmap, "MAP_ANONYMOUS") else 0
 
 
 def _host_devices(tree: Any) -> Any:
-    """Arguments as a replay needs them: the device is the host that holds the values."""
+    """Replaces the device in arguments by the host, which holds the values when a launch is replayed."""
     return rebuild(tree, lambda leaf: HOST if isinstance(leaf, torch.device) and leaf == DEVICE else leaf)

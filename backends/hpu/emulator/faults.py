@@ -1,4 +1,4 @@
-"""Faults to inject, so that what follows a failure can be tested."""
+"""Faults to inject, so that recovery from failures can be tested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = re.compile(r"(oom|crash)@(capture|step):(\d+)|return:([01](?:\.\d+)?)")
 
 @dataclass
 class EmulatedFaults:
-    """Captures and steps are counted from 1; a step is one run or replay.
+    """Faults of one device. Captures and steps are counted from 1; a step is one run or replay.
 
     Args:
         out_of_memory: (kind, number) pairs that run out of memory; kind is ``capture`` or ``step``.
@@ -42,7 +42,7 @@ class EmulatedFaults:
 
 
 def parse(text: str) -> EmulatedFaults:
-    """``oom@capture:3,crash@capture:2,oom@step:10,return:0.5``."""
+    """Parses faults such as ``oom@capture:3,crash@capture:2,oom@step:10,return:0.5``."""
     faults = EmulatedFaults()
     for entry in filter(None, (e.strip() for e in text.split(","))):
         found = ENTRY.fullmatch(entry)

@@ -1,7 +1,8 @@
 """Floats of 8 bits as the card has them: casts by a scale and the product, in torch's float8.
 
-A Gaudi 2 keeps the largest exponent of e4m3 for what is not finite, so that its range ends at 240; a Gaudi 3 reaches
-448. A value beyond the range becomes NaN here: whether a release clamps it or not is decided by a closed library.
+A Gaudi 2 reserves the largest exponent of e4m3 for values that are not finite, so that its range ends at 240; a Gaudi 3
+reaches 448. A value beyond the range becomes NaN here: whether a release clamps it or not is decided by a closed
+library.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 WIDE = (torch.float32, torch.bfloat16)
-"""Types that casts take and give."""
+"""Dtypes that casts accept and return."""
 
 BEYOND = 464.0
-"""Half a step above the largest e4m3, 448: values above it round to none."""
+"""Half a step above the largest e4m3, 448: larger values do not round to a code."""
 
 NAN = 0x7F
-"""The code of what is not finite."""
+"""The code of values that are not finite."""
 
 
 def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
-    """e4m3 of x [..., k] times ``scale``, which broadcasts to it."""
+    """Returns e4m3 codes of x [..., k] times ``scale``, which broadcasts to it; NaN beyond ``limit``."""
     if x.dtype not in WIDE:
         raise RuntimeError(f"cast_to_fp8_v2 takes float32 and bfloat16, not {x.dtype}")
     if scale is not None and not can_broadcast(scale, tuple(x.shape)):
@@ -37,7 +38,7 @@ def cast_to_fp8_v2(x: Tensor, scale: Tensor | None, limit: float) -> Tensor:
 
 
 def cast_from_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | None, limit: float) -> Tensor:
-    """e4m3 times ``scale``, of ``dtype``."""
+    """Returns the values of e4m3 codes times ``scale``, in ``dtype``."""
     if x.dtype != E4M3:
         raise RuntimeError(f"cast_from_fp8 takes 8-bit floats, not {x.dtype}")
     if dtype not in WIDE:
@@ -49,7 +50,7 @@ def cast_from_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | None, limit: fl
 def fp8_gemm_v2(
     a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, limit: float
 ) -> Tensor:
-    """[n, k] x [m, k] -> [n, m] of bfloat16 or float32; scales broadcast to a and to b transposed."""
+    """Multiplies [n, k] x [m, k] -> [n, m] in bfloat16 or float32; scales broadcast to a and to b transposed."""
     if a.dtype != E4M3 or b.dtype != E4M3:
         raise RuntimeError(f"fp8_gemm_v2 multiplies 8-bit floats, not {a.dtype} by {b.dtype}")
     if dtype not in WIDE:
@@ -63,13 +64,13 @@ def fp8_gemm_v2(
 
 
 def can_broadcast(scale: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether ``scale`` broadcasts to ``shape``."""
+    """Returns True if ``scale`` broadcasts to ``shape``."""
     own = tuple(scale.shape)
     return len(own) <= len(shape) and all(n in (1, size) for n, size in zip(own[::-1], shape[::-1], strict=False))
 
 
 def _values(codes: Tensor, limit: float) -> Tensor:
-    """float32: codes beyond the card's range are not finite."""
+    """Returns the values of codes in float32; codes beyond the card's range become NaN."""
     wide = codes.float()
     return wide if codes.is_meta else torch.where(wide.abs() <= limit, wide, float("nan"))
 
@@ -80,4 +81,4 @@ SCHEMAS = (
     ("fp8_gemm_v2(Tensor a, Tensor b, ScalarType dtype, Tensor a_scale, Tensor b_scale, Tensor? bias, float limit) -> "
      "Tensor", fp8_gemm_v2),
 )  # fmt: skip
-"""As operations of torch, which a compiled graph holds as they are."""
+"""The casts as torch operations, which a compiled graph keeps unsplit."""

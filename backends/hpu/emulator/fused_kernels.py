@@ -16,13 +16,15 @@ from trencadis.backends.hpu.emulator.emulated_device import EmulatedDevice
 BLOCKWISE = 0
 CAUSAL_STEP = 1024
 MASK_BYTES, MASK_ITEM = (1 << 31) - 1, 2
-"""Largest mask of a head in bytes, and bytes of its values, booleans widened to bfloat16."""
+"""Bytes of the largest mask of a head, and bytes of one of its values, booleans widened to bfloat16."""
 
 
 def softmax_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
 ) -> Tensor:
-    """[B, h, S, T]: float32 in mode fp32. What is hidden is -inf, so that a row that sees nothing becomes NaN."""
+    """Returns scores [B, h, S, T], float32 in mode fp32. Hidden scores are -inf, so that a fully hidden row becomes
+    NaN.
+    """
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] > k.shape[1] else k
     if softmax_mode == "fp32":
         scores = q.float() @ keys.float().transpose(2, 3) * scale
@@ -39,7 +41,9 @@ def softmax_scores(
 def sdpa_recomp_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
 ) -> Tensor:
-    """[B, h, S, d] over [B, g, T, d]; a boolean mask is True where a key is seen, another one is added."""
+    """Computes attention [B, h, S, d] over [B, g, T, d]; a boolean mask is True for visible keys, another dtype is
+    added.
+    """
     scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
     return scores.softmax(-1).to(q.dtype) @ values
@@ -48,9 +52,9 @@ def sdpa_recomp_fwd(
 def sdpa_recomp_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``sdpa_recomp_fwd``, each row's maximum in the inputs' type, and the inverse of its sum of exponentials.
+    """Returns ``sdpa_recomp_fwd``, each row's maximum in the inputs' type, and the inverse of its sum of exponentials.
 
-    The inverse belongs to the maximum as it is rounded. It is float32 but for bfloat16 in mode fast.
+    The inverse belongs to the maximum as it is rounded. It is float32, except for bfloat16 in mode fast.
     """
     scores = softmax_scores(q, k, mask, is_causal, scale, softmax_mode)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) if q.shape[1] > v.shape[1] else v
@@ -62,14 +66,15 @@ def sdpa_recomp_parts(
 
 
 def matmul_out_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """A product of bfloat16 matrices into a float32 tensor."""
+    """Multiplies bfloat16 matrices into a float32 tensor."""
     return a.float() @ b.float()
 
 
 def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
-    """``shape``: exp(high - M) / sum over the row's blocks of exp(high - M) * total; row -1 owns what is unlisted.
+    """Returns exp(high - M) / sum over the row's blocks of exp(high - M) * total, of ``shape``; group -1 owns unlisted
+    blocks.
 
-    The sum is at least the block's own share, so that an unlisted block divides by no zero.
+    The sum is at least the block's own share, so that an unlisted block does not divide by zero.
     """
     blocks = len(high)
     flat, sums = high.reshape(blocks, -1), total.reshape(blocks, -1)
@@ -83,14 +88,14 @@ def block_softmax_adjustment(high: Tensor, total: Tensor, groups: Tensor, rows: 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    """Computes x / rms(x) * weight over the last dimension, in float32 inside."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def rotary_pos_embedding(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotary over the last dimension, first half against second half."""
+    """Applies rotary embedding over the last dimension, first half against second half."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -102,18 +107,18 @@ def check_summable(x: Tensor) -> None:
 
 
 def all_reduced(x: Tensor) -> Tensor:
-    """The sum over the ranks, as a new tensor."""
+    """Returns the sum over the ranks, as a new tensor."""
     check_summable(x)
     return x.clone() if x.is_meta else all_reduce(x.clone())
 
 
 def all_gathered(x: Tensor, world: int) -> Tensor:
-    """[n, width] of every rank side by side."""
+    """Gathers [n, width] of every rank side by side."""
     return torch.cat([x] * world, dim=-1) if x.is_meta else all_gather(x, world)
 
 
 def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """``symbols.convert_from_uint4``; into bfloat16, which its users ask for."""
+    """Implements ``optional_symbols.convert_from_uint4``, into bfloat16 only, the dtype that callers use."""
     if codes.dtype != torch.int32 or zero.dtype not in (torch.int32, scale.dtype):
         raise RuntimeError("Only int input tensors are supported")
     if dtype != torch.bfloat16:
@@ -130,19 +135,19 @@ def convert_from_uint4(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 [n, m] -> [n, 8 m], lowest bits first."""
+    """Unpacks int32 [n, m] -> [n, 8 m], lowest bits first."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & 15).reshape(words.shape[0], -1)
 
 
 class KernelOps:
-    """The fused symbols as operations of torch, which a compiled graph holds as they are."""
+    """The fused symbols as torch operations, which a compiled graph keeps unsplit."""
 
     library: Library | None = None
 
     @classmethod
     def register(cls) -> None:
-        """Defines them once a process."""
+        """Registers the operations, once per process."""
         if cls.library is not None:
             return
         library: Any = Library("trencadis_emulator", "DEF")  # type: ignore[no-untyped-call]
@@ -188,7 +193,7 @@ class Kernels:
         valid_seq_len: Tensor | None = None,
         seq_padding_type: str = "left",
     ) -> Tensor:
-        """``FusedSDPA.apply``."""
+        """Implements ``FusedSDPA.apply``."""
         if valid_seq_len is not None and (not is_causal or attn_mask is not None):
             raise AssertionError("Valid sequence length is supported only with is_causal and without a mask")
         self._check(q, k, v, attn_mask, is_causal, softmax_mode.lower())
@@ -200,7 +205,7 @@ class Kernels:
         return out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, mode: str) -> None:
-        """Limits of the kernel, some of which a card answers with NaN instead of an error."""
+        """Checks the limits of the kernel, beyond some of which a card returns NaN instead of an error."""
         if mode == "fp32" and not q.dtype == k.dtype == v.dtype == torch.bfloat16:
             raise AssertionError("softmax_mode fp32 takes bfloat16 alone")
         if is_causal and mask is not None:
@@ -215,7 +220,9 @@ class Kernels:
     def parts(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, softmax_mode: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``symbols.sdpa_parts``: statistics of a causal call are right for multiples of 1024 alone."""
+        """Implements ``optional_symbols.sdpa_parts``: statistics of a causal call are correct only for multiples of
+        1024.
+        """
         self._check(q, k, v, mask, is_causal, softmax_mode.lower())
         if is_causal and (q.shape[2] % CAUSAL_STEP or k.shape[2] % CAUSAL_STEP):
             raise refusals.causal_statistics(q.shape[2], k.shape[2], CAUSAL_STEP)
@@ -228,7 +235,7 @@ class Kernels:
         return out
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """``symbols.product``."""
+        """Implements ``optional_symbols.product``."""
         if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
             raise AssertionError("the product into float32 takes bfloat16 alone")
         if torch.compiler.is_compiling():
@@ -237,7 +244,7 @@ class Kernels:
         return out
 
     def adjustment(self, high: Tensor, total: Tensor, groups: Tensor, rows: int, shape: list[int]) -> Tensor:
-        """``torch.ops.hpu.block_softmax_adjustment``."""
+        """Implements ``torch.ops.hpu.block_softmax_adjustment``."""
         if high.shape != total.shape or high.dtype != total.dtype or high.dtype == torch.float16:
             raise AssertionError("maxima and sums are alike, in float32 or bfloat16")
         if torch.compiler.is_compiling():
@@ -247,7 +254,7 @@ class Kernels:
         return out
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``FusedRMSNorm.apply``."""
+        """Implements ``FusedRMSNorm.apply``."""
         if x.dim() < 3:
             raise RuntimeError("FusedRMSNorm takes at least 3 dimensions")
         if torch.compiler.is_compiling():
@@ -256,7 +263,7 @@ class Kernels:
         return out
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Any, offset: int, mode: Any) -> Tensor:
-        """``apply_rotary_pos_emb`` in blockwise mode: inputs of several types are all widened to float32."""
+        """Implements ``apply_rotary_pos_emb`` in blockwise mode: inputs of several types are all widened to float32."""
         if position_ids is not None or offset or getattr(mode, "value", mode) != BLOCKWISE:
             raise NotImplementedError("the emulator rotates blockwise, without position ids or offset")
         if torch.float32 in (x.dtype, cos.dtype, sin.dtype):
@@ -267,7 +274,7 @@ class Kernels:
         return out
 
     def to_fp8(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """``torch.ops.hpu.cast_to_fp8_v2``, its first result."""
+        """Implements ``torch.ops.hpu.cast_to_fp8_v2``; returns its first result."""
         limit = self.device.profile.fp8_top
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.cast_to_fp8_v2(x, scale, limit)  # type: ignore[no-any-return]
@@ -275,7 +282,7 @@ class Kernels:
         return out
 
     def from_fp8(self, x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """``torch.ops.hpu.cast_from_fp8``."""
+        """Implements ``torch.ops.hpu.cast_from_fp8``."""
         limit = self.device.profile.fp8_top
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.cast_from_fp8(x, dtype, scale, limit)  # type: ignore[no-any-return]
@@ -285,7 +292,7 @@ class Kernels:
     def fp8_gemm(
         self, a: Tensor, b: Tensor, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """``torch.ops.hpu.fp8_gemm_v2`` with its second matrix transposed."""
+        """Implements ``torch.ops.hpu.fp8_gemm_v2`` with its second matrix transposed."""
         args = a, b, dtype, a_scale, b_scale, bias, self.device.profile.fp8_top
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.fp8_gemm_v2(*args)  # type: ignore[no-any-return]
@@ -293,7 +300,7 @@ class Kernels:
         return out
 
     def from_uint4(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """``torch.ops.hpu.convert_from_uint4``."""
+        """Implements ``torch.ops.hpu.convert_from_uint4``."""
         if torch.compiler.is_compiling():
             return torch.ops.trencadis_emulator.convert_from_uint4(codes, scale, zero, dtype)  # type: ignore[no-any-return]
         out: Tensor = self.device.kernel(convert_from_uint4, codes, scale, zero, dtype)

@@ -27,13 +27,13 @@ class EmulatedGraph:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTrace:
-    """What a launch did.
+    """Figures of one launch.
 
     Args:
-        ops: operations.
-        peak: its most bytes at a time.
-        kept: bytes of what crossed a cut, each tensor once.
-        collective: bytes that collectives left in place.
+        ops: number of operations.
+        peak: peak bytes of its workspace.
+        kept: bytes of the tensors that crossed a cut, each counted once.
+        collective: bytes of results of collectives, which a graph always keeps.
     """
 
     outputs: Any
@@ -44,12 +44,14 @@ class LaunchTrace:
 
     @classmethod
     def of(cls, outputs: Any, scope: Scope) -> LaunchTrace:
-        """A launch that has ended."""
+        """Returns the trace of a launch that has ended."""
         return cls(outputs, scope.ops, scope.live.peak, scope.live.kept, scope.collective)
 
 
 def key(tree: Any) -> Hashable:
-    """What tells graphs apart: shape and view of tensors, values of everything else; containers are walked."""
+    """Returns the key of a graph: shape, strides and offset of tensors, hashes of other values; containers are
+    walked.
+    """
     if isinstance(tree, dict):
         return tuple((name, key(value)) for name, value in tree.items())
     if isinstance(tree, list | tuple):
@@ -60,7 +62,9 @@ def key(tree: Any) -> Hashable:
 
 
 def copy_inputs(target: Any, source: Any) -> None:
-    """Tensors in dicts, lists and tuples are copied; those in other objects are not."""
+    """Copies tensors in dicts, lists and tuples from ``source`` to ``target``; those in other objects are not
+    copied.
+    """
     if isinstance(target, dict):
         for name, value in target.items():
             copy_inputs(value, source[name])
@@ -75,7 +79,7 @@ class HpuGraphs:
     """The graphs of one wrapped module.
 
     Args:
-        cached: a graph keeps the outputs of all its recipes; False: the outputs of the launch alone, which are marked.
+        cached: a graph keeps the outputs of all its recipes; False: only the launch's own outputs, which are marked.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class HpuGraphs:
         self.traced: dict[Hashable, LaunchTrace] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Captures at the first call of a key, replays after it."""
+        """Captures at the first call with a key, replays at later ones."""
         warmup = kwargs.pop("warmup_mode", False)
         if kwargs.pop("bypass_hpu_graphs", False):
             return self.run(args, kwargs)
@@ -105,14 +109,16 @@ class HpuGraphs:
         return found.outputs
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The Python body, not captured; without values a launch that was seen is not traced again."""
+        """Runs the Python body without capture; without values a launch that was traced before is not traced again."""
         if self.device.computes:
             with self.device.launch():
                 return self.original(*args, **kwargs)
         return self._trace("step", args, kwargs).outputs
 
     def _trace(self, kind: str, args: Any, kwargs: Any) -> LaunchTrace:
-        """Figures of a launch on a card without values; ``kind``: what a fault may be waiting for."""
+        """Returns the figures of a launch on a card without values; ``kind``: the kind of fault that may be
+        injected.
+        """
         device, name = self.device, key((args, kwargs))
         found = self.traced.get(name)
         if found is None:
@@ -141,7 +147,7 @@ class HpuGraphs:
         return EmulatedGraph((args, kwargs), trace.outputs, recording, own, piece)
 
     def clear_cache(self) -> None:
-        """Drops all graphs; bytes that do not come back stay charged. What does not come back stays charged."""
+        """Drops all graphs; bytes that are not given back stay charged."""
         device = self.device
         device.queue.wait()
         for graph in self.cache.values():

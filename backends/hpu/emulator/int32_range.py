@@ -1,4 +1,4 @@
-"""Whole numbers of 64 bits: the card keeps 32 of them, so a value that needs more is refused instead of wrapped."""
+"""64-bit integers: the card keeps 32 bits of them, so a value that needs more is refused instead of wrapped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from trencadis.backends.hpu.emulator import refusals
 
 LIMIT = 2**31
-"""Values lie in [-LIMIT, LIMIT), as ``PT_ENABLE_INT64_SUPPORT=0`` has it, the default."""
+"""Values lie in [-LIMIT, LIMIT), as with ``PT_ENABLE_INT64_SUPPORT=0``, the default."""
 
 
 def check_host(tensor: Tensor) -> None:
-    """Refuses a host tensor that the card would narrow to other values."""
+    """Refuses a host tensor with values that the card would change by narrowing them to 32 bits."""
     _require_int32("copy", tensor)
 
 
 @cache
 def check_int32(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``function``, whose int64 results must fit 32 bits."""
+    """Wraps ``function`` so that int64 results beyond 32 bits are refused."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Layers that do what an earlier one of the same launch did: without values their figures repeat, so they need no run.
+"""Layers equal to an earlier one of the same launch: without values their figures repeat, so they need no run.
 
-A layer of a stack takes (x, residual) and leaves two tensors of the same shapes in their place. A second one of the
+A layer of a stack takes (x, residual) and returns two tensors of the same shapes. A second one of the
 same kind and weights' shapes adds the same rows to the recipe and needs the same memory above what is held already.
 """
 
@@ -19,20 +19,22 @@ from trencadis.backends.hpu.emulator.protocols import RecipeScope
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """A row of a recording that stands for ``mark_step``; ``fresh``: bytes of the layer's own that cross it first."""
+    """A row of a recording that stands for ``mark_step``; ``fresh``: the layer's own bytes that cross this cut
+    first.
+    """
 
     fresh: int
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """What one layer did.
+    """Figures of one layer.
 
     Args:
         rows: rows of the recipe and cuts, in order.
-        peak: its most bytes above what was held before.
-        left: bytes that it left alive and that crossed no cut yet.
-        collective: bytes that its collectives left in place.
+        peak: its peak bytes above those held before.
+        left: bytes that are alive after it and have crossed no cut yet.
+        collective: bytes of results of its collectives, which a graph always keeps.
     """
 
     rows: tuple[Hashable, ...]
@@ -42,7 +44,7 @@ class LayerRecord:
 
     @property
     def cut(self) -> bool:
-        """Whether a cut lies inside the layer."""
+        """True if there is a cut inside the layer."""
         return any(isinstance(row, LayerCut) for row in self.rows)
 
 
@@ -54,15 +56,15 @@ class LayerReuse:
         self._rows: list[Hashable] | None = None
         self._base = 0
         self._left = -1
-        """Cuts before the outputs of the last layer, if they are alive and crossed none."""
+        """Number of cuts before the outputs of the last layer, if these are alive and have crossed none; else -1."""
 
     def note(self, row: Hashable) -> None:
-        """Takes a row into the recording that is open."""
+        """Adds a row to the open recording, if there is one."""
         if self._rows is not None:
             self._rows.append(row)
 
     def cut(self, fresh: int) -> None:
-        """Takes a cut into the recording that is open."""
+        """Adds a cut to the open recording, if there is one."""
         self.note(LayerCut(fresh - self._base))
         self._base = 0
 
@@ -91,7 +93,7 @@ class LayerReuse:
     def _reuse(self, scope: RecipeScope, known: LayerRecord, args: tuple[Any, ...]) -> Any:
         live = scope.live
         live.peak = max(live.peak, live.now + known.peak)
-        fresh = self._left == live.cuts  # inputs go when the layer's outputs take their places
+        fresh = self._left == live.cuts  # the inputs are freed when the layer's outputs replace them
         for row in known.rows:
             if isinstance(row, LayerCut):
                 live.fresh += row.fresh
@@ -105,14 +107,18 @@ class LayerReuse:
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """Strides are left out: torch's meta kernels lay some results out otherwise than the CPU's."""
+    """Returns the key of one argument. Strides are left out: torch's meta kernels lay some results out otherwise than
+    the CPU's.
+    """
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype)
     return leaf if isinstance(leaf, int | float | bool | str | torch.dtype) or leaf is None else str(leaf)
 
 
 def signature(layer: Any) -> Hashable:
-    """Kind of a layer, and everything that its attributes say: shapes of tensors, numbers, functions, parts."""
+    """Returns the class of a layer and the key of each of its attributes: shapes of tensors, numbers, functions,
+    parts.
+    """
     found: list[Hashable] = [type(layer).__qualname__]
     for name, value in vars(layer).items():
         if name == "ops" or name == "comm":

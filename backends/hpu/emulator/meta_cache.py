@@ -1,6 +1,6 @@
-"""What operations make of tensors without values: shapes, strides and types, remembered by the shapes that go in.
+"""Results of operations on tensors without values: shapes, strides and dtypes, cached by the shapes that go in.
 
-torch finds them by Python code that costs more than the operation; a warm-up meets the same ones again and again.
+torch computes them by Python code that takes longer than the operation; a warm-up repeats the same ones many times.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trencadis.backends.hpu.emulator.device_tensor import flatten, rebuild
 
 META = torch.device("meta")
 MOST = 100_000
-"""Results that are remembered; then it begins anew."""
+"""Maximum number of cached results; then the cache is cleared."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetaResult:
-    """A result with a storage of its own."""
+    """A result with a storage of its own: its shape, strides and dtype."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -29,16 +29,16 @@ class MetaResult:
 
     @classmethod
     def like(cls, tensor: Tensor) -> MetaResult:
-        """What ``tensor`` looks like."""
+        """Returns the description of ``tensor``."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     def make(self) -> Tensor:
-        """Such a tensor."""
+        """Returns a meta tensor of this description."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=META)
 
 
 class MetaCache:
-    """Runs functions on meta tensors, or repeats what they gave.
+    """Runs functions on meta tensors, or returns cached results.
 
     A result that shares a storage with an argument (a view, an update in place) is made by the function each time.
     """
@@ -47,7 +47,7 @@ class MetaCache:
         self._known: dict[Hashable, Any] = {}
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``, whose arguments hold no values."""
+        """Returns ``function(*args, **kwargs)``, whose arguments hold no values."""
         key = (function, _key(args), _key(kwargs))
         found = self._known.get(key)
         if found is not None:
@@ -61,7 +61,7 @@ class MetaCache:
 
 
 META_CACHE = MetaCache()
-"""Shapes do not depend on the card, so all cards of a process share what is known."""
+"""Shapes do not depend on the card, so all cards of a process share one cache."""
 
 
 def _key(tree: Any) -> Hashable:
@@ -75,7 +75,7 @@ def _key(tree: Any) -> Hashable:
 
 
 def _describe_result(raw: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """What ``raw`` is made of, if it can be made again; None: the function must run."""
+    """Returns the description of ``raw``, from which it can be made again; None: the function must run each time."""
     taken = {leaf.untyped_storage()._cdata for leaf in flatten((args, kwargs)) if isinstance(leaf, Tensor)}
     for leaf in flatten(raw):
         if not isinstance(leaf, Tensor):

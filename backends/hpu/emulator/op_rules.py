@@ -1,4 +1,4 @@
-"""Rules that every operation on the emulated device is held to."""
+"""Checks of every operation on the emulated device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ INDEXED = {
     aten.gather.default: (1, 2),
     aten.scatter_add.default: (1, 2),
 }
-"""Operations with (index of the dimension, index of the indices) among their arguments."""
+"""Operation -> (index of the dimension, index of the indices) among its arguments."""
 
 
 def check_call(func: Any, args: Any, leaves: list[Any], capture: bool) -> None:
-    """Rejects calls that are wrong whatever their values are."""
+    """Raises for calls that are wrong whatever their values are."""
     name = str(func)
     tags = func.tags
     if func in READS or torch.Tag.data_dependent_output in tags:
@@ -51,7 +51,7 @@ def check_call(func: Any, args: Any, leaves: list[Any], capture: bool) -> None:
 
 
 def find_mutated_args(func: Any, args: Any) -> list[Any]:
-    """The arguments that ``func`` updates in place."""
+    """Returns the arguments that ``func`` updates in place."""
     positions = _argument_positions(func)
     return [args[i] for i in positions if i < len(args)]
 
@@ -67,8 +67,9 @@ def _argument_positions(func: Any) -> tuple[int, ...]:
 
 @cache
 def check_indices(func: Any) -> Callable[..., Any]:
-    """Wraps ``func`` so that its indices are checked when it runs; on a device an index out of range reads other
-    memory.
+    """Wraps ``func`` so that its indices are checked when it runs.
+
+    On a device an index out of range reads other memory.
     """
     if func in MASKED:
 
@@ -92,7 +93,7 @@ def check_indices(func: Any) -> Callable[..., Any]:
 
 
 def _copy_float8(func: Any, args: tuple[Any, ...]) -> Tensor:
-    """``index_copy`` of 8-bit floats, which the host has for bytes alone."""
+    """Runs ``index_copy`` on 8-bit floats as bytes, the only form in which the host has it."""
     target, dim, index, source = args
     found: Tensor = func(target.view(torch.uint8), dim, index, source.view(torch.uint8))
     return target if func is aten.index_copy_.default else found.view(target.dtype)
@@ -107,6 +108,6 @@ def _require_in_range(func: Any, index: Tensor, size: int) -> None:
 
 
 def is_view(func: Any) -> bool:
-    """Whether an ATen call leaves everything as it is and returns the memory of an argument."""
+    """Returns True if an ATen call changes nothing and returns the memory of an argument."""
     returned = [r.alias_info for r in func._schema.returns]
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)

@@ -1,7 +1,7 @@
-"""Which operations a release of the bridge runs on the card, and which of them its compiler leaves out of graphs.
+"""Tables of the operations that a release of the bridge runs on the card, and that its compiler leaves out of graphs.
 
-The tables lie in ``ops/``, one file a release, made by ``tools/gen_hpu_ops.py`` from the published lists. Types are
-named there for some operations; for the others a closed library decides, so that any type passes here.
+The tables are in ``ops/``, one file per release, made by ``tools/gen_hpu_ops.py`` from the published lists. For some
+operations they list the supported dtypes; for the others a closed library decides, so that any dtype passes here.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ RELEASE = "1.19.0"
 """The newest release whose lists are public."""
 
 PRESENT = ("getitem", "block_softmax_adjustment")
-"""Taken by a graph whatever the list says: no operation of the card, and one that only later releases have."""
+"""Operations that a graph takes whatever the list says: one that is not the card's, and one of later releases only."""
 NO_BOOL = {"full": 1, "mul": 1}
-"""Operations, and the argument that must not be a Python bool in a graph."""
+"""Operation -> index of the argument that must not be a Python bool in a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One operation: its treatment in a compiled graph, whether eager and lazy mode have it, the types it is known
-    for.
-    """
+    """One operation: its treatment in a compiled graph, whether eager and lazy mode have it, and its known dtypes."""
 
     compiled: str
     present: bool
@@ -43,11 +41,11 @@ class OpTable:
         self.release, self.rows = release, _read(card, release)
 
     def fallback(self, func: Any, types: Iterable[torch.dtype], int64: bool = False) -> str:
-        """Why an operation outside a compiled graph runs on the host's CPU; empty where the card runs it.
+        """Returns why an operation outside a compiled graph runs on the host's CPU; empty if the card runs it.
 
         Args:
             types: of its tensors.
-            int64: whether 64-bit integers are more than 32-bit ones to the bridge (compile mode alone).
+            int64: True if the bridge tells 64-bit integers from 32-bit ones (compile mode only).
         """
         row = self.rows.get(base(func))
         if row is None or not row.present:
@@ -57,7 +55,7 @@ class OpTable:
         return f"the list of {self.release} has it, and not for {', '.join(wrong)}" if wrong else ""
 
     def eager(self, func: Any, types: Sequence[torch.dtype], args: Sequence[Any]) -> str:
-        """Why the compiler leaves an operation out of its graph; empty where it takes it."""
+        """Returns why the compiler leaves an operation out of its graph; empty if it takes it."""
         name = base(func)
         if name in PRESENT:
             return ""
@@ -81,14 +79,14 @@ class OpTable:
 
 @cache
 def base(func: Any) -> str:
-    """``index_copy`` of ``aten.index_copy_.default``."""
+    """Returns the base name of an operation: ``index_copy`` for ``aten.index_copy_.default``."""
     stem = getattr(func, "__name__", str(func)).split(".")[0]
     return stem if stem.startswith("__") else re.sub(r"(?<=[a-z0-9])_$", "", stem)
 
 
 @cache
 def composite(func: Any) -> bool:
-    """Whether torch makes an operation out of others where a device has none of its own."""
+    """Returns True if torch composes an operation of others on a device that does not have it."""
     name = getattr(func, "name", None)
     if name is None or func.namespace != "aten":
         return True

@@ -1,4 +1,4 @@
-"""What the parts of the emulator ask of each other, so that none imports the part that holds it."""
+"""Protocols between the parts of the emulator, so that no part imports the one that contains it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trencadis.backends.hpu.emulator.compile_clock import Clock
 
 @runtime_checkable
 class TensorOwner(Protocol):
-    """The device, as its tensors see it."""
+    """The part of the device that its tensors use."""
 
     computes: bool
 
@@ -22,14 +22,14 @@ class TensorOwner(Protocol):
 
 
 class LaunchHost(TensorOwner, Protocol):
-    """The device, as a launch sees it."""
+    """The part of the device that a launch uses."""
 
     lazy: bool
     profile: Profile
     clock: Clock
     allocator: Allocator
     scope: Any
-    """The launch that is open; it writes None there when it ends."""
+    """The launch that is open; the launch sets it to None when it ends."""
 
 
 class RecordedValue(Protocol):
@@ -43,7 +43,7 @@ class RecordedValue(Protocol):
 
 
 class RecipeScope(Protocol):
-    """The open launch, as a repeated layer sees it."""
+    """The part of the open launch that a repeated layer uses."""
 
     live: LiveBytes
     collective: int

@@ -1,4 +1,4 @@
-"""What the emulated device refuses, each with the operation's name, the remedy and the line of code that did it."""
+"""Errors of the emulated device, each with the operation's name, the remedy and the line of code that caused it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
-"""Files whose lines did nothing by themselves: the emulator's and torch's."""
+"""Path prefixes of files whose lines are skipped when the cause is searched: the emulator's and torch's."""
 
 
 def line_of_code() -> str:
-    """``file:line`` of the innermost frame that belongs to neither the emulator nor torch."""
+    """Returns ``file:line`` of the innermost frame that belongs to neither the emulator nor torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
@@ -27,7 +27,7 @@ class Refused(RuntimeError):
         op: the operation's name.
         why: what is wrong with it on the device.
         remedy: what to do instead.
-        line: the line of code; None: the one that runs now.
+        line: the line of code; None: the line that runs now.
     """
 
     def __init__(self, op: str, why: str, remedy: str, line: str | None = None) -> None:

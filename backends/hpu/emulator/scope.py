@@ -1,4 +1,4 @@
-"""The scope of a launch: while Python runs a body, every operation in it is seen, on host tensors too."""
+"""The scope of a launch: while Python runs a body, it sees every operation, also on host tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trencadis.backends.hpu.emulator.protocols import LaunchHost
 
 
 class Scope(TorchDispatchMode):
-    """One launch: the recipe being collected, the memory it takes, and the recording where it is captured.
+    """One launch: the recipe being collected, the memory it takes, and the recording if it is captured.
 
     Args:
-        recording: where a capture is recorded; None: an ordinary run.
-        on_meta: run on tensors without values (captures, and everything in compile-only mode).
+        recording: the recording of a capture; None: an ordinary run.
+        on_meta: True: run on tensors without values (captures, and everything in compile-only mode).
     """
 
     def __init__(self, device: LaunchHost, recording: CaptureRecording | None, on_meta: bool) -> None:
@@ -28,13 +28,13 @@ class Scope(TorchDispatchMode):
         self.device, self.recording, self.on_meta = device, recording, on_meta
         self.live = LiveBytes()
         self.collective = 0
-        """Bytes that collectives left in place: a graph keeps them even where it keeps no other tensor."""
+        """Bytes of results of collectives: a graph keeps them even where it keeps no other tensor."""
         self.ops = 0
         self.compiled = 0
         self.silent = False
-        """Inside a compiled graph, whose recipes are counted when it is compiled."""
+        """True inside a compiled graph, whose recipes are counted when it is compiled."""
         self.region = False
-        """Inside what would be a compiled graph, on a card without values."""
+        """True inside a region that would be a compiled graph, on a card without values."""
         self.layer_reuse = LayerReuse()
         self._recipe: list[Hashable] = []
 
@@ -47,7 +47,7 @@ class Scope(TorchDispatchMode):
         return self.device.dispatch(func, args, kwargs or {})
 
     def add(self, name: str, args: Any, kwargs: Any) -> None:
-        """One more operation of the recipe: its name, the shapes of its tensors, the values of everything else.
+        """Adds an operation to the recipe: its name, the shapes of its tensors, the values of everything else.
 
         In compile mode an operation outside a compiled graph is a recipe of its own.
         """
@@ -59,7 +59,7 @@ class Scope(TorchDispatchMode):
             self._end()
 
     def collect(self, row: Hashable) -> None:
-        """``add`` with the operation's row of the recipe."""
+        """Adds an operation's row to the recipe; raises if the recipe has too many operations."""
         self.layer_reuse.note(row)
         self._recipe.append(row)
         self.ops += 1
@@ -68,13 +68,13 @@ class Scope(TorchDispatchMode):
             raise refusals.too_many_ops(len(self._recipe), limit)
 
     def cut(self) -> None:
-        """``mark_step``: what is alive now goes from one recipe to the next."""
+        """Ends the recipe at a ``mark_step``: tensors that are alive now pass from one recipe to the next."""
         self.layer_reuse.cut(self.live.fresh)
         self.live.cut()
         self._end()
 
     def _end(self) -> None:
-        """Ends a recipe; one that was never seen before is compiled."""
+        """Ends a recipe, which is compiled if it is new."""
         if self._recipe:
             self.compiled += self.device.clock.run_recipe(tuple(self._recipe), len(self._recipe))
             self._recipe = []

@@ -1,4 +1,4 @@
-"""Copies between host and card: which memory they end in, when they read and write it, and how many there were."""
+"""Copies between host and card: which memory they use, when they read and write it, and how many there were."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from trencadis.backends.hpu.emulator.device_tensor import DeviceTensor
 from trencadis.backends.hpu.emulator.int32_range import check_host
 
 GARBAGE = 123
-"""What host memory of whole numbers holds before a copy to it is finished."""
+"""Fill value of integer host memory until a copy to it is finished."""
 
 
 @dataclass
 class CopyCounts:
-    """Copies to the card, copies to the host, and those of both that went through the driver's staging memory."""
+    """Counts of copies to the card, of copies to the host, and of those that went through the driver's staging
+    memory.
+    """
 
     up: int = 0
     down: int = 0
@@ -27,7 +29,7 @@ class CopyCounts:
 
 
 class Transfers:
-    """The copies of one card.
+    """The copies of one card, with the timing of pinned and of other memory.
 
     Pinned memory is read and written by the card itself. Other memory is staged: an upload that does not block may read
     its source late, and a fetch that does not block is finished by a thread of the host.
@@ -39,7 +41,7 @@ class Transfers:
         self._pinned: set[int] = set()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` in pinned memory, which is ordinary memory that the card knows by its address."""
+        """Returns a copy of ``tensor`` in pinned memory: ordinary memory whose address the card knows."""
         made = tensor.detach().clone()
         address = made.untyped_storage().data_ptr()
         if address:
@@ -48,14 +50,14 @@ class Transfers:
         return made
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a host tensor begins where one that ``pin`` made does, and that still exists.
+        """Returns True if a host tensor begins where a tensor made by ``pin`` does that still exists.
 
         The plug-in knows pinned memory by the address of a tensor's first element: a view into it may not be found.
         """
         return tensor.data_ptr() in self._pinned
 
     def upload(self, target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
-        """Host to card. The source is read when the copy runs."""
+        """Copies from host to card. The source is read when the copy runs."""
         check_host(source)
         self.counts.up += 1
         self.counts.staged += not self.is_pinned(source)
@@ -64,7 +66,7 @@ class Transfers:
             self.queue.wait()
 
     def download(self, target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
-        """Card to host. One that does not block leaves garbage in ordinary memory for a while."""
+        """Copies from card to host. Without blocking, ordinary memory holds garbage until the copy is finished."""
         pinned = self.is_pinned(target)
         self.counts.down += 1
         self.counts.staged += not pinned
@@ -78,7 +80,7 @@ class Transfers:
         self.queue.push_down(lambda: self._copy_staged(target, buffer, source))
 
     def copy_on_device(self, target: DeviceTensor, source: DeviceTensor, non_blocking: bool) -> None:
-        """On the card."""
+        """Copies from one device tensor to another."""
         self._enqueue(lambda: self.copy(target, source), non_blocking)
 
     def _copy_staged(self, target: Tensor, buffer: Tensor, source: DeviceTensor) -> None:
@@ -91,7 +93,7 @@ class Transfers:
             self.queue.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """The copy itself; a card without values clears what it would write on the host."""
+        """Copies the values; a card without values clears a target on the host instead."""
         if not self.computes:
             if not isinstance(target, DeviceTensor):
                 target.zero_()

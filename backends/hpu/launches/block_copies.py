@@ -1,4 +1,6 @@
-"""KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole tensors."""
+"""Copies of KV blocks between the card and pinned host memory: launches of fixed shapes, and copies of whole
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from trencadis.core.shared_constants import SINK_BLOCK
 from trencadis.core.step import BlockMove
 
 Parts = list[list[Tensor]]
-"""Tensors of the caches by kind: those of one kind have one type and one shape of a token's share."""
+"""Tensors of the caches by kind: those of one kind have the same dtype and the same shape per token."""
 
 
 class BlocksLaunch(nn.Module):
-    """Gathers ``count`` blocks of all layers into the buffers, or scatters these; its input says which.
+    """Gathers blocks of all layers into the buffers (``out``), or scatters them back; its input names the slots.
 
     Args:
         areas: the buffers, for each block and each kind of tensor [tensors of the kind, block size, ...].
@@ -52,10 +54,10 @@ class BlocksLaunch(nn.Module):
 class HpuBlockCopies:
     """``core.launches.host_block_copies.PlannedCopies``.
 
-    What the card orders by itself (docs/hpu-internals.md, Copies): an upload waits for launches that read its target, a
-    launch for uploads of its inputs, a fetch for the launch that wrote its source. Nothing waits for a fetch: neither a
-    launch that overwrites what it reads, nor an upload of what it brings. So the host waits for the fetches of one
-    launch before the next upload or gathering; between two Steps they are done.
+    What the card puts in order by itself (docs/hpu-internals.md, Copies): an upload waits for launches that read its
+    target, a launch for uploads of its inputs, a fetch for the launch that wrote its source. Nothing waits for a fetch:
+    neither a launch that overwrites what it reads, nor an upload of what it brings. So the host waits for the fetches
+    of one launch before the next upload or gathering; between two Steps they are done.
 
     Args:
         sizes: blocks of a launch, ascending.
@@ -89,17 +91,19 @@ class HpuBlockCopies:
         self._launches.clear()
 
     def bind(self, kv: Sequence[LayerKV], graphs: bool) -> None:
-        """Takes the caches and runs every launch on the sink; ``graphs``: captures them where the mode has any."""
+        """Sets the caches and runs every launch on the sink block; ``graphs``: captures them if the mode has graphs."""
         parts = kinds(kv)
         for size in self._sizes:
             for out in (True, False):
                 self._launches[out, size] = self._launch(BlocksLaunch(parts, self._buffers[:size], out), graphs)
-                for _ in range(2):  # the second replays what the first has recorded
+                for _ in range(2):  # the second run replays what the first has recorded
                     self._run(out, [SINK_BLOCK] * size)
         self._bridge.synchronize()
 
     def hold(self, slots: int) -> None:
-        """Pins the host's slots: tensors of their own, since a view into pinned memory may not count as pinned."""
+        """Pins host memory for ``slots`` blocks, as separate tensors: a view into pinned memory may not count as
+        pinned.
+        """
         pin, blank = self._bridge.pin, torch.empty
         self._host = [
             [pin(blank(s, dtype=d)) for s, d in zip(self._shapes, self._types, strict=True)] for _ in range(slots)
@@ -122,7 +126,7 @@ class HpuBlockCopies:
                 self._run(False, [move.block for move in batch])
 
     def _exchange(self, batch: Sequence[BlockMove]) -> None:
-        """Whole tensors between buffers and slots, first buffer first."""
+        """Copies whole tensors between buffers and host slots, starting with the first buffer."""
         for buffer, move in zip(self._buffers, batch, strict=False):
             for own, held in zip(buffer, self._host[move.slot], strict=True):
                 if move.out:
@@ -165,7 +169,7 @@ class HpuBlockCopies:
 
 
 def kinds(kv: Sequence[LayerKV]) -> Parts:
-    """The caches' tensors, those of one type and one shape together."""
+    """Groups the caches' tensors by dtype and shape per token."""
     found: dict[Any, list[Tensor]] = {}
     for x in kv:
         for t in (x.k, x.v, x.k_scale, x.v_scale, x.kept):
@@ -175,9 +179,9 @@ def kinds(kv: Sequence[LayerKV]) -> Parts:
 
 
 def batches(moves: Sequence[BlockMove], most: int) -> Iterator[list[BlockMove]]:
-    """Moves of one direction that one launch may do: no more than ``most``, and no block twice.
+    """Splits ``moves`` into batches for one launch each: one direction, at most ``most`` moves, and no block twice.
 
-    A scattering launch would leave either content in a block that it names twice.
+    A launch that scatters to one block twice could leave either content in it.
     """
     batch: list[BlockMove] = []
     for move in moves:

@@ -17,7 +17,7 @@ from trencadis.core.buckets import Bucket
 class CompiledProgram(HpuProgram):
     """``core.backend.Program``, PLANNED -> COMPILED.
 
-    Where the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
+    If the ops compile regions, the body itself is plain Python between them; otherwise each bucket compiles its body
     as a whole, with a code object of its own, so that its guards are its own. The ops take the types of a packing, so
     that no conversion runs outside of compiled regions.
     """
@@ -37,19 +37,19 @@ class CompiledProgram(HpuProgram):
         self._launch = partial(whole, body)
 
     def run(self) -> Any:
-        """One launch."""
+        """Runs one launch."""
         with self.on_device(), self.contexts.launch():
             out = self._launch(self.inputs)
         self.state = max(self.state, ProgramState.COMPILED)
         return out
 
     def replay(self) -> Any:
-        """One launch: there is nothing faster."""
+        """Runs one launch: compile mode has nothing faster."""
         return self.run()
 
     def capture(self) -> None:
-        """Nothing: HPU graphs exist in lazy mode alone, and the program stays COMPILED."""
+        """Does nothing: HPU graphs exist in lazy mode only, and the program stays COMPILED."""
 
     def release(self) -> int:
-        """Nothing comes back: 0 bytes."""
+        """Frees nothing and returns 0 bytes."""
         return 0

@@ -12,7 +12,7 @@ Part = Callable[..., Any]
 
 
 class Regions:
-    """One compiled function for each kind of part and shapes of its arguments.
+    """Keeps one compiled function for each kind of part and shapes of its arguments.
 
     Each has a code object of its own: the compiler tries the variants of a code object one after the other, and their
     guards would cost more than the launch.
@@ -27,7 +27,7 @@ class Regions:
         self._kinds: dict[int, tuple[Any, Hashable]] = {}
 
     def __call__(self, run: Part, *args: Any) -> Any:
-        """``run(*args)`` by the function that was compiled for its like."""
+        """Runs ``run(*args)`` by the function compiled for its kind and shapes; compiles it at the first call."""
         key = (self._kind(run), shapes(args))
         found = self.known.get(key)
         if found is None:
@@ -35,7 +35,7 @@ class Regions:
         return found(run, *args)
 
     def _kind(self, run: Part) -> Hashable:
-        """What ``run`` is compiled for; kept with the object, whose id would otherwise be given to another."""
+        """Returns the cache key of ``run``; the object is kept alive with it, so that its id cannot be reused."""
         owner = getattr(run, "__self__", run)
         known = self._kinds.get(id(owner))
         if known is None:
@@ -44,26 +44,26 @@ class Regions:
 
 
 def part(run: Part, *args: Any) -> Any:
-    """What is compiled: a part's own tensors are read from ``run`` and must not be constants."""
+    """The function that is compiled: a part's own tensors are read from ``run``, since they must not be constants."""
     return run(*args)
 
 
 def own_code(function: Part) -> Part:
-    """A copy of ``function`` with a code object of its own: compiled variants are kept by code object."""
+    """Returns a copy of ``function`` with a code object of its own: torch keeps compiled variants per code object."""
     plain: Any = function
     made: Part = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
     return made
 
 
 def shapes(tree: Any) -> Hashable:
-    """Shapes and types of the tensors of nested tuples, and everything else as it is."""
+    """Returns shapes and dtypes of the tensors in nested tuples, and everything else unchanged."""
     if isinstance(tree, tuple):
         return (type(tree), *(shapes(item) for item in tree))
     return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else tree
 
 
 def kind_of(value: Any) -> Hashable:
-    """Kind of a part, and everything that its attributes say: shapes of tensors, numbers, functions, parts.
+    """Returns the class of a part and the key of each of its attributes: shapes of tensors, numbers, functions, parts.
 
     Persistent tensors (``kv``) are left out: they are replaced after profiling.
     """

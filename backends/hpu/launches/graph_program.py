@@ -16,7 +16,7 @@ from trencadis.core.buckets import Bucket
 class GraphProgram(HpuProgram):
     """``core.backend.Program``, PLANNED -> COMPILED -> CAPTURED.
 
-    One wrapper object belongs to one bucket, so that giving it up gives up one graph.
+    Each bucket has a wrapper object of its own, so that releasing it frees one graph.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GraphProgram(HpuProgram):
         self._module: Any = bridge.wrap_in_hpu_graph(BodyModule(cast_inputs(self.static.types, body), ops))
 
     def run(self) -> Any:
-        """One launch beside the graph."""
+        """Runs one launch without the graph."""
         with self.on_device():
             out = self._module.forward(self.inputs, bypass_hpu_graphs=True)
             self.bridge.mark_step()
@@ -40,7 +40,7 @@ class GraphProgram(HpuProgram):
         return out
 
     def capture(self) -> None:
-        """The first call of the wrapper records the graph, whose bytes are measured.
+        """Captures the graph by the first call of the wrapper, and measures its bytes.
 
         Raises:
             OutOfDeviceMemory: the graph does not fit; the program stays COMPILED.
@@ -55,14 +55,14 @@ class GraphProgram(HpuProgram):
         self.state = ProgramState.CAPTURED
 
     def replay(self) -> Any:
-        """Valid until the next replay of this bucket: the graph writes the same tensors each time."""
+        """Replays the graph. Outputs are valid until the next replay of this bucket, which writes the same tensors."""
         if self.state is not ProgramState.CAPTURED:
             return self.run()
         with self.on_device():
             return self._module.forward(self.inputs)
 
     def release(self) -> int:
-        """Gives the graph up; returns the bytes that really came back."""
+        """Frees the graph; returns the bytes that the card really got back."""
         if self.state is not ProgramState.CAPTURED:
             return 0
         before = self.bridge.mem_get_info()[0]

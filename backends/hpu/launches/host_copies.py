@@ -16,11 +16,13 @@ from trencadis.core.backend import Inputs, TensorsOut, host_output
 from trencadis.core.buckets import Bucket
 
 AREAS = 2
-"""Staging areas of a kind: the host writes one while the copy of the other is under way."""
+"""Staging areas of each kind: the host writes one while the copy of the other is in progress."""
 
 
 class StagingArea:
-    """Pinned host memory that uploads read. It grows to the largest upload, and is written again once that has run."""
+    """Pinned host memory that uploads read. It grows to the largest upload, and is reused once its last upload has
+    run.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -28,7 +30,7 @@ class StagingArea:
         self._event: Any = None
 
     def write(self, count: int) -> Tensor:
-        """uint8, at least ``count``: free to be written, from the beginning of its memory."""
+        """Returns at least ``count`` bytes (uint8) that may be written; waits for the last upload from this area."""
         if self._event is not None:
             self._event.synchronize()
         if self._memory is None or self._memory.numel() < count:
@@ -42,20 +44,20 @@ class StagingArea:
 
 
 class Staging:
-    """The staging areas of a device, which its programs share: each kind of piece alternates between its own areas."""
+    """The staging areas of a device, shared by its programs: each kind of piece alternates between its own areas."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._areas = [[StagingArea(bridge) for _ in range(AREAS)] for _ in range(2)]
         self._current = [0, 0]
 
     def next(self, piece: int) -> StagingArea:
-        """The next area."""
+        """Returns the next staging area for a kind of piece."""
         self._current[piece] = (self._current[piece] + 1) % AREAS
         return self._areas[piece][self._current[piece]]
 
 
 class StaticInputs:
-    """A bucket's inputs, which stay where they are on the card: views of one or two pieces (``packing``).
+    """A bucket's inputs at fixed addresses on the card: views of one or two pieces (``input_packing``).
 
     A graph reads the views and never writes to them. A check may write to one from outside: that changes its piece.
     """
@@ -63,11 +65,11 @@ class StaticInputs:
     def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm) -> None:
         self.bucket, self.form = bucket, form
         self.staging = Staging(bridge)
-        """A backend puts the one that its programs share in this place."""
+        """Replaced by the backend with the one that its programs share."""
         blank = arrays(bucket, None, form)
         self._sent: list[Array] = leaves(blank)
         self.types = types_of(self._sent)
-        """What the body expects of each array, whatever a piece holds it in."""
+        """The dtype in which the body expects each array, whatever the dtype of its piece."""
         self.packing = make_packing(self._sent)
         self.pieces = [self._blank(piece).to(bridge.device) for piece in range(len(self.packing.types))]
         views = iter(self.packing.views(self.pieces))
@@ -101,8 +103,8 @@ class StaticInputs:
 
 
 class HostOutputPool:
-    """Pool of pinned host memory for outputs, by shape; each piece belongs to one result until that is read. Each
-    piece is one result's until that is read.
+    """Pool of pinned host memory for outputs, by shape and dtype; each piece belongs to one result until that is
+    read.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -110,7 +112,7 @@ class HostOutputPool:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """[shape] of ``like``'s type, at the beginning of its memory."""
+        """Returns pinned memory with the shape and dtype of ``like``."""
         free = self._free.setdefault((like.shape, like.dtype), [])
         return free.pop() if free else self._bridge.pin(torch.empty(like.shape, dtype=like.dtype))
 
@@ -122,9 +124,10 @@ class HostOutputPool:
 class HpuPending:
     """Outputs on the host; ``core.backend.Pending``.
 
-    All copies but the last only queue, and the last blocks: the card fetches in order, so that all have arrived then.
-    Waiting for an event would not do. A later launch is not held back by a fetch that still reads its output, and of
-    memory that is not pinned no event tells when the host's own part of the copy is done.
+    All copies but the last are only queued, and the last blocks: the card fetches in order, so that all have arrived
+    then.
+    Waiting for an event would not be enough: a later launch does not wait for a fetch that still reads its output, and
+    for memory that is not pinned no event signals the end of the host's part of the copy.
     """
 
     def __init__(self, out: TensorsOut, rows: int, landing: HostOutputPool) -> None:
@@ -138,9 +141,9 @@ class HpuPending:
             landing.release(memory)
 
     def done(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Returns True: the copies have finished, so ``result`` does not wait."""
         return True
 
     def result(self) -> Any:
-        """What was copied."""
+        """Returns the outputs on the host."""
         return self._out

@@ -1,7 +1,8 @@
-"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads ZERO and is stored in SINK.
+"""Host arrays of a launch at its bucket's size. Padding is made inert here: it reads block ZERO and is stored in block
+SINK.
 
-The arrays have the types of ``core.backend``'s tensors (numpy arrays in their place). Inputs of no rows give a launch
-of nothing but padding, which is what buffers hold before their first fill.
+The arrays have the types of ``core.backend``'s tensors (numpy arrays in their place). Inputs without rows give a launch
+of padding only, which is what buffers hold before their first fill.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ Array = NDArray[Any]
 
 
 class LaunchForm(NamedTuple):
-    """What all launches of a model have in common: the inputs of one follow from it and its bucket.
+    """Settings that all launches of a model share. With its bucket they determine the inputs of a launch.
 
     Args:
-        vocab: ids of the vocabulary, which size the masks and counts of the sampler.
+        vocab: size of the vocabulary, and so of the sampler's masks and counts.
         slot: the form of a slot of VISION.
-        windows: whether a layer has a sliding window, so that DECODE needs ``BlockDecodeAttn.rest``.
-        upto: whether tokens see beyond their own position, so that prompts need ``Attn.upto``.
-        shared: whether what starts a text launch has a size that buckets share (``sharing.padded_start``).
+        windows: True if a layer has a sliding window, so that DECODE needs ``BlockDecodeAttn.rest``.
+        upto: True if tokens attend beyond their own position, so that prompts need ``Attn.upto``.
+        shared: True if the start of a text launch is padded to a size that buckets share
+        (``shared_shapes.padded_start``).
     """
 
     block_size: int
@@ -56,7 +58,7 @@ class LaunchForm(NamedTuple):
 
 
 def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
-    """The stage's tensors as numpy arrays; ``None``: padding alone."""
+    """Returns the stage's tensors as numpy arrays; ``None``: padding only."""
     match inputs if inputs is not None else empty_inputs(bucket.stage, form.vocab, form.slot):
         case StepInputs() as x:
             return text(bucket, x, form)
@@ -71,7 +73,9 @@ def arrays(bucket: Bucket, inputs: Inputs | None, form: LaunchForm) -> Any:
 
 
 def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
-    """FRESH: row r's tokens start at r * T. CONTEXT and DECODE: as they come."""
+    """Builds the arrays of a text launch. FRESH: the tokens of row r start at r * T. CONTEXT and DECODE: as they
+    come.
+    """
     count = bucket.dims[0] * bucket.dims[1] if bucket.stage is Stage.FRESH else bucket.dims[0]
     position, start = _token_positions(bucket, x), padded_start(count) if form.shared else count
 
@@ -92,7 +96,7 @@ def text(bucket: Bucket, x: StepInputs, form: LaunchForm) -> Any:
 
 
 def _token_positions(bucket: Bucket, x: StepInputs) -> Array:
-    """int64 [n]: where each token of the launch lies in the bucket."""
+    """Returns int64 [n]: the position of each token of the launch in the bucket."""
     token = np.arange(len(x.tokens))
     if bucket.stage is not Stage.FRESH:
         return token
@@ -104,7 +108,7 @@ def _token_positions(bucket: Bucket, x: StepInputs) -> Array:
 
 
 def _attn(bucket: Bucket, x: StepInputs, count: int, position: Array, form: LaunchForm) -> Any:
-    """Where tokens are stored, and what the stage's attention reads besides."""
+    """Builds the cache slots of tokens and the stage's other attention inputs."""
     size = form.block_size
     slot = SINK_BLOCK * size + np.arange(count) % size
     lengths = np.diff(x.row_start[: len(x.context) + 1])
@@ -129,7 +133,9 @@ def _attn(bucket: Bucket, x: StepInputs, count: int, position: Array, form: Laun
 
 
 def _upto(x: StepInputs, position: Array, own: Array, form: LaunchForm) -> Any:
-    """``Attn.upto`` where the model has it: of padding its ``own`` position, so that it sees a key."""
+    """Returns ``Attn.upto`` if the model has it, else None. Padding gets its ``own`` position, so that it attends to a
+    key.
+    """
     if not form.upto:
         return None
     own[position] = visible_ends(x)
@@ -137,7 +143,9 @@ def _upto(x: StepInputs, position: Array, own: Array, form: LaunchForm) -> Any:
 
 
 def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: Array, rest: Array) -> None:
-    """The blocks of all rows one after the other; the last of a row is used up to the row's own token."""
+    """Lists the blocks of all rows one after the other, in place; the last block of a row is used up to the row's own
+    token.
+    """
     held = x.context // size + 1
     total = int(held.sum())
     assert total <= len(listed), f"{total} blocks do not fit a bucket of {len(listed)}"
@@ -151,7 +159,7 @@ def _list_blocks(x: StepInputs, size: int, listed: Array, group: Array, usage: A
 
 
 def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
-    """Padding windows write to the SINK row."""
+    """Builds the arrays of a VISION launch. Padding windows write to the SINK row."""
     (segment, real), (near, share) = windows(x, slots), pad_interpolation(x, slots)
     return VisionTensors(
         pixels=pad(x.pixels, (slots, x.pixels.shape[1]), np.uint8),
@@ -164,12 +172,12 @@ def _vision(x: VisionInputs, slots: int, slot: SlotForm) -> Any:
 
 
 def _masks(x: HeadInputs, bucket: Bucket, vocab: int) -> Array:
-    """Room for a mask of each row besides the one that allows everything; the greedy variant reads none."""
+    """Returns the mask of each row and one that allows everything; the greedy variant has only the latter."""
     rows = 1 if bucket.variant == "greedy" else bucket.dims[0] + 1
     masks: Array = pad(x.masks, (rows, -(-vocab // 8)), np.uint8, 255)
     return masks
 
 
 def _any(x: Any) -> Any:
-    """An array in place of a tensor."""
+    """Returns an array, typed as the tensor that it stands for."""
     return x

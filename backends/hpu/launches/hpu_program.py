@@ -1,4 +1,4 @@
-"""What the two kinds of HPU programs share: static inputs, the body as a module, errors of the device."""
+"""Parts that both kinds of HPU programs share: static inputs, the body as a module, errors of the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from trencadis.core.buckets import Bucket
 
 
 class BodyModule(nn.Module):
-    """What is wrapped: a module whose ``forward`` is the body. Its inputs are tensors in tuples, nothing else."""
+    """The body as a module, which can be wrapped in a graph or compiled. Its inputs are tensors in tuples, nothing
+    else.
+    """
 
     def __init__(self, body: Body, ops: HpuOps) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class LaunchContexts(NamedTuple):
 
 
 class HpuProgram:
-    """The half of ``core.backend.Program`` that both modes share."""
+    """The part of ``core.backend.Program`` that both modes share."""
 
     def __init__(self, bucket: Bucket, bridge: Bridge, form: LaunchForm, contexts: LaunchContexts) -> None:
         self.bucket, self.bridge, self.contexts = bucket, bridge, contexts
@@ -60,13 +62,13 @@ class HpuProgram:
             self.run()
 
     def rehearse(self) -> None:
-        """A launch of what the buffers hold; an emulated card leaves the values out."""
+        """Runs a launch on the current contents of the buffers; an emulated card leaves the values out."""
         with self.contexts.rehearsal():
             self.replay()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Runs without gradients; the device's own error for a lack of memory becomes the engine's."""
+        """Runs the block without gradients; converts the device's out-of-memory error to OutOfDeviceMemory."""
         try:
             with torch.no_grad():
                 yield
@@ -76,9 +78,9 @@ class HpuProgram:
             raise
 
     def run(self) -> Any:
-        """One launch without a graph."""
+        """Runs one launch without a graph."""
         raise NotImplementedError
 
     def replay(self) -> Any:
-        """One launch by the fastest way that the program's state offers."""
+        """Runs one launch in the fastest way that the program's state offers."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
 """A launch's arrays as at most two pieces of memory: words of 32 bits, and bytes.
 
-The plug-in's view of a tensor as another type is not relied upon: it keeps 32 bits of an int64, so that eight bytes
-seen as one would be another number. Each piece has one type therefore. Words are int32, or float32 in stages that have
+The plug-in cannot be relied upon to view a tensor as another dtype: it keeps 32 bits of an int64, so that eight bytes
+viewed as one would be another number. Each piece has one type therefore. Words are int32, or float32 in stages that
+have
 real numbers: whole numbers below 2^24 are exact there, and the body gets them in the type that it expects. Nothing
 needs alignment, because a piece's elements are all of one size.
 """
@@ -22,12 +23,12 @@ from trencadis.backends.hpu.launches.trees import rebuild
 Array = NDArray[Any]
 
 EXACT = {"int32": 2**31, "float32": 2**24}
-"""Whole numbers below it are exact in a word."""
+"""Integers below this are exact in a word of the dtype."""
 
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """Where an array lies: elements [start, start + size) of a piece."""
+    """The position of an array: elements [start, start + size) of a piece."""
 
     piece: int
     start: int
@@ -35,7 +36,7 @@ class PackedSlice:
 
     @property
     def size(self) -> int:
-        """Elements of the array."""
+        """Number of elements of the array."""
         return int(np.prod(self.shape))
 
 
@@ -56,7 +57,7 @@ class Packing:
         """Writes the arrays of one piece, [size] of its type, each in its slice.
 
         Raises:
-            OverflowError: a whole number that the piece's type does not hold exactly.
+            OverflowError: the piece's dtype does not hold an integer exactly.
         """
         most = EXACT.get(self.types[piece].name)
         for slice_, array in zip(self.slices, arrays, strict=True):
@@ -67,14 +68,14 @@ class Packing:
             target[slice_.start : slice_.start + slice_.size] = array.reshape(-1)
 
     def views(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Each array as a view of its piece on the device."""
+        """Returns each array as a view of its piece on the device."""
         return [
             pieces[slice_.piece][slice_.start : slice_.start + slice_.size].view(slice_.shape) for slice_ in self.slices
         ]
 
 
 def make_packing(arrays: list[Array]) -> Packing:
-    """The layout of arrays of these shapes and types, words before bytes; a stage without bytes has one piece."""
+    """Lays out arrays of these shapes and dtypes, words before bytes; a stage without bytes has one piece."""
     real = any(a.dtype.kind == "f" for a in arrays)
     types = (np.dtype(np.float32 if real else np.int32), np.dtype(np.uint8))
     sizes = [0, 0]
@@ -88,12 +89,12 @@ def make_packing(arrays: list[Array]) -> Packing:
 
 
 def types_of(arrays: list[Array]) -> list[torch.dtype]:
-    """The type of each array as torch names it."""
+    """Returns the torch dtype of each array."""
     return [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
 
 
 def cast_inputs(types: Sequence[torch.dtype], body: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``body`` for inputs in the types of a packing; it gets ``types``, one a leaf."""
+    """Wraps ``body`` so that inputs in the dtypes of a packing are converted to ``types``, one per leaf."""
 
     def run(inputs: Any) -> Any:
         each = iter(types)

@@ -1,6 +1,6 @@
-"""Rows that are sent between pipeline stages, through whole tensors: in lazy mode no write to a view is allowed.
+"""Transfers of rows between pipeline stages, through whole tensors: in lazy mode a view must not be written.
 
-A receive into a view makes another version of the tensor that the view is of, and captured graphs go on reading the
+A receive into a view makes a new version of the view's base tensor, while captured graphs go on reading the
 old one; a view that is sent is a recipe for each of its sizes. So rows are sent in pieces of few sizes, each with a
 buffer of its own, and launches that are compiled at the start copy between buffers and the stage's tensors.
 """
@@ -19,11 +19,11 @@ from trencadis.backends.hpu.launches.host_copies import Staging
 from trencadis.backends.hpu.shared_shapes import pieces
 
 SIZES = (1, 4, 16, 64, 256)
-"""Rows of a piece: 341 rows of buffers for each tensor that is sent."""
+"""Numbers of rows of a piece: 341 rows of buffers in total for each tensor that is sent."""
 
 
 class CopyRows(nn.Module):
-    """Copies rows of ``held`` to ``buffer``, or back; its input says which."""
+    """Copies rows of ``held`` to ``buffer`` (``out``), or back; its input gives the rows."""
 
     def __init__(self, held: Tensor, buffer: Tensor, out: bool) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class CopyRows(nn.Module):
 
 
 class RowTransfer:
-    """One tensor whose rows leave (``out``) or arrive.
+    """One tensor whose rows are sent (``out``) or received.
 
     Args:
         held: [rows, hidden].
-        exchange: sends a buffer, or fills it.
+        exchange: sends a buffer, or receives into it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RowTransfer:
             self._launch(n, 1)
 
     def transfer(self, count: int) -> None:
-        """Rows 1 to ``count``."""
+        """Transfers rows 1 to ``count``."""
         for start, stop in pieces(count, tuple(self._buffers)):
             buffer = self._buffers[stop - start]
             if self._out:
@@ -71,7 +71,7 @@ class RowTransfer:
                 self._launch(stop - start, 1 + start)
 
     def _launch(self, size: int, first: int) -> None:
-        """Copies rows from ``first`` on; every size is compiled when this object is made."""
+        """Copies ``size`` rows from ``first`` on; every size is compiled when this object is made."""
         area = self._staging.next(0)
         source = area.write(4 * size).view(torch.int32)
         source.numpy()[:] = np.arange(first, first + size, dtype=np.int32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of nested tuples, in order; None is none."""
+    """Returns the leaves of nested tuples, in order, without None."""
     if tree is None:
         return []
     if isinstance(tree, tuple):
@@ -19,7 +19,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuild(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """``tree`` with ``make`` applied to its arrays or tensors, named tuples kept."""
+    """Returns ``tree`` with ``make`` applied to its arrays or tensors; named tuples keep their type."""
     if isinstance(tree, tuple):
         kind: Any = type(tree)
         return kind(*(None if item is None else rebuild(item, make) for item in tree))

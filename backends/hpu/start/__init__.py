@@ -1,1 +1,1 @@
-"""How a Gaudi is found and opened: the environment, the installed plug-in, the emulator."""
+"""Finds and opens a Gaudi: the environment, the installed plug-in, the emulator."""

@@ -1,4 +1,4 @@
-"""Opens a card: fills the bridge from the installed plug-in, or from the emulator where there is no Gaudi."""
+"""Opens a card: fills the bridge from the installed plug-in, or from the emulator if there is no Gaudi."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from trencadis.core.graphs.oom_errors import format_error
 log = logging.getLogger("trencadis.engine")
 
 EMULATED_CARDS = 8
-"""Cards of an emulated machine, as of a real one of that kind."""
+"""Number of cards of an emulated machine, as of a real one."""
 
 ALLOCATION_FAILED = "Allocation failed for size::"
-"""What the plug-in's allocator says before it gives up."""
+"""Start of the message of the plug-in's allocator when memory is exhausted."""
 
 DEVICE = "hpu"
-"""Where the plug-in's tensors live; a stub of it has none and keeps them on the CPU."""
+"""torch's device type of the plug-in; a stub without one keeps its tensors on the CPU."""
 
 MISMATCHED = (ImportError, OSError, AssertionError, AttributeError, RuntimeError, ValueError)
-"""What a plug-in raises over a torch of another release: its own checks, its libraries, a symbol that is not there."""
+"""Errors that a plug-in raises with a torch of another release: its own checks, its libraries, a missing symbol."""
 
 
 def open_bridge(
     index: int = 0, environ: MutableMapping[str, str] | None = None, world: int = 1, rank: int = 0
 ) -> Bridge:
-    """The process's bridge: the environment is settled first, then the plug-in is imported.
+    """Opens the process's bridge: sets the environment first, then imports the plug-in.
 
     Args:
-        index: the card, counted from 0 over those that are visible; of a group, that of its rank.
+        index: the card, counted from 0 over the visible ones; in a group, the card of this rank.
 
     Raises:
         StartupError: see ``capability.find``; a plug-in that cannot be used; fewer cards than ranks.
@@ -54,7 +54,7 @@ def open_bridge(
         env.pop(gone, None)
     if found.real:
         return open_real(env, index, world)
-    from trencadis.backends.hpu.emulator import emulated_bridge  # a Gaudi needs none of it
+    from trencadis.backends.hpu.emulator import emulated_bridge  # not needed for a real Gaudi
 
     emulated = emulated_bridge.bridge(env, index)
     check_cards(EMULATED_CARDS, index, world)
@@ -70,10 +70,10 @@ def check_cards(count: int, index: int, world: int) -> None:
 
 
 def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1) -> Bridge:
-    """The namespace over the installed plug-in.
+    """Builds the bridge from the installed plug-in.
 
     Raises:
-        StartupError: one line for a plug-in that does not belong to this torch, and for a card that is not to be had.
+        StartupError: one line if the plug-in does not match this torch, or the card cannot be opened.
     """
     try:
         return _open_plugin(environ, index, world)
@@ -82,7 +82,7 @@ def open_real(environ: MutableMapping[str, str], index: int = 0, world: int = 1)
 
 
 def _acquire_card(hpu: Any, index: int, world: int) -> None:
-    """Makes card ``index`` the process's own."""
+    """Acquires card ``index`` for this process; raises StartupError if it cannot be opened."""
     try:
         if not hpu.is_available():
             raise StartupError("the Gaudi plug-in finds no free card: hl-smi shows who holds them")
@@ -96,7 +96,7 @@ def _acquire_card(hpu: Any, index: int, world: int) -> None:
 
 @contextmanager
 def _without_rank_variables(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Hides the launcher's rank variables during the import, since the plug-in would pick a card by them."""
+    """Hides the launcher's rank variables during the import, since the plug-in would choose a card by them."""
     hidden = {name: environ.pop(name) for name in machine.LAUNCHED if name in environ}
     try:
         yield
@@ -177,7 +177,7 @@ def _compile(function: Callable[..., Any], fullgraph: bool = True) -> Callable[.
 
 @contextmanager
 def _compile_only() -> Iterator[None]:
-    """The plug-in's compile-only mode; nothing where it has none (it raises KeyError for settings it does not know)."""
+    """Enters the plug-in's compile-only mode, or nothing if it has none (KeyError for an unknown setting)."""
     config = _optional("habana_frameworks.torch.internal.bridge_config")
     with ExitStack() as stack:
         with suppress(AttributeError, KeyError):

@@ -1,4 +1,6 @@
-"""What a Gaudi process will run on, known before torch is imported: stack, mode, cards, and what is missing."""
+"""The stack that a Gaudi process runs on, found before torch is imported: versions, mode, cards, and what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ class Capability:
     """One process's Gaudi.
 
     Args:
-        real: a card, and no emulator.
-        lazy: lazy mode (graphs), else compile mode.
-        why: what decided the mode.
+        real: True for a card, False for the emulator.
+        lazy: True for lazy mode (graphs), else compile mode.
+        why: the reason for the mode.
         missing: what this stack or mode lacks, in words for the user.
-        cards: the cards and the variables that choose among them, in words.
+        cards: the cards and the variables that select among them, in words.
     """
 
     real: bool
@@ -39,7 +41,7 @@ class Capability:
         return "lazy mode" if self.lazy else "compile mode"
 
     def rows(self) -> list[tuple[str, str]]:
-        """(what, value) for ``trencadis check-hpu``."""
+        """Returns (what, value) rows for ``trencadis check-hpu``."""
         build = "Gaudi's build" if self.stack.own else "upstream"
         rows = [("torch", f"{self.stack.torch} ({build})" if self.stack.torch else "not installed")]
         rows += [("plug-in", f"{PLUGIN} {self.stack.plugin}" if self.stack.plugin else "not installed")]
@@ -47,7 +49,7 @@ class Capability:
         return [*rows, *(("missing", text) for text in self.missing)]
 
     def lines(self) -> tuple[str, ...]:
-        """For the banner."""
+        """Returns the lines of the startup banner."""
         if not self.real:
             return (f"hpu: emulated, {self.mode} ({self.why})",)
         plugin = f"{PLUGIN} {self.stack.plugin}, torch {self.stack.torch}"
@@ -56,10 +58,10 @@ class Capability:
 
 
 def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capability:
-    """Looks at this machine and this Python; imports nothing.
+    """Examines this machine and this Python; imports nothing.
 
     Raises:
-        StartupError: one line about a stack, a mode or a card that cannot be had.
+        StartupError: one line about a stack, a mode or a card that cannot be used.
     """
     environment.check_mode(environ)
     here, found = machine.find(environ), software_stack.find()
@@ -81,7 +83,7 @@ def find(environ: Mapping[str, str], index: int = 0, world: int = 1) -> Capabili
 
 
 def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
-    """What users of other stacks have and this one lacks."""
+    """Returns what this stack lacks compared with others, in words for the user."""
     lacks = [] if lazy else ["HPU graphs, which exist in lazy mode alone: launches are compiled and not captured"]
     driver, plugin = software_stack.release(here.driver), software_stack.release(found.plugin)
     if driver is not None and plugin is not None and driver != plugin:
@@ -90,6 +92,6 @@ def missing(lazy: bool, found: Stack, here: Machine) -> tuple[str, ...]:
 
 
 def loaded_mode() -> bool | None:
-    """Whether the plug-in runs in lazy mode, if something in this process has imported it; else None."""
+    """Returns True if the plug-in runs in lazy mode; None if nothing in this process has imported it."""
     module: Any = sys.modules.get("habana_frameworks.torch.utils.internal")
     return None if module is None else bool(module.is_lazy())

@@ -1,7 +1,7 @@
 """The lines of ``trencadis check-hpu`` that need the card: each kernel once, copies, a graph, a collective.
 
-Each probe compares with the CPU and says how far it is off; none depends on another, so that the first card shows all
-that is wrong with it at once.
+Each probe compares with the CPU and reports the error. No probe depends on another, so that one run shows everything
+that is wrong.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trencadis.backends.hpu.bridge import Bridge
 
 Probe = tuple[str, Callable[[], str]]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest error as a share of the largest magnitude."""
+"""Largest allowed error as a share of the largest magnitude, by dtype."""
 
 
 class ProbeFailed(Exception):
-    """What a kernel or a copy put out is wrong; the message says by how much."""
+    """A kernel's or a copy's result is wrong; the message gives the error."""
 
 
 class ProbeModule(nn.Module):
-    """A function as a module, which is what is compiled or captured.
+    """A function as a module, so that it can be compiled or captured.
 
     It is the module's ``forward`` itself: torch keeps a few compiled variants for each code object, and a shared one
-    would be out of them after the eighth probe.
+    would exceed that limit after the eighth probe.
     """
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
@@ -46,7 +46,7 @@ LACKING = {
 
 
 def probes(bridge: Bridge) -> Iterator[Probe]:
-    """(name, what to run) of every probe; running one returns a figure, or raises."""
+    """Yields (name, function to run) for every probe; the function returns the figure of its line, or raises."""
     for name, (run, args) in kernels(bridge).items():
         yield f"kernel.{name}", lambda run=run, args=args: compare_with_cpu(bridge, run, args)  # type: ignore[misc]
     symbols = {
@@ -64,7 +64,7 @@ def probes(bridge: Bridge) -> Iterator[Probe]:
 
 
 def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """Plain operations that the bodies use, with arguments of a few rows."""
+    """Returns plain operations that the model bodies use, with arguments of a few rows."""
     g = torch.Generator().manual_seed(1)
     x, w = torch.randn(8, 64, generator=g), torch.randn(64, 32, generator=g)
     rows = torch.tensor([3, 1, 6], dtype=torch.int64)
@@ -95,7 +95,7 @@ def kernels(bridge: Bridge) -> dict[str, tuple[Callable[..., Tensor], tuple[Tens
 
 
 def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> tuple[Tensor, float, str]:
-    """(result on the host, seconds of a second launch, operations that went back to the host)."""
+    """Returns (result on the host, seconds of a second launch, operations that fell back to the host)."""
     module: Any = ProbeModule(run)
     call = module if bridge.is_lazy() else bridge.compile(module)
     on_card = tuple(a.to(bridge.device) for a in args)
@@ -115,20 +115,20 @@ def time_launch(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, 
 
 
 def compare_with_cpu(bridge: Bridge, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> str:
-    """Runs an operation on the card and on the CPU."""
+    """Runs an operation on the card and on the CPU; returns the figure of its line."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls its own index_reduce new
+        warnings.simplefilter("ignore")  # torch warns that its index_reduce is in beta
         found, took, back = time_launch(bridge, run, args)
         return format_figure(error(found, run(*args)), took, back)
 
 
 def format_figure(off: float, took: float, back: str) -> str:
-    """The figure of a line."""
+    """Formats the figure of a line: error, milliseconds, operations that fell back to the host."""
     return f"error {off:.0e}, {took * 1e3:.2f} ms" + (f"; sent back to the host: {back}" if back else "")
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Largest error as a share of the largest magnitude.
+    """Returns the largest error as a share of the largest magnitude.
 
     Raises:
         ProbeFailed: another shape, a value that is not finite, or an error above ``CLOSE``.
@@ -147,7 +147,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def check_fused_kernel(bridge: Bridge, name: str) -> str:
-    """A fused kernel against its formula."""
+    """Compares a fused kernel with its formula."""
     g = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 4, 128, 64, generator=g).bfloat16() for _ in range(3))
     if name == "FusedSDPA":
@@ -174,7 +174,7 @@ def check_fused_kernel(bridge: Bridge, name: str) -> str:
 
 
 def fp8_cache(bridge: Bridge) -> str:
-    """Codes of 8-bit floats, stored and read as an fp8 KV cache does."""
+    """Stores and reads 8-bit floats as an fp8 KV cache does, and checks the values."""
     to, back = bridge.cast_to_fp8_v2, bridge.cast_from_fp8
     assert to is not None and back is not None
     x = (torch.randn(8, 64, generator=torch.Generator().manual_seed(3)) * 60).clamp(-240, 240)
@@ -190,7 +190,7 @@ def fp8_cache(bridge: Bridge) -> str:
 
 
 def copies(bridge: Bridge) -> str:
-    """8 MB to the card without waiting, and back with."""
+    """Copies 8 MB to the card without blocking, and back with blocking."""
     host = torch.arange(2 << 20, dtype=torch.int32)
     target = torch.zeros(host.shape, dtype=host.dtype, device=bridge.device)
     bridge.synchronize()
@@ -208,7 +208,7 @@ def copies(bridge: Bridge) -> str:
 
 
 def graph(bridge: Bridge) -> str:
-    """A small launch, captured (lazy mode) or compiled, run again with other values in the same tensors."""
+    """Captures (lazy mode) or compiles a small launch, and runs it again with other values in the same tensors."""
     module: Any = ProbeModule(lambda x, w: torch.softmax(x @ w, -1))
     x, w = torch.randn(4, 16), torch.randn(16, 16)
     static, weight = x.to(bridge.device), w.to(bridge.device)
@@ -228,7 +228,7 @@ def graph(bridge: Bridge) -> str:
 
 
 def collective(bridge: Bridge) -> str:
-    """A sum over a group of one, through the library that several ranks use."""
+    """Sums over a group of one, through the library that several ranks use."""
     name = bridge.collective_backend
     if torch.distributed.is_initialized():
         return "a group exists already"

@@ -1,7 +1,7 @@
-"""What the plug-in must find in the environment when it is imported. Torch-free and pure.
+"""The environment variables that the plug-in needs when it is imported. Torch-free and pure.
 
-The plug-in reads these variables once, while it is imported; so they are settled before, by the parent for the worker
-that it starts, and by each process for itself.
+The plug-in reads these variables once, while it is imported; so they are set before, by the parent for the worker that
+it starts, and by each process for itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ GRAPHS = "graphs exist in lazy mode alone"
 
 
 def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
-    """``real`` or ``emulated_variables``. An emulator never stands in for a card or a plug-in that was meant to be
-    there.
+    """Returns REAL or EMULATED. The emulator never replaces a card or a plug-in that should be present.
 
     Raises:
-        StartupError: a Gaudi that cannot be opened, a plug-in that cannot be used or that has no card, or the emulator
-            forbidden where there is nothing else.
+        StartupError: a Gaudi cannot be opened, a plug-in cannot be used or has no card, or the emulator is forbidden
+        and there is no Gaudi.
     """
     text = environ.get(SWITCH, "").strip().lower()
     if text in TRUE:
@@ -59,8 +58,9 @@ def choose(environ: Mapping[str, str], machine: Machine, stack: Stack) -> str:
 
 
 def check_mode(environ: Mapping[str, str]) -> None:
-    """Raises StartupError for a PT_HPU_LAZY_MODE that parts of the plug-in read as text and others as a number, and
-    where two variables ask for two modes."""
+    """Raises StartupError if PT_HPU_LAZY_MODE is not 0 or 1 (parts of the plug-in read it as text, others as a number),
+    or if two variables request different modes.
+    """
     value = environ.get(MODE, "")
     if value not in ("", "0", "1"):
         raise StartupError(f"{MODE}={value!r}: 0 or 1 (torch.compile, or lazy mode with graphs)")
@@ -72,14 +72,14 @@ def check_mode(environ: Mapping[str, str]) -> None:
 
 
 def requested_mode(environ: Mapping[str, str]) -> bool | None:
-    """Whether the user asks for lazy mode; None: nothing is said."""
+    """Returns True if the user requests lazy mode, False for compile mode, None if neither variable is set."""
     check_mode(environ)
     value = environ.get(MODE) or {"lazy": "1", "eager": "0"}.get(environ.get(BRIDGE_MODE, "").lower(), "")
     return value == "1" if value else None
 
 
 def will_be_lazy(environ: Mapping[str, str]) -> bool:
-    """Whether a process with this environment will run in lazy mode, also before anything is settled."""
+    """Returns True if a process with this environment will run in lazy mode, also before its variables are set."""
     asked = requested_mode(environ)
     if asked is not None:
         return asked
@@ -90,11 +90,11 @@ def will_be_lazy(environ: Mapping[str, str]) -> bool:
 
 
 def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
-    """(lazy, why) for an installed plug-in.
+    """Returns (lazy, reason) for an installed plug-in.
 
     Raises:
-        StartupError: lazy mode asked for over a torch in which the plug-in has none, or compile mode over one whose
-            compiler is too old.
+        StartupError: lazy mode is requested with a torch in which the plug-in has none, or compile mode with one whose
+        compiler is too old.
     """
     asked = requested_mode(environ)
     if asked and not stack.own:
@@ -118,7 +118,7 @@ def pick_mode(environ: Mapping[str, str], stack: Stack) -> tuple[bool, str]:
 
 
 def refuse(environ: Mapping[str, str], lazy: bool, world: int = 1) -> None:
-    """Raises StartupError for a variable of the plug-in under which answers would be wrong; the line says why."""
+    """Raises StartupError for a variable of the plug-in that would make answers wrong; the message gives the reason."""
     if lazy and world > 1 and environ.get(LAZY_COLLECTIVES, "true").lower() not in ("true", "1"):
         raise StartupError(
             f"{LAZY_COLLECTIVES}={environ[LAZY_COLLECTIVES]!r}: graphs of several ranks hold collectives: unset it, or "
@@ -133,10 +133,10 @@ def refuse(environ: Mapping[str, str], lazy: bool, world: int = 1) -> None:
 
 
 def settle(environ: Mapping[str, str], lazy: bool) -> dict[str, str]:
-    """Variables to add before the plug-in is imported; what the user set is left alone.
+    """Returns the variables to add before the plug-in is imported; those that the user set are left alone.
 
-    Collectives inside graphs need the lazy ones. The tensor cache stays on, as Intel's guide wants it for Qwen. Recipes
-    of compile mode must leave static inputs alone, which are filled only where they change.
+    Collectives inside graphs need the lazy ones. The tensor cache stays on, as Intel's guide recommends for Qwen.
+    Recipes of compile mode must leave static inputs alone, which are filled only where they change.
     """
     wanted = {MODE: "1" if lazy else "0", LAZY_COLLECTIVES: "true", TENSOR_CACHE_OFF: "0"}
     if not lazy:
@@ -145,14 +145,16 @@ def settle(environ: Mapping[str, str], lazy: bool) -> dict[str, str]:
 
 
 def emulated_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same for a process that emulates: lazy unless the user says otherwise, and no plug-in that loads itself."""
+    """Returns the variables for a process that emulates: lazy unless the user requests otherwise, and no plug-in
+    autoload.
+    """
     lazy = requested_mode(environ) is not False
     wanted = {**settle(environ, lazy), AUTOLOAD: "0"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def unusable_message(why: str, environ: Mapping[str, str], stack: Stack) -> str:
-    """The line about a plug-in that does not load, or lacks what every release of it has."""
+    """Returns the error line for a plug-in that does not load, or that lacks a symbol of every release."""
     reason = explain(why, stack)
     problem = stack.problem()
     advice = (
@@ -175,11 +177,11 @@ CAUSES = (
     ("Only a single TORCH_LIBRARY", "it was loaded twice, under two paths; "),
     ("partially initialized", f"torch imports it while it imports torch: {AUTOLOAD}=0 keeps them apart; "),
 )  # fmt: skip
-"""Part of an error's text, and what it means."""
+"""(part of an error's text, its meaning) pairs."""
 
 
 def explain(why: str, stack: Stack) -> str:
-    """What an error of the plug-in's import means, ending with ``; ``; "" where it is not known."""
+    """Returns what an error of the plug-in's import means, ending with ``; ``; "" if it is not known."""
     return next((meaning for part, meaning in CAUSES if part in why), "")
 
 

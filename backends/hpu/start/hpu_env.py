@@ -1,4 +1,4 @@
-"""Settles a process for a Gaudi before torch is imported (``core.devices.SETTLERS``). Torch-free."""
+"""Sets a process up for a Gaudi before torch is imported (``core.devices.SETTLERS``). Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.core.devices import DeviceEnv
 
 
 def settle(environ: Mapping[str, str], index: int = 0, rank: int = 0, world: int = 1) -> DeviceEnv:
-    """Variables for a process that opens card ``index`` + ``rank``, and the lines of its banner.
+    """Returns the variables for a process that opens card ``index`` + ``rank``, and the lines of its banner.
 
     Raises:
         StartupError: see ``capability.find`` and ``recipe_cache.settle``.

@@ -1,4 +1,6 @@
-"""Which Gaudis this machine has, and which of them this process may use. Torch-free; asks files, no library."""
+"""Finds the Gaudis of this machine, and which of them this process may use. Torch-free; reads files, uses no
+library.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ VISIBLE = "HABANA_VISIBLE_MODULES"
 GIVEN = "HABANA_VISIBLE_DEVICES"
 MODULE_ID = "HLS_MODULE_ID"
 LAUNCHED = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-"""torchrun's and MPI's names of a process's number on its machine, which the plug-in takes for a card's."""
+"""torchrun's and MPI's variables of a process's local rank, which the plug-in takes for a card's number."""
 
 MOST = 8
-"""Cards of one machine that the plug-in can number."""
+"""Maximum number of cards of one machine that the plug-in can number."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class Machine:
     """The cards of a machine.
 
     Args:
-        cards: PCI devices of the vendor. They show in a container even where it was given none of them.
+        cards: PCI devices of the vendor. A container shows them even if it may use none of them.
         nodes: device files that a process could open.
-        modules: ids by which ``HABANA_VISIBLE_MODULES`` names cards, ascending; empty where the driver does not say.
-        driver: its version, or "".
+        modules: ids by which ``HABANA_VISIBLE_MODULES`` names cards, ascending; empty if the driver does not report
+        them.
+        driver: version of the driver, or "".
     """
 
     cards: int = 0
@@ -38,7 +41,7 @@ class Machine:
     driver: str = ""
 
     def problem(self) -> str:
-        """Why no card can be opened though there are some; "" where nothing speaks against."""
+        """Returns why no card can be opened although there are some; "" if nothing is known to prevent it."""
         if not self.cards or self.nodes:
             return ""
         if self.driver:
@@ -50,11 +53,11 @@ class Machine:
 
 
 def find(environ: Mapping[str, str]) -> Machine:
-    """The cards of this machine; ``TRENCADIS_MACHINE_ROOT`` names a folder to look in instead of ``/``."""
+    """Finds the cards of this machine; ``TRENCADIS_MACHINE_ROOT`` names a folder to look in instead of ``/``."""
     root = Path(environ.get(ROOT) or "/")
     accels = [p.name for p in root.glob("dev/accel/accel[0-9]*")]
     nodes = len(accels) + sum(re.fullmatch(r"hl\d+", p.name) is not None for p in root.glob("dev/hl[0-9]*"))
-    # The kernel shows all of the host's cards to a container; those with a device file are its own.
+    # A container sees all of the host's cards in sysfs; those with a device file are its own.
     said = (_text(root / f"sys/class/accel/{name}/device/module_id") for name in accels)
     modules = {int(text) for text in said if text.isdecimal()}
     driver = _text(root / "sys/module/habanalabs/version")
@@ -72,10 +75,10 @@ def _text(path: Path) -> str:
 
 
 def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | None:
-    """Module ids that ``HABANA_VISIBLE_MODULES`` names, in its order; None where it is unset.
+    """Returns the module ids in ``HABANA_VISIBLE_MODULES``, in its order; None if it is unset.
 
     Raises:
-        StartupError: a text at which the plug-in would end in an assertion, or a card that is not there.
+        StartupError: the plug-in would fail an assertion on the text, or a card does not exist.
     """
     text = environ.get(VISIBLE)
     if text is None:
@@ -87,7 +90,8 @@ def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | N
     ids = tuple(map(int, parts))
     if len(set(ids)) < len(ids) or len(ids) > MOST:
         raise StartupError(f"{VISIBLE}={text!r}: each card once, and {MOST} at most{known}")
-    whole = machine.modules and machine.nodes == machine.cards  # a container with some cards may number them anew
+    # a container with some of the cards may number them differently
+    whole = machine.modules and machine.nodes == machine.cards
     missing = [i for i in ids if whole and i not in machine.modules]
     if missing:
         raise StartupError(f"{VISIBLE}={text!r}: there is no module {missing[0]}{known}")
@@ -95,7 +99,7 @@ def visible(environ: Mapping[str, str], machine: Machine) -> tuple[int, ...] | N
 
 
 def usable(environ: Mapping[str, str], machine: Machine) -> tuple[int, str]:
-    """How many cards may be used, and that in words."""
+    """Returns how many cards may be used, and the same in words."""
     named = visible(environ, machine)
     if named is not None:
         return len(named), f"{VISIBLE}={environ[VISIBLE]} names {len(named)}"
@@ -103,7 +107,7 @@ def usable(environ: Mapping[str, str], machine: Machine) -> tuple[int, str]:
 
 
 def check_index(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:
-    """Raises StartupError where fewer cards may be used than ``--device`` or ``--tensor-parallel-size`` asks for."""
+    """Raises StartupError if ``--device`` or ``--tensor-parallel-size`` needs more cards than may be used."""
     count, why = usable(environ, machine)
     if world > count:
         raise StartupError(f"--tensor-parallel-size {world} needs {world} cards and {why}.")
@@ -112,9 +116,9 @@ def check_index(environ: Mapping[str, str], machine: Machine, index: int, world:
 
 
 def check_module(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> None:
-    """Raises StartupError where a module is named that is not card ``index``: the plug-in would open it all the same.
+    """Raises StartupError if ``HLS_MODULE_ID`` names another card than ``index``: the plug-in would open that one.
 
-    A process that asks for no card in particular gets the one that is named.
+    A process with the default card opens the one that is named.
     """
     text = environ.get(MODULE_ID, "")
     if not text or (index == 0 and world == 1):
@@ -128,15 +132,16 @@ def check_module(environ: Mapping[str, str], machine: Machine, index: int, world
 
 
 def variables(environ: Mapping[str, str], machine: Machine, index: int, world: int) -> dict[str, str]:
-    """Names the modules where the plug-in could not: it numbers the cards of a machine with fewer than eight by itself
-    only if one is used, and the first."""
+    """Returns ``HABANA_VISIBLE_MODULES`` where it is needed: on a machine with fewer than eight cards the plug-in finds
+    only the first one by itself.
+    """
     if environ.get(VISIBLE) is not None or environ.get(MODULE_ID) or machine.nodes >= MOST or not machine.modules:
         return {}
     return {VISIBLE: ",".join(map(str, machine.modules))} if world > 1 or index else {}
 
 
 def describe(environ: Mapping[str, str], machine: Machine) -> str:
-    """``cards 8 (modules 0-7), driver 1.24.1, HABANA_VISIBLE_MODULES=0,1``."""
+    """Describes the machine's cards, such as ``8 cards (modules 0-7), driver 1.24.1, HABANA_VISIBLE_MODULES=0,1``."""
     said = [f"{machine.cards} cards" if machine.cards != 1 else "1 card"]
     if machine.nodes != machine.cards:
         said[0] += f", {machine.nodes} of them here"

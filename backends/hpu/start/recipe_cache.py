@@ -1,7 +1,7 @@
 """The folder in which the plug-in keeps compiled recipes between starts (``PT_HPU_RECIPE_CACHE_CONFIG``). Torch-free.
 
-The plug-in ends a process whose folder cannot be made, passes over one that it may not write, and recompiles a recipe
-that it cannot read. So the folder is looked at before: what would end a start is refused, what would only cost time is
+The plug-in ends the process if the folder cannot be made, ignores one that it may not write, and recompiles a recipe
+that it cannot read. So the folder is checked first: what would end a start is refused, what would only cost time gives
 one line.
 """
 
@@ -20,20 +20,21 @@ from trencadis.core.memory import measurement_cache
 CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
 CACHE = "TRENCADIS_CACHE"
 MOST_MB = 10_240
-"""Default limit of a rank's folder; the plug-in deletes the oldest recipes above it."""
+"""Default limit of a rank's folder in MB; the plug-in deletes the oldest recipes above it."""
 
 LEAST_MB = 512
-"""Below this much free space nothing is kept: a disk that is full in the middle of a file leaves half of it."""
+"""With less free space (MiB) no recipes are stored: a full disk would leave half-written files."""
 
 RECIPE, METADATA = ".recipe", ".metadata"
 
 
 @dataclass(frozen=True)
 class RecipeCache:
-    """A decision: the variable's value ("" leaves it as it is) and what to tell.
+    """A decision: the variable's value ("" leaves it unchanged) and lines for the user.
 
     Args:
-        off: the variable is taken away: the plug-in ends for an empty text, and reads an empty folder as one called 0.
+        off: True: the variable is removed: the plug-in ends for an empty text, and takes an empty folder for one called
+        0.
     """
 
     value: str = ""
@@ -42,27 +43,28 @@ class RecipeCache:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What to add to the environment."""
+        """Variables to add to the environment."""
         return {CONFIG: self.value} if self.value else {}
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """What to take out of the environment."""
+        """Variables to remove from the environment."""
         return (CONFIG,) if self.off else ()
 
 
 def settle(environ: Mapping[str, str], stack: str, rank: int = 0) -> RecipeCache:
-    """The user's folder, checked, or one of our own for each stack and rank.
+    """Checks the user's folder; without one, prepares a default folder for each stack and rank.
 
     Args:
         stack: versions of plug-in and torch; recipes of one are of no use to another.
 
     Raises:
-        StartupError: a value that the plug-in would end the process for.
+        StartupError: a value for which the plug-in would end the process.
     """
     home = measurement_cache.folder(environ).parent / "recipes"
     text = environ.get(CONFIG)
-    if text is not None and not text.startswith(f"{home}/"):  # ours comes from the parent, which has another rank
+    # the default folder comes from the parent, which has another rank
+    if text is not None and not text.startswith(f"{home}/"):
         return _users(text)
     folder = home / stack.replace("/", "-").replace(",", "-") / f"rank{rank}"
     why = _unwritable(folder)
@@ -120,7 +122,7 @@ def _users(text: str) -> RecipeCache:
 
 
 def _unwritable(folder: Path) -> str:
-    """Why no file can be made in ``folder``, which is made if it is not there; "" where one can."""
+    """Returns why no file can be made in ``folder``, which is created if missing; "" if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
@@ -132,14 +134,14 @@ def _unwritable(folder: Path) -> str:
 
 
 def _remove_broken_recipes(folder: Path) -> tuple[str, ...]:
-    """Removes files of recipes that are empty or lack their other half; a write that was cut short leaves such."""
+    """Removes recipe files that are empty or lack their other half, as left by an interrupted write."""
     removed = 0
     for path in folder.glob("*"):
         if path.suffix not in (RECIPE, METADATA):
             continue
         other = path.with_suffix(METADATA if path.suffix == RECIPE else RECIPE)
         try:
-            # Metadata alone is complete: a graph without work has no recipe.
+            # Metadata without a recipe is complete: a graph without work has no recipe.
             broken = path.stat().st_size == 0 or (path.suffix == RECIPE and not other.exists())
             if broken:
                 os.unlink(path)

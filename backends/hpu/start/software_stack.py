@@ -1,6 +1,6 @@
-"""Which Gaudi plug-in is installed, over which torch, and whether the two belong together. Torch-free.
+"""Finds the installed Gaudi plug-in and torch, and whether the two match. Torch-free.
 
-Everything is read from files, so that nothing is imported before its variables are settled. The rules are those of the
+Everything is read from files, so that nothing is imported before its variables are set. The rules are those of the
 plug-in's own ``__init__`` (docs/hpu-internals.md), which would end in a traceback.
 """
 
@@ -17,32 +17,32 @@ PLUGIN = "habana-torch-plugin"
 MODULE = "habana_frameworks"
 
 LAST_LAZY = (1, 23)
-"""Newest release that runs lazy mode where nothing is said; later ones do it where PT_HPU_LAZY_MODE=1 asks for it."""
+"""Newest release whose default is lazy mode; later ones use it only with PT_HPU_LAZY_MODE=1."""
 
 COMPILES_FROM = (2, 9)
-"""First torch for compile mode: under 2.6 and 2.7 each layer is traced anew, and some launches not at all."""
+"""First torch for compile mode: 2.6 and 2.7 trace each layer anew, and cannot trace some launches."""
 
 TORCH_OF = {
     (1, 19, 0): "2.5.1", (1, 20, 0): "2.6.0", (1, 21, 0): "2.6.0", (1, 22, 0): "2.7.1", (1, 23, 0): "2.9.0",
     (1, 24, 0): "2.10.0", (1, 24, 1): "2.11.0", (1, 24, 2): "2.13.0",
 }  # fmt: skip
-"""torch of each release, from the one named until the next."""
+"""Release -> torch that it comes with, valid until the next release in the table."""
 
 UPSTREAM_FROM = (1, 24, 1)
-"""First release whose container for upstream torch is named here."""
+"""First release whose container for upstream torch is known here."""
 
 CONTAINERS = "vault.habana.ai/gaudi-docker"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What is installed; None: it is not.
+    """The installed versions; None: not installed.
 
     Args:
         plugin: version of the plug-in's package, such as ``1.24.1.482``.
-        torch: as ``torch.__version__`` has it.
-        built_for: the torch that the plug-in was built for, as it says itself.
-        module: whether the plug-in's Python package is there.
+        torch: ``torch.__version__``.
+        built_for: the torch that the plug-in was built for, by its own metadata.
+        module: True if the plug-in's Python package is present.
     """
 
     plugin: str | None = None
@@ -52,11 +52,13 @@ class Stack:
 
     @property
     def own(self) -> bool:
-        """Whether torch is Gaudi's build of it."""
+        """True if torch is Gaudi's own build."""
         return gaudis_torch(self.torch)
 
     def problem(self) -> str:
-        """Why the plug-in cannot be used, in a few words that end with what to do; "" where nothing speaks against."""
+        """Returns why the plug-in cannot be used, in a few words that end with the remedy; "" if nothing is known to
+        prevent it.
+        """
         if self.plugin is None and not self.module:
             return f"its PyTorch plug-in is not installed: {remedy(self)}"
         if self.plugin is None:
@@ -75,7 +77,7 @@ class Stack:
 
 
 def find() -> Stack:
-    """The stack of this Python; nothing is imported."""
+    """Finds the stack of this Python without importing it."""
     torch = torch_build.find_torch()
     folder = torch_build.package_folder(MODULE)
     torch_folder = Path(folder, "torch") if folder else None
@@ -92,7 +94,7 @@ def find() -> Stack:
 
 
 def plugin_version() -> str | None:
-    """Version of the installed plug-in, without importing it."""
+    """Returns the version of the installed plug-in, without importing it; None if there is none."""
     try:
         return metadata.version(PLUGIN)
     except metadata.PackageNotFoundError:
@@ -100,46 +102,50 @@ def plugin_version() -> str | None:
 
 
 def release(plugin: str | None) -> tuple[int, int] | None:
-    """The Gaudi release that a plug-in belongs to: ``1.23.1.25`` is of 1.23; None where it cannot be read."""
+    """Returns the Gaudi release of a plug-in: ``1.23.1.25`` is of (1, 23); None if the version cannot be parsed."""
     return torch_build.numbers(plugin)
 
 
 def point_release(plugin: str | None) -> tuple[int, int, int] | None:
-    """(1, 24, 1) of ``1.24.1.482``; None where it cannot be read."""
+    """Returns (1, 24, 1) for ``1.24.1.482``; None if the version cannot be parsed."""
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", plugin or "")
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
 def gaudis_torch(torch: str | None) -> bool:
-    """Whether torch is Gaudi's own build: ``2.9.0+hpu_1.23.1-25.git8598e6d``, or ``2.5.1a0+git6fc067b``."""
+    """Returns True if torch is Gaudi's own build: ``2.9.0+hpu_1.23.1-25.git8598e6d``, or ``2.5.1a0+git6fc067b``."""
     local = (torch or "").partition("+")[2].lower()
     return re.match(r"hpu(?![a-z])|git", local) is not None
 
 
 def lazy_offered(plugin: str | None, torch: str | None) -> bool:
-    """Whether lazy mode is what the plug-in runs best in: an old enough one over Gaudi's own build of torch."""
+    """Returns True if lazy mode is the plug-in's default: a release up to ``LAST_LAZY`` with Gaudi's own build of
+    torch.
+    """
     found = release(plugin)
     return found is not None and found <= LAST_LAZY and gaudis_torch(torch)
 
 
 def compiles(torch: str | None) -> bool:
-    """Whether torch's compiler traces every launch as one graph and shares what it makes of equal layers."""
+    """Returns True if torch's compiler traces every launch as one graph and shares compiled code between equal
+    layers.
+    """
     found = torch_build.numbers(torch)
     return found is None or found >= COMPILES_FROM
 
 
 def torch_of(plugin: str | None) -> str:
-    """The torch that Gaudi's containers of a plug-in's release carry; "" for a release that is not known."""
+    """Returns the torch in Gaudi's containers of a plug-in's release; "" for an unknown release."""
     point = point_release(plugin)
     known = [r for r in TORCH_OF if point is not None and r <= point and r[:2] == point[:2]]
     return TORCH_OF[max(known)] if known else ""
 
 
 def image(plugin: str | None, lazy: bool = False) -> str:
-    """The container of a plug-in's release on Ubuntu 24.04; of the newest where the release is not known.
+    """Returns the container image of a plug-in's release on Ubuntu 24.04; of the newest release if it is unknown.
 
     Args:
-        lazy: the one with Gaudi's own torch, which lazy mode needs.
+        lazy: True for the image with Gaudi's own torch, which lazy mode needs.
     """
     point = point_release(plugin)
     if point is None or not torch_of(plugin):
@@ -150,14 +156,16 @@ def image(plugin: str | None, lazy: bool = False) -> str:
 
 
 def remedy(stack: Stack) -> str:
-    """What to do where plug-in and torch do not fit."""
+    """Returns what to do if plug-in and torch do not match."""
     of = release_of(stack.torch) if stack.plugin is None else ""
     pinned = f"install {PLUGIN}=={of}.* beside torch {stack.torch}, or " if of else ""
     return f"{pinned}start from the container {image(stack.plugin or of or None)}"
 
 
 def release_of(torch: str | None) -> str:
-    """The Gaudi release that carries a torch, as its version says (``+hpu_1.23.1-25...``) or as is known; else ""."""
+    """Returns the Gaudi release that carries a torch, from its version (``+hpu_1.23.1-25...``) or from ``TORCH_OF``;
+    else "".
+    """
     said = re.search(r"\+hpu[_.-](\d+\.\d+\.\d+)", torch or "")
     if said:
         return said[1]

@@ -1,1 +1,1 @@
-"""Benchmarks of an engine alone, without a server: throughput, latency, start-up."""
+"""Benchmarks of an engine in this process, without a server: throughput, latency, start-up."""

@@ -1,4 +1,4 @@
-"""``trencadis bench latency``: one batch of equal requests, again and again."""
+"""``trencadis bench latency``: one batch of equal requests, repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_ID = 10_000
 
 
 def parser() -> OneLineParser:
-    """The benchmark's own flags."""
+    """Returns the parser of the benchmark's own flags."""
     made = OneLineParser(
         "trencadis bench latency", allow_abbrev=False,
         description="Seconds that one batch takes. Flags of the engine (--model, --dtype ...) may follow.",
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         StartupError: a flag is wrong, or the engine cannot start.
     """
-    # With its cache, a batch that is repeated would compute no prompt.
+    # With its cache, a repeated batch would not compute its prompts.
     args, options = offline_options.parse_engine_args(parser(), words, enable_prefix_caching=False)
     if min(args.input_len, args.output_len, args.batch_size, args.n, args.num_iters) < 1:
         raise StartupError("lengths, --batch-size, --n and --num-iters must be at least 1.")

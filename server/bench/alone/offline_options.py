@@ -1,4 +1,4 @@
-"""What the benchmarks of an engine in this process share: flags, the engine's options, the JSON file."""
+"""Shared parts of the benchmarks of an engine in this process: flags, the engine's options, the JSON file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 PROMPTS = ("allowed_local_media_path", "allowed_media_domains", "chat_template", "chat_template_content_format")
-"""Flags of the server that an engine in this process has too."""
+"""Flags of the server that an engine in this process accepts too."""
 
 
 def parse_engine_args(
     parser: OneLineParser, words: Sequence[str], **defaults: Any
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The benchmark's own arguments, and the options of the engine among the rest.
+    """Parses the command line into the benchmark's own arguments and the options of the engine.
 
     Args:
-        defaults: options of the engine that hold where the command line has none.
+        defaults: options of the engine that the command line may override.
 
     Raises:
-        StartupError: a flag is unknown, or concerns a server alone.
+        StartupError: a flag is unknown, or only for a server.
     """
     args, rest = parser.parse_known_args(list(words))
     given = argv.parse(rest)
@@ -45,7 +45,7 @@ def parse_engine_args(
 
 
 def make_engine(options: dict[str, Any]) -> LLM:
-    """An engine in this process; torch is imported here."""
+    """Makes an engine in this process; imports torch."""
     from trencadis import LLM
 
     chosen = dict(options)
@@ -60,7 +60,7 @@ def check_lengths(llm: LLM, longest: int, what: str) -> None:
 
 
 def compute_percentiles(values: Sequence[float]) -> dict[int, float]:
-    """The usual percentiles of ``values``."""
+    """Returns the reported percentiles of ``values``."""
     return {p: float(np.percentile(values, p)) for p in PERCENTS}
 
 

@@ -1,4 +1,4 @@
-"""``trencadis bench startup``: seconds from nothing to an engine that answers, each time in a process of its own."""
+"""``trencadis bench startup``: seconds until an engine is ready, each time in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trencadis.server.bench.bench_flags import OneLineParser
 
 ONCE = "trencadis.server.bench.alone.startup_child"
 CACHES = ("TRENCADIS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-"""Folders in which earlier starts leave what later ones use."""
+"""Cache folders, in which earlier starts leave files that later ones use."""
 REPORTED_TIMES = {
     "startup": ("total_startup_time", "Startup time"),
     "compilation": ("compilation_time", "Compilation time"),
@@ -28,7 +28,7 @@ REPORTED_TIMES = {
 
 
 def parser() -> OneLineParser:
-    """The benchmark's own flags."""
+    """Returns the parser of the benchmark's own flags."""
     made = OneLineParser(
         "trencadis bench startup", allow_abbrev=False,
         description="Seconds of a start-up, without and with what earlier ones left. Flags of the engine may follow.",
@@ -76,13 +76,16 @@ def main(words: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _use_empty_caches() -> Iterator[dict[str, str]]:
-    """An environment whose caches are empty folders."""
+    """Yields an environment whose caches are empty folders."""
     with tempfile.TemporaryDirectory(prefix="trencadis-startup-") as folder:
         yield {**os.environ, **{name: str(Path(folder) / name.lower()) for name in CACHES}}
 
 
 def forget_pages(model: str) -> bool:
-    """Asks the system to drop the weights' pages, so that they are read from the disk; whether there was a folder."""
+    """Asks the system to drop the cached pages of the weights, so that they are read from the disk.
+
+    Returns False if there is no folder of weights or no such call.
+    """
     from trencadis.assets import demo_path
 
     folder = Path(model).expanduser() if model else Path(demo_path())
@@ -98,10 +101,10 @@ def forget_pages(model: str) -> bool:
 
 
 def start(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """One start-up in a process of its own.
+    """Measures one start-up in a process of its own.
 
     Raises:
-        StartupError: it failed; the line is the engine's.
+        StartupError: it failed; the message is the engine's.
     """
     command = [sys.executable, "-P", "-m", ONCE]
     done = subprocess.run(

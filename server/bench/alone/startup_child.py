@@ -1,4 +1,4 @@
-"""Starts one engine and ends it: the options come as JSON, the seconds go as JSON. For ``bench startup``."""
+"""Starts one engine and ends it: reads options and prints seconds, both as JSON. For ``bench startup``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILES = ("warmup", "warm-up", "capture", "compile")
 
 
 class PhaseClock:
-    """A Progress that times the phases."""
+    """A Progress callback that times the phases of a start-up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -39,7 +39,7 @@ class PhaseClock:
         return ""
 
     def end(self) -> dict[str, float]:
-        """Seconds of each phase."""
+        """Ends the last phase; returns seconds by phase."""
         self._begin("")
         return self.seconds
 

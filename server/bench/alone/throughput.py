@@ -1,4 +1,4 @@
-"""``trencadis bench throughput``: all requests at once, in an engine in this process."""
+"""``trencadis bench throughput``: sends all requests at once to an engine in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> bench_flags.OneLineParser:
-    """The benchmark's own flags."""
+    """Returns the parser of the benchmark's own flags."""
     made = bench_flags.OneLineParser(
         "trencadis bench throughput", allow_abbrev=False,
         description="Requests and tokens a second. Flags of the engine (--model, --dtype ...) may follow.",
@@ -34,7 +34,7 @@ def parser() -> bench_flags.OneLineParser:
 
 
 class EngineCounter:
-    """Counts with the engine's tokenizer."""
+    """Counts tokens with the engine's tokenizer."""
 
     def __init__(self, llm: LLM) -> None:
         self._tokenizer = llm.service.tokenizer
@@ -77,7 +77,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, llm: LLM, asked: Sequence[BenchSample]) -> tuple[float, list[Any]]:
-    """Seconds, and the outputs."""
+    """Runs all requests; returns the seconds and the outputs."""
     from trencadis import SamplingParams
 
     sampling = [

@@ -1,7 +1,7 @@
 """One of several API processes: ``python -P -m trencadis.server.cli.api.api_server_main FD INDEX``, one end of a socket
 pair.
 
-It has the app and no engine; the front, which started it, has the engines and ends it.
+It has the app and no engine; the front process, which started it, has the engines and ends it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.server")
 
 COUNT_INTERVAL = 1.0
-"""Seconds between two notes of how many connections are open, for the bound over all processes."""
+"""Seconds between two reports of how many connections are open, for the bound over all processes."""
 
 
 class FrontGone(Exception):
-    """The front has ended before it said what to serve."""
+    """The front process ended before it sent the serve order."""
 
 
 def read_first_message(sock: socket.socket) -> ipc_messages.ServeOrder:
-    """What the front wants served."""
+    """Returns the serve order, the first message of the front process."""
 
     def read(count: int) -> bytes:
         found = b""
@@ -59,8 +59,8 @@ def read_first_message(sock: socket.socket) -> ipc_messages.ServeOrder:
 
 
 def main(sock: socket.socket) -> int:
-    """Serves until the front says to leave; returns the exit code."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the front tells what a terminal's end or an operator wants
+    """Serves until the front process says to leave; returns the exit code."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the front process forwards SIGHUP
     try:
         order = read_first_message(sock)
     except (FrontGone, OSError):
@@ -90,14 +90,14 @@ def main(sock: socket.socket) -> int:
 
 
 def _log_stats_once(settings: Settings, index: int) -> Settings:
-    """The first process alone writes the line about throughput, which is about the engines."""
+    """Disables the throughput log line in all API processes but the first, since it is about the engines."""
     if not index:
         return settings
     return dataclasses.replace(settings, server=dataclasses.replace(settings.server, disable_log_stats=True))
 
 
 class _ApiServer:
-    """What runs in the event loop: uvicorn, and the link to the front."""
+    """The parts that run in the event loop: uvicorn, and the link to the front process."""
 
     def __init__(self, settings: Settings, link: FrontLink, app: FastAPI, order: ipc_messages.ServeOrder) -> None:
         from trencadis.server.http.uvicorn_server import make_server
@@ -114,7 +114,7 @@ class _ApiServer:
         link.commands[ipc_messages.ReloadOrder] = lambda message: self._reload()
 
     async def run(self) -> None:
-        """Serves until the front says to leave, or is gone."""
+        """Serves until the front process says to leave, or has ended."""
         helpers = [
             asyncio.create_task(self.link.run()),
             asyncio.create_task(self._report_ready()),
@@ -138,7 +138,7 @@ class _ApiServer:
         while True:
             self.link.shared.update_connections(len(self.sock.open))
             if self.state is not None:
-                _ = self.state.fair_queued  # notes how many wait here
+                _ = self.state.fair_queued  # reading it shares how many requests wait here
             await asyncio.sleep(COUNT_INTERVAL)
 
     async def _answer_alive(self, given: dict[str, Any]) -> bytes:
@@ -146,7 +146,7 @@ class _ApiServer:
 
     async def _answer_metrics(self, given: dict[str, Any]) -> bytes:
         if self.state is None:
-            return b"\x90"  # no families, in msgpack
+            return b"\x90"  # an empty list of families in msgpack
         from trencadis.server.metrics.aggregate import pack_registry
 
         return pack_registry(self.state.metrics.registry)

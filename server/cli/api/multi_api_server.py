@@ -1,4 +1,4 @@
-"""``trencadis serve --api-server-count N``: this process has the engines, N others have the apps."""
+"""``trencadis serve --api-server-count N``: this process has the engines, N other processes have the apps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_multi_api_server(
     """Starts the API processes, which build their apps while engines load; serves; returns the exit code.
 
     Args:
-        sock: claims the address; a unix socket is shared, else each process gets a socket of its own.
-        supervise: what keeps the engines running, which are spawned already.
+        sock: holds the address; a unix socket is shared, else each process gets a socket of its own.
+        supervise: makes the supervisor of the engines, which are already spawned.
         begun: ``time.monotonic`` of the start.
     """
     address = listener.format_address(sock, bool(settings.server.ssl_certfile))
@@ -53,10 +53,10 @@ def run_multi_api_server(
 
 
 def make_listener_factory(sock: socket.socket) -> Callable[[bool], socket.socket]:
-    """Gives a socket for each API process that is started; ``sock`` has shown that the address is free.
+    """Returns a function that makes a socket for each API process; ``sock`` has shown that the address is free.
 
-    Those of the start listen at once, as the socket of one process does. That of a process that replaces a dead one
-    listens when its app is built, so that connections come to the others meanwhile.
+    Sockets of the first processes listen at once, as that of a single process does. The socket of a process that
+    replaces a dead one listens when its app is built, so that connections go to the others meanwhile.
     """
     name = sock.getsockname()
     if sock.family == socket.AF_UNIX:
@@ -94,7 +94,7 @@ class MultiProcessServer(ServerLifecycle):
         self._kill_timer = asyncio.get_running_loop().call_later(seconds + GRACE_SECONDS, self.processes.close)
 
     def drain(self, terminated: bool) -> None:
-        """See ``ServerLifecycle``; probes shall fail at once."""
+        """See ``ServerLifecycle``; also makes probes fail at once."""
         super().drain(terminated)
         asyncio.get_running_loop().call_later(0.001, self.processes.notify_state_change)
 
@@ -117,7 +117,7 @@ class MultiProcessServer(ServerLifecycle):
         return await self.processes.drain_fair_queues(seconds)
 
     def _on_all_built(self) -> None:
-        """All API processes are up."""
+        """Logs that all API processes are up, once."""
         if not self._ready_logged:
             self._ready_logged = True
             log.info("app built (%.1f s)", time.monotonic() - self._begun)

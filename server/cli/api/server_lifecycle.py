@@ -1,4 +1,4 @@
-"""What runs in the event loop of ``serve``: the supervisor, the reactions to signals, and a web server."""
+"""The event loop of ``serve``: the supervisor, the reactions to signals, and a web server."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("trencadis.server")
 
 FLUSH_SECONDS = 5
-"""Seconds in which the last answers are written once the engine is done."""
+"""Seconds for writing the last answers once the engine is done."""
 ABORT_FLUSH_SECONDS = 1
-"""Seconds of them where requests are cut."""
+"""The same if requests are aborted."""
 TRACES_SECONDS = 3.0
-"""Seconds in which the last traces may reach their collector."""
+"""Seconds for sending the last traces to their collector."""
 
 
 class ServerLifecycle:
-    """A server from its first request to its end; sub-classes answer requests.
+    """A server from start to end; sub-classes answer requests.
 
     Args:
-        address: what its log line shows.
+        address: shown in its log line.
     """
 
     def __init__(self, settings: Settings, supervisor: Supervisor | Fleet, address: str) -> None:
@@ -63,38 +63,40 @@ class ServerLifecycle:
         raise NotImplementedError
 
     def get_reload_calls(self) -> Sequence[Callable[[], None]]:
-        """What is read again at SIGHUP."""
+        """Returns the functions that read files again at SIGHUP."""
         return ()
 
     def count_open_requests(self) -> int:
-        """Requests that are open in this process."""
+        """Returns the number of requests that are open in this process."""
         return self.supervisor.open_requests
 
     @property
     def has_fair_queue(self) -> bool:
-        """Whether requests wait in the fair queue before they are read."""
+        """True if requests wait in the fair queue before they are read."""
         return False
 
     def count_fair_queued(self) -> int:
-        """Those that do so now."""
+        """Returns the number of requests in the fair queue."""
         return 0
 
     async def drain_fair_queue(self, seconds: float) -> int:
-        """Takes no more of them; returns how many were not admitted within ``seconds``, and end with an error."""
+        """Closes the fair queue; returns how many requests were not admitted within ``seconds`` and end with an
+        error.
+        """
         return 0
 
     async def on_closed(self) -> None:
-        """Called last."""
+        """Called last, after the server has ended."""
 
     def run_to_end(self) -> int:
-        """Serves; prints the last words, and returns the exit code."""
+        """Serves, prints the last message, and returns the exit code."""
         code = asyncio.run(self.run())
         if self.exit_message:
             print(f"trencadis: {self.exit_message}", file=sys.stderr, flush=True)
         return code
 
     async def run(self) -> int:
-        """Serves until a signal, or an engine that cannot start."""
+        """Serves until a signal, or until an engine cannot start; returns the exit code."""
         helpers = self._begin()
         try:
             await self.serve()
@@ -103,7 +105,9 @@ class ServerLifecycle:
         return self.exit_code
 
     def _begin(self) -> list[asyncio.Task[None]]:
-        """Reacts to signals and supervises the engine from now on; the tasks beside the server."""
+        """Handles signals and supervises the engine from now on; returns the tasks that run in addition to the
+        server.
+        """
         signals.handle_in_loop(asyncio.get_running_loop(), self.drain, self.stop_now)
         signals.on_hangup(asyncio.get_running_loop(), self.get_reload_calls())
         self.supervisor.start()
@@ -130,7 +134,7 @@ class ServerLifecycle:
             logging_setup.log_started(self.address)
 
     def on_fatal(self, message: str, code: int) -> None:
-        """The first start has failed: ends the server with one last line."""
+        """Ends the server with one last line, since the first start has failed."""
         self.exit_code, self.exit_message = code, message
         self.stop_now()
 
@@ -141,12 +145,14 @@ class ServerLifecycle:
             self.stop_now()
 
     def drain(self, terminated: bool) -> None:
-        """Handles the first SIGINT or SIGTERM: stops taking requests and waits for the running ones."""
+        """Handles the first SIGINT or SIGTERM: stops accepting requests and waits for the running ones."""
         self.systemd.notify_stopping()
         self.draining = asyncio.create_task(self._drain(self.settings.server.drain_delay if terminated else 0.0))
 
     async def _drain(self, delay: float) -> None:
-        """Takes requests for ``delay`` seconds more, since balancers notice a failing probe late; then drains."""
+        """Accepts requests for another ``delay`` seconds, since load balancers notice a failing probe late; then
+        drains.
+        """
         supervisor, seconds = self.supervisor, float(self.settings.server.shutdown_timeout)
         if delay and supervisor.accepting:
             supervisor.leave()
@@ -188,7 +194,7 @@ class ServerLifecycle:
 
 
 class SingleProcessServer(ServerLifecycle):
-    """One process: the app runs in it too."""
+    """A server of one process, which runs the app too."""
 
     def __init__(self, settings: Settings, supervisor: Supervisor | Fleet, app: FastAPI, sock: socket.socket) -> None:
         from trencadis.server.http.uvicorn_server import make_server
@@ -245,7 +251,7 @@ class SingleProcessServer(ServerLifecycle):
 
 
 def get_reload_calls(certificates: Certificates | None, state: AppState | None) -> Sequence[Callable[[], None]]:
-    """What an API process reads again when it is asked to: certificates and keys."""
+    """Returns the functions that read certificates and keys again."""
     again = [] if certificates is None else [certificates.reload]
     if state is not None and state.tenants is not None:
         again.append(state.tenants.reload)

@@ -1,1 +1,1 @@
-"""vLLM's flags and variables that are none of ours: what each of them does here, one row a name."""
+"""vLLM's flags and variables that this server does not share: what each of them does here, one row per name."""

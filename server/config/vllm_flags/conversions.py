@@ -1,4 +1,4 @@
-"""How a value of another server's flag becomes values of ours."""
+"""Conversions of values of vLLM's flags to values of ours."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from trencadis.core.errors import StartupError
 Values = Mapping[str, Any]
 FRAMES = (("video", "num_frames"), ("video", "fps"))
 USUAL = (("image", "image_mode", "RGB"), ("video", "video_backend", "opencv"))
-"""Options of reading media that describe what happens anyway."""
+"""Media options of vLLM whose value describes what this server does anyway."""
 
 
 def set_when_on(name: str, value: Any) -> Callable[[Any, Values], Values]:
-    """Our flag gets ``value`` where the switch is on."""
+    """Returns a conversion that sets our flag to ``value`` if the switch is on."""
     return lambda given, now: {name: value} if given else {}
 
 
 def set_opposite(name: str) -> Callable[[Any, Values], Values]:
-    """Our switch is the opposite of theirs."""
+    """Returns a conversion that sets our switch to the opposite of vLLM's."""
     return lambda given, now: {name: not given}
 
 
 def copy_unless_given(name: str) -> Callable[[Any, Values], Values]:
-    """Our flag has the same values; where it is given too, it wins."""
+    """Returns a conversion to our flag with the same values; if that is given too, it wins."""
     return lambda given, now: {} if name in now else {name: given}
 
 
 def take_smaller(name: str) -> Callable[[Any, Values], Values]:
-    """A bound on what our flag bounds: the smaller one holds."""
+    """Returns a conversion to our flag with the same meaning as a bound: the smaller value wins."""
 
     def to(given: Any, now: Values) -> Values:
         other = now.get(name)
@@ -40,25 +40,25 @@ def take_smaller(name: str) -> Callable[[Any, Values], Values]:
 
 
 def convert_async_scheduling(given: Any, now: Values) -> Values:
-    """``--async-scheduling`` is a step in flight beyond the one that is scheduled."""
+    """Converts ``--async-scheduling``: one step in flight beyond the one that is scheduled."""
     return {"async_depth": int(bool(given))}
 
 
 def forbid_media(given: Any, now: Values) -> Values:
-    """No request may bring an image or a video."""
+    """Sets the limits of images and videos per request to 0."""
     return {"limit_mm_per_prompt": {"image": 0, "video": 0}} if given else {}
 
 
 def disable_graphs_at(*least: Any) -> Callable[[Any, Values], Values]:
-    """Values that ask for no graphs; others tune how graphs are made."""
+    """Returns a conversion of values that disable graphs; other values, which tune graph capture, have no effect."""
     return lambda given, now: {"enforce_eager": True} if str(given).upper() in map(str, least) else {}
 
 
 def convert_attention_backend(given: Any, now: Values) -> Values:
-    """``--attention-config.backend``.
+    """Converts ``--attention-config.backend``.
 
     Raises:
-        StartupError: no name of an attention.
+        StartupError: the value names no attention backend.
     """
     word = str(given).upper().removesuffix(OLDER_ATTENTION)
     if word in ATTENTION:
@@ -70,10 +70,10 @@ def convert_attention_backend(given: Any, now: Values) -> Values:
 
 
 def convert_video_frames(given: Any, now: Values) -> Values:
-    """``{"video": {"num_frames": 32, "fps": 2}}`` as options of videos.
+    """Converts ``{"video": {"num_frames": 32, "fps": 2}}`` to options of videos.
 
     Raises:
-        StartupError: another key.
+        StartupError: there is another key.
     """
     if not isinstance(given, Mapping):
         raise StartupError(f"--media-io-kwargs: {str(given)[:60]!r} is not a JSON object.")
@@ -92,5 +92,5 @@ def convert_video_frames(given: Any, now: Values) -> Values:
 
 
 def convert_log_level(given: Any, now: Values) -> Values:
-    """A level of ``--log-level``, which wins where it is given."""
+    """Converts to a level of ``--log-level``, which wins if it is given."""
     return {} if "log_level" in now else {"log_level": str(given).upper()}

@@ -1,4 +1,4 @@
-"""Flags about the model, its files, its memory, its scheduler and how it is computed."""
+"""Flags about the model, its files, memory, scheduler and computation."""
 
 from __future__ import annotations
 

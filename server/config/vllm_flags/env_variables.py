@@ -1,4 +1,6 @@
-"""vLLM's variables beside those of flags: what each of them does here. ``core.envs`` has the plug-in's."""
+"""vLLM's environment variables other than those of flags: what each of them does here. ``core.envs`` has the
+plug-in's.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ _REASONS = {
 }  # fmt: skip
 
 _OTHERS = ("VLLM_ROCM_",)
-"""Beginnings of names about a device that is not served."""
+"""Prefixes of variables about a device that is not supported."""
 
 _REFUSED = (
     Env("VLLM_USE_MODELSCOPE", "bool", "false", "models come from folders and the Hugging Face hub", REFUSED, "true"),
@@ -134,7 +136,7 @@ BY_NAME: dict[str, Env] = {env.name: env for env in TABLE}
 
 
 def find_variable(name: str) -> Env | None:
-    """The row of a variable, also of one of a whole family."""
+    """Returns the row of a variable, also of one of a whole family; None if it is unknown."""
     if name.startswith(_OTHERS):
         return Env(name, "str", "", "devices are cpu, cuda, hpu and those of installed packages", IGNORED)
     return BY_NAME.get(name)

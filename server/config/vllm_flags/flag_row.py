@@ -1,4 +1,4 @@
-"""What a flag of another server does here: nothing, the same as one of ours, or it stops the start."""
+"""The row of a vLLM flag: it has no effect here, means the same as a flag of ours, or stops the start."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from trencadis.core.errors import StartupError
 from trencadis.server.config import value_parsers
 
 FREE, MEANS, REFUSED = "no effect", "means", "refused"
-"""Verdicts. FREE: it tunes speed, asks for what is always done, or belongs to something that is not served: no answer
-and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change something."""
+"""Verdicts.
+
+FREE: it tunes speed, requests what is always done, or belongs to a feature that does not exist here: no answer
+and no limit depends on it. MEANS: flags of ours do it. REFUSED: it would change something.
+"""
 
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", {}, [])
-"""Values that ask for nothing, whatever the flag is."""
+"""Values that request nothing, for any flag."""
 
 Meaning = Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
-"""From the value, and the values of our flags beside it, to values of our flags."""
+"""Conversion of a value, given the values of our other flags, to values of our flags."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlagRow:
-    """One flag of another server.
+    """One flag of vLLM.
 
     Args:
         verdict: FREE, MEANS or REFUSED.
-        kind: bool, int, float, str, list (any number of words) or json, as that server reads it.
-        why: FREE: why it does nothing here. MEANS: our flag. REFUSED: what is so instead, and which flag serves.
-        neutral: values beside ``NOTHING`` that describe what happens anyway; they are taken in silence.
-        to: MEANS: the values of our flags.
-        keys: rows for keys of a JSON value; keys without one have the verdict of the whole.
+        kind: bool, int, float, str, list (any number of words) or json, as in vLLM.
+        why: FREE: why it has no effect here. MEANS: our flag. REFUSED: what this server does instead, and which flag to
+        use.
+        neutral: values besides ``NOTHING`` that describe what happens anyway; they are accepted without a note.
+        to: MEANS: conversion to values of our flags.
+        keys: rows for keys of a JSON value; keys without a row have the verdict of the flag.
     """
 
     name: str
@@ -48,14 +52,14 @@ class FlagRow:
 
     @property
     def takes(self) -> str:
-        """How many values follow: "" (none), "one" or "many"."""
+        """Number of values that follow: "" (none), "one" or "many"."""
         return {"bool": "", "list": "many"}.get(self.kind, "one")
 
     def parse(self, text: str) -> Any:
-        """The value of ``text``; "none" and the like are None.
+        """Parses ``text``; "none" and the like are None.
 
         Raises:
-            StartupError: the text is no such value.
+            StartupError: the text is not of this kind.
         """
         if text.strip().lower() in ("none", "null", ""):
             return None
@@ -64,11 +68,11 @@ class FlagRow:
         return value_parsers.PARSERS[self.kind](text, self.written)
 
     def convert(self, value: Any) -> Any:
-        """The value of a YAML or Python value; texts go through ``parse``."""
+        """Converts a YAML or Python value; texts go through ``parse``."""
         return self.parse(value) if isinstance(value, str) else value
 
     def has_no_effect(self, value: Any) -> bool:
-        """Whether ``value`` asks for nothing, or for what happens anyway."""
+        """Returns True if ``value`` requests nothing, or only what happens anyway."""
         if isinstance(value, list) and value:
             return all(self.has_no_effect(one) for one in value)
         if self.verdict == MEANS:
@@ -82,28 +86,28 @@ class FlagRow:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal, where True is not 1."""
+    """Returns True if the values are equal; True does not equal 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def make_free_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
-    """A row of verdict FREE."""
+    """Returns a row of verdict FREE."""
     return FlagRow(name, FREE, kind, why, neutral, keys=keys)
 
 
 def make_means_row(name: str, kind: str, why: str, to: Meaning, *neutral: Any) -> FlagRow:
-    """A row of verdict MEANS."""
+    """Returns a row of verdict MEANS."""
     return FlagRow(name, MEANS, kind, why, neutral, to)
 
 
 def make_refused_row(name: str, kind: str, why: str, *neutral: Any, keys: tuple[FlagRow, ...] = ()) -> FlagRow:
-    """A row of verdict REFUSED."""
+    """Returns a row of verdict REFUSED."""
     return FlagRow(name, REFUSED, kind, why, neutral, keys=keys)
 
 
 @dataclass(slots=True)
 class ConvertedFlags:
-    """What flags of other servers come to: values of our flags, and lines about those that do nothing."""
+    """Result of converting vLLM's flags: values of our flags, and notes about those without effect."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -113,7 +117,7 @@ def convert_flags(given: Mapping[str, Any], rows: Mapping[str, FlagRow], own: Ma
     """Converts vLLM flags to values of this server's flags, with a note for each that has no effect.
 
     Raises:
-        StartupError: one of them is refused; the line says why, and what serves instead.
+        StartupError: one of them is refused; the message says why, and what to use instead.
     """
     found = ConvertedFlags()
     for name, value in given.items():
@@ -123,7 +127,7 @@ def convert_flags(given: Mapping[str, Any], rows: Mapping[str, FlagRow], own: Ma
 
 
 def _split_keys(row: FlagRow, value: Any) -> Iterator[tuple[FlagRow, Any]]:
-    """The flag itself, or the keys of its value."""
+    """Yields the flag itself, or the keys of its value."""
     if not row.keys or not isinstance(value, dict):
         yield row, value
         return

@@ -1,4 +1,4 @@
-"""All rows by name, and vLLM's short options."""
+"""The table of all rows by name, and vLLM's short options."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ SHORT: dict[str, str] = {
     "sc": "speculative_config",
     "O": "optimization_level",
 }
-"""Short options; one dash or two."""
+"""Short options, with one or two dashes -> long names."""

@@ -1,4 +1,4 @@
-"""Flags about several cards, machines and engines, and about parts that no model has that is served here."""
+"""Flags about several cards, machines and engines, and about model parts that no supported model has."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TIMEOUT = "how long a collective may take follows from the measured time of a l
 
 
 def _convert_local_size(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All engines are on this machine, unless Ray places them.
+    """Converts the number of local engines: all engines are on this machine, unless Ray places them.
 
     Raises:
-        StartupError: fewer are asked for here than in all.
+        StartupError: the number differs from ``--data-parallel-size``.
     """
     if own.get("data_parallel_backend") == "ray":
         return {}
@@ -34,7 +34,7 @@ def _convert_local_size(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _convert_ray_backend(value: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An older form of the flag."""
+    """Converts an older form of the flag."""
     return {"distributed_executor_backend": "ray"} if value else {}
 
 

@@ -1,6 +1,4 @@
-"""Engines of this server on a Ray cluster, for which a process beside this one asks (``ray_broker``). Imports no
-Ray.
-"""
+"""Engines of this server on a Ray cluster, started by a separate process (``ray_broker``). Does not import Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ LOST = "the Ray cluster that had reserved resources for engines is gone: `ray st
 
 
 def start_broker_process() -> tuple[EngineProcessHandle, socket.socket]:
-    """Starts the process; returns it and our end of its socket."""
+    """Starts the broker process; returns it and our end of its socket."""
     made = environment(os.environ, 1, False)
     if RAY_TOKEN in os.environ:
         made[RAY_TOKEN] = os.environ[RAY_TOKEN]
@@ -47,16 +45,16 @@ def start_broker_process() -> tuple[EngineProcessHandle, socket.socket]:
 
 
 class RayEngines:
-    """Starts and ends engines on the cluster. A broker that has ended is replaced when the next engine is to start.
+    """Starts and ends engines on the cluster. A broker that has ended is replaced when the next engine starts.
 
     Args:
-        config: of every engine.
-        multi_node: whether it is one whose ranks may be on several nodes; else each is on one.
+        config: configuration of every engine.
+        multi_node: True for one engine whose ranks may be on several nodes; else each engine is on one node.
 
     Attributes:
-        host: this node's address, at which engines reach the server.
-        on_this_node: whether a multi-node engine is best on this node.
-        max_per_node: engines on the fullest node.
+        host: this node's address, to which engines connect.
+        on_this_node: True if a multi-node engine is best on this node.
+        max_per_node: number of engines on the node with most of them.
 
     Raises:
         StartupError: there is no cluster, or not as many cards.
@@ -72,7 +70,7 @@ class RayEngines:
         self._start_broker()
 
     def start_engine(self, number: int, config: EngineConfig) -> EngineHandle:
-        """Starts engine ``number``, and any successor; it comes while the server goes on."""
+        """Starts engine ``number``, and any successor; returns before it has connected."""
         ours, theirs = socket.socketpair()
         return EngineHandle(RayEngineProcess(self, number, config, theirs), ours, partial(self.start_engine, number))
 
@@ -80,10 +78,10 @@ class RayEngines:
         """Starts an engine in an actor; may take seconds.
 
         Returns:
-            A token to end it with, and why it does not come, or an empty text once it is on its way.
+            A token to end it with, and a future of the error, empty once the engine is starting.
 
         Raises:
-            StartupError: there is no cluster any more, or not enough free resources.
+            StartupError: the cluster is gone, or has not enough free resources.
         """
         with self._lock:
             if self._lost and not self._closed:
@@ -96,12 +94,12 @@ class RayEngines:
         return token, waits
 
     def end_engine(self, token: int) -> None:
-        """Ends an engine, if it is there."""
+        """Ends an engine, if it exists."""
         self._pending.pop(token, None)
         self._send(ray_broker.StopEngine(token))
 
     def close(self) -> None:
-        """Gives everything back to Ray."""
+        """Returns all resources to Ray."""
         self._closed = True
         self._link.close()
         self._process.wait()
@@ -110,7 +108,7 @@ class RayEngines:
         """Starts a broker that has reserved the resources.
 
         Raises:
-            StartupError: it has not.
+            StartupError: the reservation failed.
         """
         self._process, sock = start_broker_process()
         self._link = link = PlainLink(sock)

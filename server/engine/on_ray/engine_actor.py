@@ -1,4 +1,6 @@
-"""The actor that holds an engine's cards, or none: it runs the process and passes its bytes, of which Ray sees none."""
+"""The actor that holds an engine's cards, or none: it runs the process and relays its bytes, which do not pass through
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trencadis.server.engine.spawn import EngineHandle, spawn_engine
 
 
 class EngineActor:
-    """One bundle of the placement group, or an actor on the node of an engine that asks Ray for cards itself."""
+    """Actor in one bundle of the placement group, or on the node of an engine that requests cards from Ray itself."""
 
     def __init__(self) -> None:
         self._handle: EngineHandle | None = None
@@ -27,10 +29,10 @@ class EngineActor:
     def start(
         self, connect_info: bytes, start: bytes, server_fingerprint: Sequence[str], environ: Mapping[str, str]
     ) -> str:
-        """Starts the engine's process and reaches the server; why that cannot be, else empty.
+        """Starts the engine's process and connects to the server; returns the error, else an empty string.
 
         Args:
-            connect_info: a frame of ``core.executor.rank_messages``; ``start``: one of ``engine_messages``.
+            connect_info: an encoded ``ConnectInfo`` frame; ``start``: an encoded ``Start`` frame.
             server_fingerprint: the server's ``RankFingerprint``, field by field.
             environ: variables of the process.
         """
@@ -39,14 +41,15 @@ class EngineActor:
         assert isinstance(asked, engine_messages.Start)
         try:
             own_print, server_print = compute_rank_fingerprint(asked.config.model), RankFingerprint(*server_fingerprint)
-            if server_print.torch == "none":  # a server without cards needs none
+            if server_print.torch == "none":  # a server without cards needs no torch
                 server_print = dataclasses.replace(server_print, torch=own_print.torch)
             differ = describe_differences(server_print, own_print)
             if differ:
                 return f"the engine on {platform.node()} cannot join: {differ}; every node needs the same"
             os.environ.update(environ)
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs of an actor, which are none beside cards
-            for name in CARD_VARIABLES:  # Ray hides cards from an actor that takes none; the engine is given one later
+            # Ray sets it to the CPUs of an actor, which are none for actors with cards
+            os.environ.pop("OMP_NUM_THREADS", None)
+            for name in CARD_VARIABLES:  # Ray hides cards from an actor without cards, but the engine gets one later
                 if os.environ.get(name) == "":
                     del os.environ[name]
             self._handle = spawn_engine(asked.config)
@@ -65,6 +68,8 @@ class EngineActor:
         return ""
 
     def _end(self) -> None:
-        """The process ends by itself once its socket is closed, but not while it holds the interpreter's lock."""
+        """Kills the engine process, which would end by itself once its socket is closed, but not while it holds the
+        GIL.
+        """
         if self._handle is not None:
             self._handle.kill()

@@ -1,7 +1,7 @@
 """Child process that talks to Ray for the server: Ray may kill it with the cluster without ending the server.
 
-``python -P -m trencadis.server.engine.on_ray.ray_broker FD`` with one end of a socket pair. No Step and no token pass
-here.
+``python -P -m trencadis.server.engine.on_ray.ray_broker FD`` with one end of a socket pair. No steps and no tokens pass
+through it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trencadis.core.process.child_process import run
 from trencadis.server.engine.on_ray.ray_placement import EnginePlacement, MultiNodePlacement
 
 WRONG_CLUSTER = "WrongClusterID"
-"""What Ray says where the head has come again without its memory."""
+"""Part of Ray's error message after the head node was restarted without its state."""
 
 
 class ReserveEngines(msgspec.Struct, tag=True):
-    """Down, first: what engines need; ``multi_node``: it is one whose ranks may be on several nodes."""
+    """Down, first: reserve resources for engines; ``multi_node``: one engine whose ranks may be on several nodes."""
 
     config: EngineConfig
     engines: int
@@ -44,7 +44,7 @@ class StartEngine(msgspec.Struct, tag=True):
     fingerprint: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Take({self.token}, engine {self.number})"  # a report of a crash may show it: no key
+        return f"Take({self.token}, engine {self.number})"  # no key, since a crash report may show this text
 
 
 class StopEngine(msgspec.Struct, tag=True):
@@ -57,9 +57,9 @@ class EnginesReserved(msgspec.Struct, tag=True):
     """Up: the cluster has enough free resources.
 
     Args:
-        host: this node's address, at which engines reach the server.
-        on_this_node: whether a multi-node engine is best on this node.
-        max_per_node: engines on the fullest node.
+        host: this node's address, to which engines connect.
+        on_this_node: True if a multi-node engine is best on this node.
+        max_per_node: number of engines on the node with most of them.
     """
 
     host: str
@@ -74,7 +74,7 @@ class ReservationFailed(msgspec.Struct, tag=True):
 
 
 class EngineStarted(msgspec.Struct, tag=True):
-    """Up: an engine is on its way to the server; ``error``: why it is not."""
+    """Up: an engine is starting; ``error``: why it is not."""
 
     token: int
     error: str
@@ -87,7 +87,7 @@ decode_up = msgspec.msgpack.Decoder(EnginesReserved | ReservationFailed | Engine
 
 
 def serve_broker(sock: socket.socket) -> int:
-    """Serves one server until it closes its end; the exit code."""
+    """Serves one server until it closes its end; returns the exit code."""
     link = PlainLink(sock)
     with suppress(LinkClosed):
         asked = decode_down(link.receive())
@@ -98,7 +98,7 @@ def serve_broker(sock: socket.socket) -> int:
             )
         except StartupError as error:
             link.send(encode(ReservationFailed(str(error))))
-            link.receive()  # until it is read
+            link.receive()  # waits until the message has been read
             return 2
         link.send(encode(EnginesReserved(placement.host, placement.on_this_node, placement.max_per_node)))
         RayBroker(placement, link).serve()
@@ -106,16 +106,16 @@ def serve_broker(sock: socket.socket) -> int:
 
 
 class RayBroker:
-    """The actors of one server's engines; Ray ends them where this process ends."""
+    """The actors of one server's engines; Ray ends them when this process ends."""
 
     def __init__(self, placement: EnginePlacement | MultiNodePlacement, link: PlainLink) -> None:
         self._placement, self._link = placement, link
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
-        """By token; None: not there yet."""
+        """Actors by token; None: not created yet."""
 
     def serve(self) -> None:
-        """Reads what the server wants, until LinkClosed."""
+        """Handles the server's messages, until LinkClosed."""
         while True:
             match decode_down(self._link.receive()):
                 case StartEngine() as asked:
@@ -133,10 +133,10 @@ class RayBroker:
             error_text = str(self._placement.ray.get(called))
         except StartupError as error:
             error_text = str(error)
-        except Exception as error:  # Ray's are many; each means that this engine does not come
+        except Exception as error:  # Ray raises many types; each means that this engine does not start
             error_text = f"Ray did not start engine {asked.number}: {_get_last_line(error)}"
             if WRONG_CLUSTER in str(error):
-                self._link.close()  # this process can ask the old cluster alone; its successor asks the new one
+                self._link.close()  # this process can only reach the old cluster; its successor reaches the new one
                 return
         with suppress(LinkClosed):
             self._link.send(encode(EngineStarted(asked.token, error_text)))

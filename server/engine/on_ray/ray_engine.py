@@ -1,4 +1,4 @@
-"""An engine in an actor as the server sees it: a process that can be killed, and a socket."""
+"""The server's handle of an engine in a Ray actor: a process that can be killed, and a socket."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trencadis.core.process import engine_messages
 log = logging.getLogger("trencadis.server")
 
 CONNECT_TIMEOUT = 60.0
-"""Seconds in which an engine whose actor has started it must have come."""
+"""Seconds within which an engine must connect after its actor has started it."""
 
 EXIT_TIMEOUT = 5.0
-"""Seconds in which whoever waits for an engine's end is kept waiting."""
+"""Default seconds for which ``wait`` blocks."""
 
 KILLED = -9
 
@@ -34,13 +34,13 @@ class EngineStarter(Protocol):
     """Starts and ends engines on the cluster.
 
     Attributes:
-        host: this node's address, at which engines reach the server.
+        host: this node's address, to which engines connect.
     """
 
     host: str
 
     def begin_engine(self, number: int, connect_info: bytes, start: bytes) -> tuple[int, Future[str]]:
-        """Starts an engine; may take seconds. Returns a token, and why it does not come, or an empty text if it does.
+        """Starts an engine; may take seconds. Returns a token, and a future of the error, which is empty on success.
 
         Raises:
             StartupError: there are not enough free resources.
@@ -53,7 +53,7 @@ class EngineStarter(Protocol):
 
 
 class RayEngineProcess:
-    """Process handle (``EngineProcessHandle``) of an engine in a Ray actor. Blocking calls run on a thread of its own.
+    """Process handle (``EngineProcessHandle``) of an engine in a Ray actor. Blocking calls run on a separate thread.
 
     Args:
         sock: the engine's end of the server's socket.
@@ -74,7 +74,7 @@ class RayEngineProcess:
         threading.Thread(target=self._run, args=(config,), name="placed", daemon=True).start()
 
     def poll(self) -> int | None:
-        """None while it runs."""
+        """Returns the exit code; None while it runs."""
         return self.returncode
 
     def kill(self) -> None:
@@ -82,7 +82,7 @@ class RayEngineProcess:
         self._end_with_code(KILLED)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; 1 where nothing more is known."""
+        """Waits for the exit code; 1 if it is not known."""
         self._gone.wait(EXIT_TIMEOUT if timeout is None else timeout)
         return 1 if self.returncode is None else self.returncode
 
@@ -115,7 +115,7 @@ class RayEngineProcess:
         link.close()
 
     def _register_token(self, token: int) -> bool:
-        """False: the engine is over before it has begun, and is ended."""
+        """Stores the actor's token; if the engine was killed meanwhile, ends the actor and returns False."""
         with self._lock:
             self._token = token
             if self.returncode is None:

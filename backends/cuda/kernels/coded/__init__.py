@@ -1,1 +1,1 @@
-"""Kernels over codes of 8 and 4 bits: products with quantised weights, and an 8-bit KV cache."""
+"""Kernels over 8-bit and 4-bit codes: products with quantised weights, and an 8-bit KV cache."""

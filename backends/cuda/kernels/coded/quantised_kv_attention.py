@@ -1,8 +1,8 @@
 """The 8-bit KV cache (core/quant/kv_cache_codes.py) on a card: storing codes, and the attention loop over them.
 
-Codes of fp8 lie as uint8. Shifted into float16 they are exact but for a factor of 256, which goes to the scale: that
-works below sm_89, whose compiler has no such type, and for subnormal codes. A key's scale multiplies its scores; values
-are scaled before they are rounded, since their scales may be as small as float16 gets.
+Codes of fp8 are stored as uint8. Shifted into float16 they are exact up to a factor of 256, which the scale absorbs:
+that also works below sm_89, for which the compiler has no fp8 type, and for subnormal codes. A key's scale multiplies
+its scores; values are scaled before they are rounded, since their scales may be as small as float16 gets.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from trencadis.core.backend import LayerKV
 from trencadis.core.quant.kv_cache_format import FP8, INT8, LEAST_SCALES, TOPS
 
 FORMS = {torch.int8: 1, torch.uint8: 2}
-"""What the kernels call the types of codes; 0: a 16- or 32-bit cache."""
+"""Dtype of codes -> its number in the kernels; 0: a 16- or 32-bit cache."""
 
 E4M3: tl.constexpr = tl.constexpr(2)
 FEW: tl.constexpr = tl.constexpr(16)
-"""Lanes of kept values: a product needs so many."""
+"""Width of a tile of kept values: a product needs at least this many."""
 
 SHIFTED: tl.constexpr = tl.constexpr(256.0)
 NORMAL: tl.constexpr = tl.constexpr(0.015625)
-"""2**-6, the least normal value of e4m3."""
+"""2**-6, the smallest normal value of e4m3."""
 
 LARGEST: tl.constexpr = tl.constexpr(65504.0)
 
 
 class CodedKeys(NamedTuple):
-    """The scales and kept values of one KV head."""
+    """The scales and kept (uncoded) values of one KV head."""
 
-    k_scale: Any  # pointer, float16 [slots, KV heads] from the KV head on
+    k_scale: Any  # pointer, float16 [slots, KV heads], starting at the KV head
     v_scale: Any
-    kept: Any  # pointer, 16 bits [slots, KV heads, KEPT] from the KV head on
-    few: Any  # [M, FEW]: the queries' values that meet kept ones
+    kept: Any  # pointer, 16 bits [slots, KV heads, KEPT], starting at the KV head
+    few: Any  # [M, FEW]: the queries' values at the kept positions
 
 
 def pointers(kv: LayerKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(k_scale, v_scale, kept, pairs); tensors that nothing reads where the cache lacks one."""
+    """Returns (k_scale, v_scale, kept, pairs); a tensor that the cache lacks is replaced by one that is never read."""
     code_params = (kv.k_scale, kv.v_scale, kv.kept, kv.pairs)
     k_scale, v_scale, kept, pairs = (kv.k if t is None else t for t in code_params)
     return k_scale, v_scale, kept, pairs
 
 
 def constants(kv: LayerKV) -> dict[str, int]:
-    """FORM and KEPT of a cache."""
+    """Returns the kernel constants FORM and KEPT of a cache."""
     coded = kv.k_scale is not None
     return {"FORM": FORMS[kv.k.dtype] if coded else 0, "KEPT": kv.kept.shape[-1] if kv.kept is not None else 0}
 
@@ -83,7 +83,7 @@ def codes_kernel(
     V_TOKEN: tl.constexpr, STATIC: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, FORM: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys (program 0 of the second axis) or values, all KV heads of them."""
+    """Stores one token's keys (program 0 of the second axis) or values, of all KV heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_map + token)
     group = tl.arange(0, GROUP_LANES)
@@ -113,7 +113,7 @@ def codes_kernel(
 
 @triton.jit
 def in_units(x, static, STATIC: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr):
-    """(x [G, LANES] in units of its scale and within the codes' range, float16 [G] scales)."""
+    """Returns (x [G, LANES] in units of its scale and within the codes' range, float16 [G] scales)."""
     if STATIC:
         scale = (tl.max(x * 0.0, 1) + tl.load(static)).to(tl.float16)
     else:
@@ -125,7 +125,7 @@ def in_units(x, static, STATIC: tl.constexpr, TOP: tl.constexpr, LEAST: tl.const
 
 @triton.jit
 def encode(units, FORM: tl.constexpr):
-    """Codes of float32 values, rounded to the nearest and even: bits of a sum in which a step is the last bit."""
+    """Returns the codes of float32 values, rounded to nearest even: bits of a sum in which a step is the last bit."""
     if FORM == E4M3:
         bits = tl.abs(units).to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -138,7 +138,7 @@ def encode(units, FORM: tl.constexpr):
 
 @triton.jit
 def decode(codes, FORM: tl.constexpr):
-    """Values of codes; those of fp8 are float16 and 1 / SHIFTED of what they stand for."""
+    """Returns the values of codes; those of fp8 are float16 and 1 / SHIFTED of the true value."""
     if FORM == E4M3:
         bits = codes.to(tl.int16)
         return (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
@@ -148,7 +148,7 @@ def decode(codes, FORM: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, slots, GROUPS: tl.constexpr, inside, FORM: tl.constexpr):
-    """float32 [N]: what the decoded values of each slot are multiplied by."""
+    """Returns float32 [N]: the factor of the decoded values of each slot."""
     found = tl.load(scales + slots * GROUPS, mask=inside, other=0.0).to(tl.float32)
     if FORM == E4M3:
         found *= SHIFTED
@@ -157,7 +157,7 @@ def scales_of(scales, slots, GROUPS: tl.constexpr, inside, FORM: tl.constexpr):
 
 @triton.jit
 def few_of(at, pairs, group, live, KEPT: tl.constexpr):
-    """[M, FEW]: of queries at pointers ``at`` [M], the values that meet the kept ones of KV head ``group``."""
+    """Returns [M, FEW]: the values of queries at pointers ``at`` [M] at the kept positions of KV head ``group``."""
     lane = tl.arange(0, FEW)
     if KEPT > 0:
         position = tl.load(pairs + group * KEPT + lane, mask=lane < KEPT, other=0)
@@ -172,7 +172,7 @@ def attend_codes(
     WINDOW: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     LANES: tl.constexpr, FORM: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``paging.attend_keys`` over codes; ``code_params: CodedKeys``."""
+    """Does the same as ``paged_keys.attend_keys`` over codes; ``code_params: CodedKeys``."""
     acc, peak, total, ids = run
     dim = tl.arange(0, LANES)
     lane = tl.arange(0, FEW)
@@ -211,7 +211,7 @@ def attend_coded_reach(
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """``paging.attend_reach`` over codes; ``code_params: CodedKeys``."""
+    """Does the same as ``paged_keys.attend_reach`` over codes; ``code_params: CodedKeys``."""
     begin, edge, whole, stop, first, last = reach
     if WINDOW > 0:
         run = attend_codes(

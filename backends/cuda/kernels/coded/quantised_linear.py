@@ -1,11 +1,11 @@
 """Products with quantised weights: codes are read as they are stored and decoded on the way into the tensor cores.
 
-Up to ``FEW`` rows the columns are cut into pieces that run in parallel, and a second kernel adds them in their order;
-more rows run in tiles. How columns are cut follows from the weight's shape alone, so a row has the same bits whatever
-rows are beside it, as long as the class of rows is the same.
+With up to ``FEW`` rows the columns are cut into pieces that run in parallel, and a second kernel adds them in their
+order; more rows run in tiles. How columns are cut follows from the weight's shape alone, so a row has the same bits
+whatever other rows the launch has, as long as the class of rows is the same.
 
-Codes are multiplied as they are, and each group's sum by its scale: integers and floats of 8 bits are exact in 16.
-Activations of 8 bits are rounded first, one scale a token; integers are then multiplied as such.
+Codes are multiplied without their scales, and each group's sum by its scale: 8-bit integers and floats are exact in 16
+bits. 8-bit activations are rounded first, with one scale per token; integers are then multiplied as integers.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from trencadis.backends.cuda.weights.quantised_weight import E4M3, INT4, INT8, S
 from trencadis.core.quant.scheme import half_of
 
 FEW, SOME = 15, 64
-"""Most rows of a launch that is cut by columns, and of one in small tiles."""
+"""Maximum rows of a launch that is cut by columns, and of one in small tiles."""
 
 STEP = 64
-"""Columns of a step; a step crosses no group."""
+"""Number of columns of a step; a step crosses no group."""
 
 PROGRAMS, LEAST_STEPS = 264, 4
-"""Programs that a launch of few rows is cut into, at most, and the fewest steps of one: two for each of an H100's."""
+"""Maximum programs of a launch of few rows, and fewest steps of one: two programs for each processor of an H100."""
 
 BLOCK = 1024
 
 _INT8, _INT4, _E4M3 = tl.constexpr(INT8), tl.constexpr(INT4), tl.constexpr(E4M3)
 _MIDDLE = tl.constexpr(8)
 _NEAREST = tl.constexpr(12582912.0)
-"""1.5 x 2^23: added to a float32 and taken off again, it leaves the nearest whole number."""
+"""1.5 x 2^23: adding it to a float32 and subtracting it again rounds to the nearest integer."""
 
 
 def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
-    """[n, in] -> [n, out] of ``x``'s type: float16, bfloat16 or float32."""
+    """Multiplies [n, in] -> [n, out] in ``x``'s dtype: float16, bfloat16 or float32."""
     check(x, w)
     n, dtype = x.shape[0], x.dtype
     out = torch.empty((n, w.out_features), dtype=dtype, device=x.device)
@@ -58,7 +58,7 @@ def linear(x: Tensor, w: QuantisedWeight) -> Tensor:
 
 
 def check(x: Tensor, w: QuantisedWeight) -> None:
-    """x [n, in] of a floating type, and a weight whose parts fit each other."""
+    """Asserts: x [n, in] of a floating dtype, and a weight whose parts fit each other."""
     assert x.ndim == 2 and x.shape[1] == w.in_features, (x.shape, w.in_features)
     assert w.codes.is_contiguous() and w.codes.shape[0] == w.out_features and w.factor.shape == (w.out_features,)
     assert w.codes.dtype == (torch.int8 if w.kind == INT8 else torch.uint8)
@@ -67,17 +67,17 @@ def check(x: Tensor, w: QuantisedWeight) -> None:
 
 
 def span(w: QuantisedWeight) -> int:
-    """Columns of one step."""
+    """Returns the columns of one step."""
     return 2 * half_of(w.group) if w.kind == INT4 else gcd(w.group, STEP) if w.group else STEP
 
 
 def pieces(features: int, steps: int, n: int) -> int:
-    """Into how many pieces the columns of few rows are cut: by the weight's shape alone."""
+    """Returns how many pieces the columns are cut into with few rows; depends only on the weight's shape."""
     return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
 
 
 def tile_of(w: QuantisedWeight, rows: int, dtype: torch.dtype, device: torch.device) -> tiles.Tile:
-    """m: rows, n: output features.
+    """Returns the tile; m: rows, n: output features.
 
     The table's ``head`` is the bits of a code; its ``group`` is 1 where groups have scales, which take a second sum.
     """
@@ -112,7 +112,7 @@ def _multiply(x: Tensor, x_scale: Tensor | None, w: QuantisedWeight, out: Tensor
 
 
 def round_rows(x: Tensor, to: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes [n, in], float32 scales [n]) of x: int8, float8_e4m3fn, or e4m3's values in ``x``'s own type."""
+    """Rounds x to (codes [n, in], float32 scales [n]): int8, float8_e4m3fn, or e4m3's values in ``x``'s own dtype."""
     held = torch.uint8 if to == torch.float8_e4m3fn else to
     codes = torch.empty(x.shape, dtype=held, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -173,13 +173,13 @@ def add_product(
     KIND: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ZERO: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]."""
+    """Returns ``acc`` plus the product of columns [begin, begin + WIDTH), whose codes are ``held`` [WIDTH, N]."""
     at = begin + tl.arange(0, WIDTH)
     inside = here[:, None] if WHOLE else here[:, None] & (at < columns)[None, :]
     values = tl.load(x_row[:, None] + at[None, :], mask=inside, other=0)
     if ROUNDED and KIND == _INT8:
         acc = tl.dot(values, held, acc, input_precision="ieee", out_dtype=tl.int32)
-    elif GROUP:  # the second half of the last step may lie behind the last group
+    elif GROUP:  # the second half of the last step may lie beyond the last group
         group = (tl.minimum(begin, columns - 1) // GROUP).to(tl.int64) * features + feature
         codes = decode_numbers(held, zero + group, there, KIND, ZERO).to(values.dtype)
         size = tl.load(scale + group, mask=there, other=0.0).to(tl.float32)
@@ -192,7 +192,7 @@ def add_product(
 
 @triton.jit
 def decode_numbers(held, zero, there, KIND: tl.constexpr, ZERO: tl.constexpr):
-    """Codes less their zero points, as numbers that float16 and bfloat16 hold; floats by their bits in float16."""
+    """Returns codes minus zero points, as numbers exact in float16 and bfloat16; floats by their bits in float16."""
     if KIND == _INT4:
         codes = held.to(tl.int8) - (tl.load(zero, mask=there, other=0)[None, :] if ZERO else _MIDDLE)
     elif KIND == _INT8:
@@ -230,7 +230,9 @@ def added_kernel(
 def rounding_kernel(
     x, codes, scale, width, most, tiny, WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One token: its largest magnitude is the largest code. What is not finite spoils its scale, and so its row."""
+    """Rounds one token so that its largest magnitude gets the largest code. A non-finite value makes its scale, and so
+    its row, non-finite.
+    """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     peak = tl.zeros([BLOCK], tl.float32)
@@ -256,7 +258,7 @@ def rounding_kernel(
 
 @triton.jit
 def float8(value):
-    """float32 values up to 448, rounded to the nearest e4m3: three bits behind the first, down to steps of 2^-9."""
+    """Rounds float32 values up to 448 to the nearest e4m3: three bits after the leading one, down to steps of 2^-9."""
     power = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
     step = (tl.maximum(power, 118) << 23).to(tl.float32, bitcast=True)
     return ((value / step + _NEAREST) - _NEAREST) * step
@@ -264,7 +266,9 @@ def float8(value):
 
 @triton.jit
 def bits_of(value):
-    """int32 codes of e4m3 values in float32: exponents count from 2^-7, and below 2^-6 codes are multiples of 2^-9."""
+    """Returns int32 codes of e4m3 values in float32: exponents count from 2^-7, and below 2^-6 codes are multiples of
+    2^-9.
+    """
     size = tl.abs(value)
     normal = (size.to(tl.int32, bitcast=True) >> 20) - 960
     code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)

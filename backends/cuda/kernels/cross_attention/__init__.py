@@ -1,1 +1,1 @@
-"""Cross-attention of text to images whose keys and values lie in the image arena."""
+"""Cross-attention of text to images whose keys and values are in the image arena."""

@@ -1,13 +1,14 @@
-"""Cross-attention to the rows of images, which the kernel reads from the image arena where they lie.
+"""Cross-attention to the rows of images, which the kernel reads directly from the image arena.
 
 A row of the arena holds keys and values of all layers that use cross-attention, so that those of one layer lie a whole
 row from each other. The tokens of a block may be of different requests: how far each sees into each image is data, and
 an image that a token does not see changes none of its bits, whatever it holds. Items attend to each span of IMAGE_SPAN
-rows by itself; what several spans give is joined in one order, by the program that has them all or by a second kernel,
-so that a token has the same bits wherever its images are cut. Grids: (KV heads times tiles of a block, items) and
-(KV heads times slabs, joins), fixed by the bucket; what is not used ends at once.
+rows by itself; the results of several spans are joined in one order, by the program that has them all or by a second
+kernel, so that a token has the same bits wherever its images are cut. Grids: (KV heads times tiles of a block, items)
+and (KV heads times slabs, joins), fixed by the bucket; unused programs end at once.
 
-An image that counts several times adds the logarithm of that to the scores of all its rows: so to the largest of them.
+For an image that counts several times, the logarithm of the count is added to the scores of all its rows, by adding it
+to the largest of them.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from trencadis.backends.cuda.kernels.attention_tensors import CrossAttentionItem
 from trencadis.backends.cuda.kernels.query_blocks import DRAWN, IMAGE_SPAN, cross_attention_lanes
 
 SLAB, AHEAD = 8, 4
-"""Queries of a program of the second kernel, and partial results that it loads ahead."""
+"""Queries per program of the second kernel, and partial results that it loads ahead."""
 
 WARP_LANES, LEAST_WARPS = 32, 4
-"""Lanes of a head for each of its warps, and fewest warps: with fewer, heads of 256 spill."""
+"""Values of a head per warp, and fewest warps: with fewer, heads of 256 spill."""
 
 
 class SpanResults(NamedTuple):
-    """What each span leaves for the second kernel, which reads only what the same launch wrote."""
+    """Results of the spans for the second kernel, which reads only what the same launch wrote."""
 
-    values: Tensor  # float32 [parts, KV heads, lanes, d] weighted sums, 0 where no row was seen
+    values: Tensor  # float32 [parts, KV heads, lanes, d] weighted sums, 0 where no row was visible
     weight: Tensor  # float32 [parts, KV heads, 2, lanes] largest score, and sum of weights
 
 
 def span_results(items: CrossAttentionItems, q: Tensor, groups: int) -> SpanResults:
-    """Unwritten memory for a launch; any launch of the same bucket may reuse it.
+    """Allocates uninitialised memory for a launch; any launch of the same bucket may reuse it.
 
     Args:
         q: [tokens, heads, d].
@@ -56,13 +57,13 @@ def span_results(items: CrossAttentionItems, q: Tensor, groups: int) -> SpanResu
 def cross_attend(
     q: Tensor, k: Tensor, v: Tensor, items: CrossAttentionItems, scale: float, out: Tensor, results: SpanResults
 ) -> None:
-    """Attends; tokens that see no image get 0.
+    """Computes cross-attention into ``out``; tokens that see no image get 0.
 
     Args:
         q: [tokens, heads, d], the last two dimensions contiguous.
         k, v: [arena rows, KV heads x d] of one layer: columns of one tensor.
         out: like q, contiguous.
-        results: ``span_results``.
+        results: from ``span_results``.
     """
     tokens, heads, d = q.shape
     lanes, groups = results.values.shape[2], k.shape[1] // d
@@ -91,7 +92,7 @@ def pictures_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     SUBS: tl.constexpr, SPAN: tl.constexpr, Q_TOKEN: tl.constexpr, ROW: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one KV head, N rows of an image at a time (N divides SPAN)."""
+    """Computes M queries of one KV head, N rows of an image at a time (N divides SPAN)."""
     group = tl.program_id(0) // SUBS
     groups = tl.num_programs(0) // SUBS
     item = tl.program_id(1)
@@ -140,7 +141,9 @@ def _span(
     queries, k, v, near, far, last, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     ROW: tl.constexpr,
 ):  # fmt: skip
-    """(acc, peak, total) over the rows to ``far``; all queries see those to ``near``, each the ones to its ``last``."""
+    """Returns (acc, peak, total) over the rows up to ``far``; all queries see those up to ``near``, each those up to
+    its ``last``.
+    """
     whole = tl.maximum(near, 0) // N * N
     acc = tl.zeros([M, LANES], tl.float32)
     peak = tl.full([M], online_softmax.LOWEST, tl.float32)
@@ -154,7 +157,9 @@ def _rows(
     acc, peak, total, queries, k, v, start, stop, far, last, scale, MASKED: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, LANES: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """(acc, peak, total) after the tiles of N rows from ``start`` to ``stop``; rows from ``far`` on are not read."""
+    """Returns (acc, peak, total) after the tiles of N rows from ``start`` to ``stop``; rows from ``far`` on are not
+    read.
+    """
     dim = tl.arange(0, LANES)
     for key in tl.range(start, stop, N):
         row = key + tl.arange(0, N)
@@ -178,8 +183,11 @@ def pictures_join_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, SLAB: tl.constexpr,
     SLABS: tl.constexpr, AHEAD: tl.constexpr, OUT_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """SLAB queries of a block that was cut: one span after the other, as ``pictures_kernel`` joins its own; AHEAD of
-    them are loaded at a time."""
+    """Joins the spans of SLAB queries of a block that was cut, one after the other, in the order of
+    ``pictures_kernel``.
+
+    AHEAD spans are loaded at a time.
+    """
     group = tl.program_id(0) // SLABS
     groups = tl.num_programs(0) // SLABS
     join = tl.program_id(1)

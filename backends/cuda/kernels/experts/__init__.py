@@ -1,1 +1,1 @@
-"""Experts: which tokens go to which of them, and their products."""
+"""Experts: the routing of tokens, and the grouped products."""

@@ -1,6 +1,6 @@
 """Grouped products of experts: each program multiplies one tile of pairs by some columns of their expert.
 
-Three kernels: gate and up with the activation between them, down times the share of the pair, and the sum of a token's
+Three kernels: gate and up, with the activation, down times the weight of the pair, and the sum of a token's
 pairs from its best expert to its least. A row's bits follow from its token and from the class of tiles, which follows
 from the launch's shape; with ``alike`` there is one class.
 """
@@ -19,10 +19,10 @@ from trencadis.backends.cuda.kernels.activation import KINDS, apply_activation
 from trencadis.backends.cuda.kernels.experts.routing import Routes, route
 
 STEP = {16: 64, 32: 32}
-"""Columns of a step, by the bits of a value."""
+"""Bits of a value -> columns of a step."""
 
 FEW = 16
-"""Pairs an expert has on average, up to which tiles are small."""
+"""Tiles are small up to this many pairs per expert on average."""
 
 BLOCK = 1024
 
@@ -40,7 +40,7 @@ class StackedExperts:
 def run(
     x: Tensor, scores: Tensor, w: StackedExperts, top: int, normalise: bool, kind: str, alike: bool = False
 ) -> Tensor:
-    """``core.backend.Ops.experts``; ``alike``: with the tiles that every launch shares."""
+    """Implements ``core.backend.Ops.experts``; ``alike``: uses the same tiles in every launch."""
     check(x, scores, w, kind)
     (n, hidden), inner = x.shape, w.inner
     out = torch.empty_like(x)
@@ -58,7 +58,7 @@ def run(
 
 
 def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
-    """x [n, hidden] and scores [n, count], contiguous, and weights of x's type that fit them."""
+    """Asserts: x [n, hidden] and scores [n, count], contiguous, and weights of x's dtype that fit them."""
     assert kind in KINDS, kind
     assert x.ndim == 2 and x.is_contiguous() and scores.shape == (x.shape[0], w.count), (x.shape, scores.shape)
     assert w.gate_up.shape == (w.count, 2 * w.inner, x.shape[1]) and w.gate_up.is_contiguous()
@@ -67,7 +67,7 @@ def check(x: Tensor, scores: Tensor, w: StackedExperts, kind: str) -> None:
 
 
 def tile_of(x: Tensor, pairs: int, count: int, alike: bool) -> tiles.Tile:
-    """m: pairs, n: columns. The table's ``head`` and ``group`` stand for nothing here."""
+    """Returns the tile; m: pairs, n: columns. The table's ``head`` and ``group`` have no meaning here."""
     length = "few" if not alike and pairs <= FEW * count else "many"
     found = tiles.FORCED.get("experts")
     return found or tiles.find("experts", tiles.arch_of(x.device), x.dtype.itemsize * 8, 0, 0, length)

@@ -1,8 +1,8 @@
-"""Which experts a token takes, and the order in which a grouped product reads its rows. No count leaves the card.
+"""Routing of tokens to experts, and the order in which a grouped product reads its rows. Nothing is read by the host.
 
-A pair is a token and one of its experts: pair i belongs to token i // top. Pairs of an expert stand side by side, in
-their own order, and begin at a whole tile; how many tiles a launch can hold follows from its shape alone, and those
-that stay unused have no owner.
+A pair is a token and one of its experts: pair i belongs to token i // top. The pairs of an expert are contiguous, in
+their own order, and begin at a tile boundary; the number of tiles follows from the launch's shape alone, and unused
+tiles have owner -1.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 from trencadis.backends.cuda.kernels.tiles import power
 
 CHUNK = 1024
-"""Pairs that one program counts."""
+"""Number of pairs that one program counts."""
 
 ELEMENTS = 4096
-"""Comparisons of a pair and an expert that a program holds at a time."""
+"""Number of comparisons of a pair and an expert that a program holds at a time."""
 
 
 class Routes(NamedTuple):
-    """Where each pair of n tokens goes."""
+    """The routing of n tokens."""
 
     shares: Tensor  # float32 [n, top]
-    order: Tensor  # int32 [tiles x M], a pair, or -1 where a tile has no more
-    owner: Tensor  # int32 [tiles], an expert, or -1
+    order: Tensor  # int32 [tiles x M], a pair, or -1 for an unused row of a tile
+    owner: Tensor  # int32 [tiles], the tile's expert, or -1 for an unused tile
 
 
 def tile_capacity(pairs: int, count: int, tile: int) -> int:
-    """Returns the most tiles of ``tile`` pairs that ``count`` experts may need: each may leave one partly filled."""
+    """Returns the maximum number of tiles of ``tile`` pairs for ``count`` experts: each may leave one partly filled."""
     return min(pairs, pairs // tile + count)
 
 
 def route(scores: Tensor, top: int, normalise: bool, tile: int) -> Routes:
-    """Routes of scores [n, count], contiguous, in tiles of ``tile`` pairs."""
+    """Routes scores [n, count], contiguous, in tiles of ``tile`` pairs."""
     assert scores.ndim == 2 and scores.is_contiguous() and 0 < top <= scores.shape[1], (scores.shape, top)
     n, count = scores.shape
     pairs, lanes, device = n * top, max(power(count), 2), scores.device
@@ -66,14 +66,14 @@ def route_kernel(
     shares, chosen, scores, COUNT: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, PICKS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One token: its best experts, the lower number of two that are equal. A NaN spoils its shares, not its order."""
+    """Selects the experts of one token; of two equal ones the lower number. A NaN affects its shares, not its order."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, LANES)
     inside = at < COUNT
     value = tl.load(scores + row * COUNT + at, mask=inside, other=float("-inf")).to(tl.float32)
     each = tl.where(inside, tl.exp(value - tl.max(value, 0)), 0.0)
     share = each / tl.sum(each, 0)
-    # Taken ones and lanes beyond the last lose against every expert that is left, whatever its score.
+    # Selected experts and lanes beyond the last score lower than every expert that is left.
     left = tl.where(value > -3.0e38, value, -3.0e38)
     left = tl.where(inside, left, float("-inf"))
     pick = tl.arange(0, PICKS)
@@ -92,7 +92,7 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(part, chosen, pairs, LANES: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr):
-    """How many pairs of one chunk each expert has."""
+    """Counts the pairs of each expert in one chunk."""
     chunk = tl.program_id(0)
     expert = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.int32)

@@ -1,3 +1,3 @@
-"""A decoder layer of few rows in six launches: products that normalise, activate and add; attention that also
-stores.
+"""Decoder layers of few rows in six launches: products fused with norm, activation and residual; attention that also
+stores keys and values.
 """

@@ -1,8 +1,9 @@
-"""Dependent launches: a kernel may start while the one before it still runs, and waits before it reads what that wrote.
+"""Dependent launches: a kernel may start while the one before it still runs, and waits before it reads that kernel's
+results.
 
 From sm_90 on (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Weights, which no
-kernel writes, are fetched into the L2 cache before the wait. A kernel lets the next one start behind its own wait: so
-whatever is ahead of a wait runs when all launches but the last are done.
+kernel writes, are fetched into the L2 cache before the wait. A kernel lets the next one start only after its own wait,
+so code ahead of a wait runs when all launches but the last are done.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def possible(device: torch.device) -> bool:
 
 
 def options(dependent: bool) -> dict[str, Any]:
-    """What a launch is given beside its arguments."""
+    """Returns the launch options of a dependent launch."""
     return {"launch_pdl": True} if dependent else {}
 
 
@@ -39,7 +40,7 @@ def wait():
 
 @triton.jit
 def fetch(pointers):
-    """Brings the lines at ``pointers`` to the L2 cache; waits for nothing."""
+    """Prefetches the lines at ``pointers`` to the L2 cache; does not wait."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -1,8 +1,8 @@
-"""Attention of decoding rows that rotates queries and keys, norms their heads, and stores keys and values itself.
+"""Decode attention fused with rotary, head norms, and the store of keys and values.
 
 Work items and their join are those of ``paged_attention``. Every program rotates the queries that it needs. The one
-whose piece holds the row's new token rotates that key, stores it with its value, and adds it to the softmax from
-registers, behind the stored keys: nothing that a launch writes to the cache is read in the same launch.
+whose piece contains the row's new token rotates that key, stores it with its value, and adds it to the softmax from
+registers, after the stored keys: no launch reads what it writes to the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend(
     qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, scale: float, window: int = 0,
     norms: HeadNorms | None = None,
 ) -> Tensor:  # fmt: skip
-    """[n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
+    """Computes attention [n, heads x d] of rows of one token each; surplus tokens get 0, and store nothing.
 
     Args:
         qkv: [n, (heads + 2 x KV heads) x d], contiguous, of the cache's type.
@@ -49,7 +49,7 @@ def attend(
     tile = tiles.pick("attend_decode", q, heads // groups)
     depends = dependent_launch.possible(qkv.device)
     normed = norms is not None
-    stages = max(tile.stages - (window > 0), 1)  # with all of them the loop at the window's edge spills on sm_90
+    stages = max(tile.stages - (window > 0), 1)  # with all stages the loop at the window's edge spills on sm_90
     turned_items_kernel[(groups, attn.item_row.shape[0])](
         out, partial.values, partial.weight, qkv, rotary.cos, rotary.sin, norms.queries if norms else qkv,
         norms.keys if norms else qkv, kv.k, kv.v, attn.slot_map, attn.row_start, attn.context, attn.blocks,
@@ -64,7 +64,7 @@ def attend(
 
 
 def _check(qkv: Tensor, rotary: Rotary, kv: LayerKV, attn: SingleAttn, heads: int) -> None:
-    """What the kernel relies on."""
+    """Asserts the shapes and dtypes that the kernel relies on."""
     d, groups = kv.k.shape[3], kv.k.shape[2]
     assert qkv.is_contiguous() and qkv.shape[1] == (heads + 2 * groups) * d and heads % groups == 0, qkv.shape
     assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.dtype == kv.v.dtype == qkv.dtype
@@ -80,7 +80,7 @@ def turned_items_kernel(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` counts the surplus row, which is the last and has no keys."""
+    """Computes one item of a KV head. ``rows`` includes the surplus row, which is the last and has no keys."""
     if DEPENDENT:
         wait()
     group = tl.program_id(0)
@@ -139,7 +139,7 @@ def turned_items_kernel(
 def _norm_and_rotate(
     source, head, live, cos, sin, norm, eps, D: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr
 ):
-    """[heads, LANES] of one token, normed and rounded where NORMED, rotated and rounded."""
+    """Returns [heads, LANES] of one token: normed and rounded if NORMED, then rotated and rounded."""
     HALF: tl.constexpr = D // 2
     dim = tl.arange(0, LANES)
     far = tl.where(dim < HALF, dim + HALF, dim - HALF)
@@ -162,7 +162,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _stored_reach(before, begin, limit, N: tl.constexpr, WINDOW: tl.constexpr):
-    """``Reach`` of one token among the ``before`` keys that are stored, from ``begin`` to ``limit``."""
+    """Returns the ``Reach`` of one token among the ``before`` stored keys, from ``begin`` to ``limit``."""
     stop = tl.minimum(before, limit)
     first = 0
     edge = begin

@@ -1,4 +1,4 @@
-"""Which decoder layers run in six launches, and those launches; all others run op by op."""
+"""Decoder layers in six launches, and the conditions for it; other layers run op by op."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from trencadis.core.models.decoder import DecoderLayer
 
 
 class FusedLayer:
-    """``core.models.decoder.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token: qkv, attention and its
-    join, output, gate and up, down; ranks sum behind the third and the last."""
+    """A ``core.models.decoder.DecoderLayer`` for up to ``skinny_gemm.FEW`` rows of one token, in six launches.
+
+    They are qkv, attention and its join, output, gate and up, down; ranks are summed after output and after down.
+    """
 
     def __init__(self, layer: DecoderLayer, arrived: Tensor) -> None:
         self._layer, self._arrived = layer, arrived
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attn: Attn) -> tuple[Tensor, Tensor | None]:
-        """As ``DecoderLayer``. On one rank the stream comes back with what the MLP adds already in it."""
+        """Runs the layer as ``DecoderLayer`` does. On one rank the returned stream already includes the output of the
+        MLP.
+        """
         layer, attention, mlp = self._layer, self._layer.attention, self._layer.mlp
         assert isinstance(mlp, GatedMLP) and isinstance(attn, SingleAttn)
         qkv, stream = self._norm_linear(x, residual, layer.input_norm, attention.qkv)
@@ -45,13 +49,15 @@ class FusedLayer:
     def _norm_linear(
         self, x: Tensor, residual: Tensor | None, norm: Any, linear: Linear, gate: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(product of the norm of the stream, the stream)."""
+        """Returns (product of the normed stream, the stream)."""
         stream = x if residual is None else torch.empty_like(x)
         before = NormOf(norm.weight, norm.eps, residual, None if residual is None else stream)
         return skinny_gemm.product(x, single_weight(linear), self._arrived, before, gate), stream
 
     def _reduce_and_add(self, x: Tensor, linear: Linear, stream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(x, residual) behind a product whose ranks' parts are summed: one rank adds it to the stream at once."""
+        """Returns (x, residual) after a product whose ranks' parts are summed; one rank adds it to the stream at
+        once.
+        """
         if linear.comm.world == 1:
             return skinny_gemm.product(x, single_weight(linear), self._arrived, residual=stream), None
         made = skinny_gemm.product(x, single_weight(linear), self._arrived)
@@ -69,8 +75,12 @@ def single_weight(linear: Linear) -> PlainWeight:
 
 
 def can_fuse(layer: Any, x: Tensor, attn: Any) -> bool:
-    """Whether a launch of ``layer`` runs whole: few rows of one token, dense weights of the stream's type, RMS norms
-    before attention and a gated SiLU MLP, a cache of that type."""
+    """Returns True if a launch of ``layer`` can be fused.
+
+    It needs few rows of one token, dense weights of the stream's dtype, RMS norms before attention and a gated SiLU
+    MLP,
+    and a cache of that dtype.
+    """
     if not isinstance(layer, DecoderLayer) or not isinstance(attn, SingleAttn):
         return False
     return 0 < x.shape[0] <= skinny_gemm.FEW and attn.upto is None and _fits(layer, x)
@@ -95,7 +105,9 @@ def _fits(layer: DecoderLayer, x: Tensor) -> bool:
 
 
 def _dense(linear: Linear, x: Tensor) -> bool:
-    """One weight of x's type whose rows begin on 16 bytes, as wide as there are counters for."""
+    """Returns True for a single dense weight of x's dtype whose rows begin on 16 bytes, within the number of
+    counters.
+    """
     if len(linear.weights) != 1 or not isinstance(linear.weights[0], PlainWeight):
         return False
     w = linear.weights[0]

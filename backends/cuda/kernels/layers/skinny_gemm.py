@@ -1,11 +1,11 @@
-"""Products of few rows with what stands before and behind them: RMS norm and its sum, bias, SiLU product, residual.
+"""Products of few rows, fused with the operations around them: RMS norm and its sum, bias, SiLU product, residual.
 
-Weights are read once, at the speed of memory; a program has some features and a piece of the columns. How columns are
-cut follows from the weight's shape alone. Pieces leave their sums in memory; whichever arrives last adds them in the
-order of the columns, so that bits do not depend on who that is.
+Weights are read once, at the speed of memory; a program computes some features over a piece of the columns. How columns
+are cut follows from the weight's shape alone. Pieces store their sums; the last program to finish adds them in the
+order of the columns, so that bits do not depend on which one that is.
 
-The norm's factor of a row is applied to its sums: the squares are added up beside the product, so no program reads a
-row twice. The norm's weight multiplies the row where its type has room for that, as bfloat16 and float32 have, and the
+The norm's factor of a row is applied to its sums: the squares are added up along with the product, so no program reads
+a row twice. The norm's weight multiplies the row in bfloat16 and float32, whose range is large enough, and the
 product's weights in float16, whose largest value a stream may come near.
 """
 
@@ -24,45 +24,47 @@ from trencadis.backends.cuda.kernels.layers import dependent_launch
 from trencadis.backends.cuda.kernels.layers.dependent_launch import fetch, wait
 
 FEW = 16
-"""Most rows."""
+"""Maximum number of rows."""
 
 PROGRAMS, LEAST_STEPS = 264, 4
-"""Programs that a product is cut into, at most, and the fewest steps of one: two for each processor of an H100."""
+"""Maximum programs of a product, and fewest steps of one: two programs for each processor of an H100."""
 
 COUNTERS = 8192
-"""Tiles of features of the widest product."""
+"""Maximum number of tiles of features of a product."""
 
 LINES = tl.constexpr(8)
-"""Lines of the L2 cache, of 128 bytes, that a program fetches of each feature before it waits."""
+"""Lines of the L2 cache (128 bytes) of each feature that a program prefetches before it waits."""
 
 
 class NormOf(NamedTuple):
-    """The norm before a product: of x, or of x + residual, which is then left in ``total``."""
+    """The norm before a product: of x, or of x + residual, which is then stored in ``total``."""
 
-    weight: Tensor  # [in], of x's type or float32
+    weight: Tensor  # [in], of x's dtype or float32
     eps: float
     residual: Tensor | None = None
     total: Tensor | None = None
 
 
 def counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every launch leaves as zeros: one for each tile of features."""
+    """Returns int32 zeros, one for each tile of features; every launch leaves them as zeros."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def step_of(x: Tensor) -> int:
-    """Columns of a step: 256 bytes."""
+    """Returns the columns of a step: 256 bytes."""
     return 256 // x.itemsize
 
 
 def tile_of(x: Tensor, gate: bool) -> tiles.Tile:
-    """m: rows, n: features; the table's ``head`` is the columns of a step, its ``group`` 1 where two products run."""
+    """Returns the tile; m: rows, n: features. The table's ``head`` is the columns of a step, its ``group`` 1 for two
+    products.
+    """
     found = tiles.FORCED.get("skinny")
     return found or tiles.find("skinny", tiles.arch_of(x.device), x.itemsize * 8, step_of(x), int(gate), "any")
 
 
 def pieces(features: int, steps: int, n: int) -> int:
-    """Into how many pieces the columns are cut, at most."""
+    """Returns into how many pieces the columns are cut, at most."""
     return max(min(-(-PROGRAMS // -(-features // n)), steps // LEAST_STEPS), 1)
 
 
@@ -70,11 +72,12 @@ def product(
     x: Tensor, w: PlainWeight, arrived: Tensor, norm: NormOf | None = None, gate: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[n, in] -> [n, out], n at most FEW; with ``gate`` [n, out / 2]: silu of the first half times the second.
+    """Multiplies [n, in] -> [n, out], n at most FEW; with ``gate`` [n, out / 2]: silu of the first half times the
+    second.
 
     Args:
         arrived: from ``counters``.
-        residual: [n, out], added at last, before the one rounding.
+        residual: [n, out], added last, before the one rounding.
     """
     n, features = x.shape[0], w.out_features // (2 if gate else 1)
     check(x, w, norm, residual)
@@ -105,7 +108,7 @@ def product(
 
 
 def check(x: Tensor, w: PlainWeight, norm: NormOf | None, residual: Tensor | None) -> None:
-    """x [n, in] and what is added to it or to the product, contiguous and of the weight's type."""
+    """Asserts: x [n, in], norm and residual are contiguous and of the weight's dtype."""
     assert x.ndim == 2 and 0 < x.shape[0] <= FEW and x.shape[1] == w.in_features, (x.shape, w.in_features)
     assert x.is_contiguous() and w.weight.is_contiguous() and w.weight.dtype == x.dtype
     if norm is not None:
@@ -127,7 +130,7 @@ def skinny_kernel(
     first = piece * STEPS
     last = tl.minimum(first + STEPS, (COLUMNS + STEP - 1) // STEP)
     if DEPENDENT:
-        EACH: tl.constexpr = STEP // 2  # values of a line: a step has two
+        EACH: tl.constexpr = STEP // 2  # values of a line: a step has two lines
         line = first * STEP + tl.arange(0, LINES) * EACH
         row_of = tl.minimum(feature, FEATURES - 1).to(tl.int64)[:, None] * COLUMNS
         fetch(weight + row_of + tl.minimum(line, COLUMNS - 1)[None, :])
@@ -170,7 +173,7 @@ def skinny_kernel(
             tl.store(mine + beyond, up, mask=here[:, None])
         if NORM:
             tl.store(squares + (tile * PIECES + piece) * rows + row, square, mask=here)
-        tl.debug_barrier()  # every thread has stored before one says so
+        tl.debug_barrier()  # all threads have stored their part before one counts the program
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PIECES - 1:
             acc = tl.zeros([M, N], tl.float32)
             up = tl.zeros([M, N], tl.float32)
@@ -190,7 +193,7 @@ def skinny_kernel(
 
 @triton.jit
 def _add_residual(value, added, total, row, at, here, inside, tile, COLUMNS: tl.constexpr):
-    """x + residual, rounded as the stream is; the programs of the first features leave it in ``total``."""
+    """Returns x + residual, rounded as the stream is; the programs of the first features store it in ``total``."""
     address = row[:, None] * COLUMNS + at[None, :]
     kept = here[:, None] & inside[None, :]
     more = tl.load(added + address, mask=kept, other=0.0)
@@ -205,7 +208,9 @@ def _step(
     acc, value, weight, feature, at, there, inside, factor, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
     N: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and the product of one step; masks only where a shape needs them, for they narrow the loads."""
+    """Returns ``acc`` plus the product of one step; masks only where a shape needs them, since they narrow the
+    loads.
+    """
     address = weight + feature.to(tl.int64)[:, None] * COLUMNS + at[None, :]
     if FEATURES % N == 0 and COLUMNS % STEP == 0:
         held = tl.load(address)

@@ -1,1 +1,1 @@
-"""Sums of small messages over the memory of peers: each rank reads what the others left there."""
+"""All-reduce of small messages over peer memory: each rank reads the messages of the others directly."""

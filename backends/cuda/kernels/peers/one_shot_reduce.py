@@ -1,9 +1,9 @@
-"""One-shot sums over ranks: each leaves its message in memory that all can read, says so, and adds all messages itself.
+"""One-shot all-reduce: each rank writes its message to memory that all can read, signals, and adds all messages itself.
 
-A program has a part of the message, flags for it and a counter of its launches; it waits for the same program of every
-rank and for nothing else. The counter lies in memory of the card, so a captured launch may be replayed. Messages take
-turns in two halves of the buffer: who writes a half again has seen every rank's word about the launch between, which
-that rank gave behind its last read of the half. Every rank adds in the same order, so all have the same bits.
+A program has a part of the message, flags for it and a counter of its launches; it waits only for the same program of
+every rank. The counter is in memory of the card, so a captured launch may be replayed. Messages alternate between two
+halves of the buffer: before a rank writes a half again, it has seen every rank's signal of the launch in between,
+which that rank sent after its last read of the half. Every rank adds in the same order, so all have the same bits.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ MOST = 512 << 10
 NCCL is not behind (github.com/vllm-project/vllm/pull/24532)."""
 
 SPINS = 1 << 26
-"""How often a program looks for a rank before it gives up, half a minute or more; its part of the sum is then NaN."""
+"""Polls of a rank before a program gives up, half a minute or more; its part of the sum is then NaN."""
 
 
 class PeerBuffers(NamedTuple):
-    """What a rank's launches work with."""
+    """Buffers and counters of a rank's launches."""
 
     rank: int
     world: int
     messages: Tensor  # int64 [world] addresses of the ranks' buffers, each of two halves
     flags: Tensor  # int64 [world] addresses of the ranks' flags, int32 [programs, world]
-    launches: Tensor  # int32 [programs], of this rank alone
+    launches: Tensor  # int32 [programs], private to this rank
     half: int  # bytes
 
 
 def programs(count: int) -> int:
-    """Of a message of ``count`` values."""
+    """Returns the number of programs for a message of ``count`` values."""
     return -(-count // BLOCK)
 
 
 def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
-    """Whether a message fits."""
+    """Returns True if x can be summed: it is contiguous and fits the buffers."""
     return x.is_contiguous() and 0 < x.nbytes <= buffers.half and programs(x.numel()) <= len(buffers.launches)
 
 
 def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None) -> Tensor:
-    """Like x: the sum over ranks, and ``residual`` with it, in float32 with one rounding.
+    """Returns the sum of x over ranks, plus ``residual``, shaped like x, in float32 with one rounding.
 
-    Every rank launches the same messages in the same order.
+    Every rank must launch the same messages in the same order.
     """
     assert can_reduce(x, buffers)
     return launch(peer_sum_kernel, programs(x.numel()), x, buffers, residual, BLOCK=BLOCK, SPINS=SPINS)
@@ -80,7 +80,7 @@ def peer_sum_kernel(
     offset = half_of(launch, HALF) + at
     own = tl.multiple_of(tl.load(messages + RANK).to(tl.pointer_type(out.dtype.element_ty)), 16)
     tl.store(own + offset, tl.load(x + at, mask=inside, other=0.0), mask=inside)
-    tl.debug_barrier()  # every thread has stored before one says so
+    tl.debug_barrier()  # all threads have stored their part before one signals
     signal_peers(flags, part, launch, RANK, WORLD, LANES)
     late = wait_for_all(flags, part, launch, RANK, WORLD, SPINS)
     tl.debug_barrier()
@@ -97,7 +97,7 @@ def peer_sum_kernel(
 
 @triton.jit
 def half_of(launch, HALF: tl.constexpr):
-    """Where the half of a launch begins."""
+    """Returns the offset of the half of the buffer that a launch uses."""
     return launch % 2 * HALF
 
 
@@ -127,5 +127,5 @@ def wait_for_all(flags, part, launch, RANK: tl.constexpr, WORLD: tl.constexpr, S
 
 @triton.jit
 def advance(launches, part, launch):
-    """The next launch of this program has the next number."""
+    """Stores ``launch`` as the number of this program's last launch."""
     tl.store(launches + part, launch)

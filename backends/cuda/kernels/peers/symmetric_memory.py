@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host reach on each other's cards, by torch's symmetric memory; or why there is none."""
+"""Memory that the ranks of one host share between their cards, by torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trencadis.backends.cuda.kernels.peers import one_shot_reduce, two_shot_redu
 from trencadis.backends.cuda.kernels.peers.one_shot_reduce import PeerBuffers
 
 ALIGNMENT = 256
-"""Bytes; buffers begin at multiples."""
+"""Buffers begin at multiples of this many bytes."""
 
 LEAST_VALUE = 2
-"""Bytes of the shortest value: the longest message has so many more programs."""
+"""Bytes of the smallest dtype, which gives the longest message the most programs."""
 
 
 def unreachable_reason(
     names: Sequence[str], devices: Sequence[int], rank: int, reaches: Callable[[int, int], bool]
 ) -> str:
-    """Why a rank cannot read the others' memory; empty where it can.
+    """Returns why a rank cannot read the others' memory; empty if it can.
 
     Args:
-        names, devices: of each rank, its host and its card there.
+        names, devices: per rank, its host and its card there.
     """
     for other, (name, device) in enumerate(zip(names, devices, strict=True)):
         if other == rank:
@@ -40,24 +40,24 @@ def unreachable_reason(
 
 
 class PeerAllReduce:
-    """Sums of small messages in one rank's buffers.
+    """All-reduce of small messages through one rank's buffers.
 
     Args:
-        once: of sums in one step; ``twice``: of those in two steps, where so many ranks have them.
+        once: buffers of one-shot sums; ``twice``: of two-shot sums, if there are enough ranks for them.
     """
 
     def __init__(self, once: PeerBuffers, twice: PeerBuffers | None = None) -> None:
         self._once, self._twice = once, twice
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Whether one or two steps sum x; what they do not take, the library sums."""
+        """Returns True if one-shot or two-shot sums take x; other messages are left to NCCL."""
         wanted = two_shot_reduce.steps(x.nbytes, self._once.world)
         if wanted == 2:
             return self._twice is not None and two_shot_reduce.can_reduce(x, self._twice)
         return wanted == 1 and one_shot_reduce.can_reduce(x, self._once)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum over ranks of a message that ``can_reduce`` named, with ``residual``."""
+        """Returns the sum over ranks of a message that ``can_reduce`` accepted, plus ``residual``."""
         if two_shot_reduce.steps(x.nbytes, self._once.world) == 2:
             assert self._twice is not None
             return two_shot_reduce.all_reduce(x, self._twice, residual)
@@ -70,7 +70,7 @@ def open_peer_memory(
     """Opens symmetric memory on all ranks: (sums, "") or (None, reason); collective, the same on every rank.
 
     Args:
-        group, host: process groups of the ranks, of cards and of their hosts.
+        group, host: process groups of the ranks, for cards and for hosts.
     """
     told: list[Any] = [None] * world
     torch.distributed.all_gather_object(told, (socket.gethostname(), device.index or 0), group=host)
@@ -91,7 +91,9 @@ def _agree_reason(why: str, host: Any, world: int) -> str:
 
 
 def _allocate_buffers(group: Any, rank: int, world: int, device: torch.device) -> tuple[list[PeerBuffers] | None, str]:
-    """The buffers of all steps in one allocation; zeros before any rank goes on."""
+    """Allocates the buffers of all steps at once, zeroed before any rank goes on; returns (buffers, "") or (None,
+    reason).
+    """
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -103,18 +105,18 @@ def _allocate_buffers(group: Any, rank: int, world: int, device: torch.device) -
         torch.cuda.synchronize(device)
         torch.distributed.barrier(group=group)
         views = [handle.get_buffer(i, (held.numel(),), torch.uint8, 0) for i in range(world)]
-    except Exception as error:  # an alpha interface: whatever it says, NCCL serves
+    except Exception as error:  # an alpha interface: NCCL is used after any error
         return None, f"torch's symmetric memory: {str(error).strip().splitlines()[0][:120] or type(error).__name__}"
     each = [torch.split(view, sizes) for view in views]
     return [make_peer_buffers([parts[i] for parts in each], rank, device, i + 1) for i in range(len(sizes))], ""
 
 
 _HELD: list[Any] = []
-"""Buffers of all ranks: they live as long as the process, for graphs hold their addresses."""
+"""Buffers of all ranks. They live as long as the process, because graphs hold their addresses."""
 
 
 def _parts(step: int, world: int) -> tuple[int, int, int]:
-    """(bytes of the longest message, bytes behind it, programs) of sums in ``step`` steps."""
+    """Returns (bytes of the longest message, bytes after it, programs) of sums in ``step`` steps."""
     if step == 1:
         return one_shot_reduce.MOST, one_shot_reduce.MOST, one_shot_reduce.programs(one_shot_reduce.MOST // LEAST_VALUE)
     count = two_shot_reduce.programs(two_shot_reduce.MOST // LEAST_VALUE, world)
@@ -122,13 +124,13 @@ def _parts(step: int, world: int) -> tuple[int, int, int]:
 
 
 def peer_buffer_bytes(step: int, world: int) -> int:
-    """Bytes of a rank's buffer for sums in ``step`` steps: messages, what follows them, flags."""
+    """Returns the bytes of a rank's buffer for sums in ``step`` steps: messages, partial sums, flags."""
     message, behind, count = _parts(step, world)
     return -(-(message + behind + 4 * count * world) // ALIGNMENT) * ALIGNMENT
 
 
 def make_peer_buffers(views: Sequence[torch.Tensor], rank: int, device: torch.device, step: int = 1) -> PeerBuffers:
-    """The buffers of a rank that sees all ranks' buffers, of ``peer_buffer_bytes`` each, as ``views``, uint8 each."""
+    """Builds the buffers of a rank from ``views``, all ranks' buffers: uint8, ``peer_buffer_bytes`` each."""
     world = len(views)
     _HELD.append(views)
     starts = [view.data_ptr() for view in views]

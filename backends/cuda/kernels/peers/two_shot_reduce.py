@@ -1,11 +1,13 @@
-"""Sums over ranks in two steps: each rank adds one share of every part of the message, and all collect the shares.
+"""Two-shot all-reduce: each rank adds one share of every part of the message, then all ranks collect the shares.
 
-A rank reads every message once in one step (``sums``); here it reads one share of each and then one sum of each, which
-is 2 / ranks of the bytes, for one more word of every rank. A program has as many blocks of the message as there are
-ranks, one of them its own; it waits for the same program of every rank and for nothing else. The two steps are two
-turns of the protocol of ``sums``: messages and sums are its two halves, and who writes a half again has seen every
-rank's word about the other one, which that rank gave behind its last read. Where a program's blocks lie does not depend
-on the length of a message, so launches of any lengths follow each other. One rank adds a block, so all have its bits.
+A rank reads every message once in one step (``one_shot_reduce``); here it reads one share of each and then one sum of
+each, which is 2 / ranks of the bytes, for one more signal of every rank. A program has as many blocks of the message as
+there are ranks, one of them its own; it waits only for the same program of every rank. The two steps use the protocol
+of
+``one_shot_reduce`` twice: messages and sums are its two halves, and before a rank writes a half again, it has seen
+every rank's signal of the other one, sent after its last read. The position of a program's blocks does not depend on
+the
+length of a message, so launches of any lengths may follow each other. One rank adds a block, so all have its bits.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from trencadis.backends.cuda.kernels.peers.one_shot_reduce import (
 )
 
 MOST = 4 << 20
-"""Bytes of the longest message; from here on NCCL is not behind (github.com/vllm-project/vllm/pull/24532)."""
+"""Bytes of the longest message; beyond it NCCL is as fast (github.com/vllm-project/vllm/pull/24532)."""
 
 LEAST_RANKS = 3
-"""With two ranks both ways read the same bytes."""
+"""Fewest ranks; with two, both ways read the same bytes."""
 
 ONE_STEP = {2: 512 << 10, 4: 512 << 10, 8: 256 << 10}
-"""Ranks, at most -> bytes up to which one step serves (vLLM's csrc/custom_all_reduce.cuh takes one stage below)."""
+"""Ranks, at most -> bytes up to which one step is used (vLLM's csrc/custom_all_reduce.cuh takes one stage below)."""
 
 tell_sums, wait_for_sums = signal_peers, wait_for_all
 
 
 def steps(nbytes: int, world: int) -> int:
-    """Steps of a sum of ``nbytes`` over ``world`` ranks: 1, 2, or 0 where the library sums."""
+    """Returns the steps of a sum of ``nbytes`` over ``world`` ranks: 1, 2, or 0 for NCCL."""
     one = next((most for ranks, most in ONE_STEP.items() if world <= ranks), 0)
     if nbytes <= one:
         return 1
@@ -45,12 +47,12 @@ def steps(nbytes: int, world: int) -> int:
 
 
 def programs(count: int, world: int) -> int:
-    """Of a message of ``count`` values."""
+    """Returns the number of programs for a message of ``count`` values."""
     return -(-count // (BLOCK * world))
 
 
 def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
-    """Whether a message fits."""
+    """Returns True if x can be summed: it is contiguous and fits the buffers."""
     return (
         x.is_contiguous()
         and 0 < x.nbytes <= buffers.half
@@ -59,12 +61,12 @@ def can_reduce(x: Tensor, buffers: PeerBuffers) -> bool:
 
 
 def all_reduce(x: Tensor, buffers: PeerBuffers, residual: Tensor | None = None) -> Tensor:
-    """Like x: the sum over ranks, and ``residual`` with it, in float32 with one rounding.
+    """Returns the sum of x over ranks, plus ``residual``, shaped like x, in float32 with one rounding.
 
-    Every rank launches the same messages in the same order.
+    Every rank must launch the same messages in the same order.
 
     Args:
-        buffers: of these sums alone.
+        buffers: used for two-shot sums only.
     """
     assert can_reduce(x, buffers)
     count = programs(x.numel(), buffers.world)
@@ -84,7 +86,7 @@ def peer_shares_kernel(
         at = (part * WORLD + share) * BLOCK + lane
         inside = at < count
         tl.store(own + at, tl.load(x + at, mask=inside, other=0.0), mask=inside)
-    tl.debug_barrier()  # every thread has stored before one says so
+    tl.debug_barrier()  # all threads have stored their part before one signals
     signal_peers(flags, part, word, RANK, WORLD, LANES)
     late = wait_for_all(flags, part, word, RANK, WORLD, SPINS)
     tl.debug_barrier()
@@ -115,5 +117,5 @@ def peer_shares_kernel(
 
 @triton.jit
 def sums_from(HALF: tl.constexpr):
-    """Where sums begin, behind the messages."""
+    """Returns the offset of the sums, which follow the messages."""
     return HALF

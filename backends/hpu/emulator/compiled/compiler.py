@@ -1,4 +1,4 @@
-"""``torch.compile`` as on the card: Dynamo and AOT autograd make a functional graph, the card runs what is left."""
+"""``torch.compile`` as on the card: Dynamo and AOT autograd make a functional graph, the card runs its operations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SPLIT: list[Any] = [
     aten.fill.Tensor, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros, aten.ones, aten.ones_like,
     aten.rsub.Tensor, aten.stack, aten.t, aten.unbind.int, aten.zeros, aten.zeros_like,
 ]  # fmt: skip
-"""Operations that the bridge has made of others before it sees them, as far as inference meets them."""
+"""Operations that the bridge has decomposed into others before it sees a graph, as far as inference uses them."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """How the bridge splits operations; a sort is a topk of everything."""
+    """Returns the bridge's decompositions of operations; a sort is a topk of all elements."""
 
     def sort(a: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
         values, indices = torch.topk(a, a.size(dim) if a.dim() else 1, dim, descending)
@@ -57,7 +57,7 @@ class Compiler:
         )
 
     def compile(self, function: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
-        """``function`` of device tensors, compiled for the shapes that it meets."""
+        """Returns ``function`` of device tensors, compiled for each set of shapes that it is called with."""
         if not self.device.computes:
             return lambda *args: self._run_without_values(function, args)
         compiled = torch.compile(function, backend=self._backend, fullgraph=fullgraph, dynamic=False)
@@ -81,7 +81,7 @@ class Compiler:
             self._twins = before
 
     def _run_without_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a region without values: as one recipe, and equal layers only once."""
+        """Runs a region without values, as one recipe; equal layers run only once."""
         if self.device.scope is None:
             with self.device.launch():
                 return self._run_without_values(function, args)
@@ -94,7 +94,7 @@ class Compiler:
         return out
 
     def _lower(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
-        """The backend's part: what becomes of a functional graph, and the function that runs it."""
+        """Lowers a functional graph, as the backend of ``torch.compile``; returns the function that runs it."""
         lowered = lower(graph, self.device.table)
         self.device.graphs.append(lowered)
         for key, ops in lowered.recipes:
@@ -109,7 +109,7 @@ class Compiler:
         return call
 
     def _call(self, lowered: Lowered, args: list[Any]) -> Any:
-        """One run: every node on device tensors, by the rules that each operation is held to."""
+        """Runs a graph once, node by node on device tensors, checking the rules of each operation."""
         twins, scope = self._twins, self.device.scope
         assert scope is not None
         values: dict[Node, Any] = {}
@@ -160,12 +160,12 @@ class Compiler:
 
 
 def _require_device_tensor(tensor: DeviceTensor | None, node: Node) -> DeviceTensor:
-    """The device tensor that enters a graph; a host tensor there is refused."""
+    """Returns the device tensor that enters a graph; raises Refused for a host tensor."""
     if tensor is None:
         raise refusals.host_mixed(f"{node.name} ({line_of(next(iter(node.users)))})")
     return tensor
 
 
 def _lists(args: Any) -> Any:
-    """Plain tuples and lists in the place of the graph's own."""
+    """Replaces the graph's own list types by plain lists."""
     return [list(a) if isinstance(a, list) else a for a in args]

@@ -1,6 +1,6 @@
-"""What the bridge's compiler does to a functional graph, as far as it decides what a card computes and copies.
+"""The passes of the bridge's compiler over a functional graph, as far as they decide what a card computes and copies.
 
-Facts of the bridge 1.19.0 (docs/hpu-internals.md says where each was read): operations are placed in a cluster or left
+Facts of the bridge 1.19.0 (docs/hpu-internals.md gives the source of each): operations are placed in a cluster or left
 to eager execution; ``index_copy`` on a graph's input is put back in place under conditions; connected operations of
 a cluster are one recipe.
 """
@@ -28,8 +28,8 @@ class Lowered:
 
     Args:
         recipes: (key, operations) of each partition.
-        eager: operations left to eager execution: node name -> why.
-        copied: inputs that are written anew as a whole: node name of the copy -> bytes.
+        eager: operations left to eager execution: node name -> reason.
+        copied: inputs that are rewritten as a whole: node name of the copy -> bytes.
     """
 
     graph: GraphModule
@@ -47,7 +47,7 @@ def lower(graph: GraphModule, table: OpTable) -> Lowered:
 
 
 def place_nodes(graph: GraphModule, table: OpTable) -> dict[str, str]:
-    """Node names that no cluster takes, and why."""
+    """Returns the operations that no cluster takes: node name -> reason."""
     found = {}
     for node in calls(graph):
         why = table.eager(node.target, _dtypes(node), node.args)
@@ -57,7 +57,7 @@ def place_nodes(graph: GraphModule, table: OpTable) -> dict[str, str]:
 
 
 def reinplace(graph: GraphModule, eager: dict[str, str]) -> None:
-    """``index_copy`` and its ``copy_`` become ``index_copy_`` where ``can_reinplace`` says so."""
+    """Turns ``index_copy`` and its ``copy_`` into ``index_copy_`` where ``can_reinplace`` allows it."""
     for node in list(calls(graph)):
         if node.target is aten.index_copy.default and can_reinplace(node, eager):
             target: Any = node.args[0]
@@ -69,9 +69,9 @@ def reinplace(graph: GraphModule, eager: dict[str, str]) -> None:
 
 
 def can_reinplace(node: Node, eager: dict[str, str]) -> bool:
-    """Whether a store is put back in place: its target is no view, and has two users, the store and a ``copy_``.
+    """Returns True if a store can be done in place.
 
-    Neither may the store's result be read by an eager operation.
+    Its target is no view, and has two users: the store and a ``copy_``. No eager operation reads the store's result.
     """
     target = node.args[0]
     assert isinstance(target, Node)
@@ -81,14 +81,14 @@ def can_reinplace(node: Node, eager: dict[str, str]) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result shares the memory of an argument."""
+    """Returns True if a node's result shares the memory of an argument."""
     return node.op == "call_function" and any(
         r.alias_info is not None for r in getattr(getattr(node.target, "_schema", None), "returns", ())
     )
 
 
 def partitions(graph: GraphModule, eager: dict[str, str]) -> list[list[Node]]:
-    """The nodes of each recipe."""
+    """Returns the nodes of each recipe."""
     if not eager:
         nodes = calls(graph)
         return [nodes] if nodes else []
@@ -103,7 +103,7 @@ def partitions(graph: GraphModule, eager: dict[str, str]) -> list[list[Node]]:
 
 
 def key(nodes: list[Node]) -> str:
-    """A digest of operations, shapes, types, constants and who reads whom."""
+    """Returns a digest of operations, shapes, types, constants and dependencies."""
     number = {node: i for i, node in enumerate(nodes)}
     outside: dict[Node, int] = {}
 
@@ -118,12 +118,12 @@ def key(nodes: list[Node]) -> str:
 
 
 def calls(graph: GraphModule) -> list[Node]:
-    """The operations of a graph, in order."""
+    """Returns the operations of a graph, in order."""
     return [n for n in graph.graph.nodes if n.op == "call_function"]
 
 
 def line_of(node: Node) -> str:
-    """The line of code that made a node."""
+    """Returns the line of code that made a node."""
     lines = [t.strip() for t in str(node.meta.get("stack_trace", "")).splitlines() if t.strip().startswith("File ")]
     return lines[-1] if lines else "unknown"
 

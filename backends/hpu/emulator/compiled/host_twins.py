@@ -1,4 +1,4 @@
-"""What the compiler sees of device tensors: the host tensors inside, in twins of the objects that hold them."""
+"""Maps between device tensors and the host tensors that the compiler traces in their place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trencadis.backends.hpu.hccl_comm import HpuComm
 from trencadis.backends.hpu.ops import HpuOps
 
 KEPT = (HpuOps, HpuComm, TensorOwner, torch.device, torch.dtype, str, int, float)
-"""Objects without tensors of their own, which the compiler sees as they are."""
+"""Types of objects without tensors of their own, which the compiler gets unchanged."""
 
 SKIPPED = ("ops", "comm", "backend", "config")
 
@@ -31,7 +31,9 @@ class HostTwins:
         self._alive: list[Tensor] = []
 
     def of(self, value: Any) -> Any:
-        """``value`` with host tensors for device tensors, in tuples, functions and objects of any depth."""
+        """Returns ``value`` with host tensors in place of device tensors, in tuples, functions and objects of any
+        depth.
+        """
         if isinstance(value, DeviceTensor):
             return self.host(value)
         if isinstance(value, tuple):
@@ -46,7 +48,9 @@ class HostTwins:
         return self._object(value)
 
     def host(self, tensor: DeviceTensor) -> Tensor:
-        """Returns the host tensor inside; a tensor without values gets unwritten memory, for the compiler's guards."""
+        """Returns the host tensor inside ``tensor``; one without values gets unwritten memory, for the compiler's
+        guards.
+        """
         found = tensor.held
         if found.is_meta and tensor.owner.computes:
             known = self._memo.get(id(tensor))
@@ -58,13 +62,15 @@ class HostTwins:
         return found
 
     def pair(self, host: Tensor, tensor: DeviceTensor) -> None:
-        """Notes that ``host`` stands for ``tensor``."""
+        """Records that ``host`` stands for ``tensor``."""
         self.tensors[id(host)] = tensor
         self.storages.setdefault(host.untyped_storage()._cdata, tensor)
         self._alive.append(host)
 
     def back(self, host: Tensor) -> DeviceTensor | None:
-        """The device tensor that ``host``, or the memory that it is a view of, stands for."""
+        """Returns the device tensor of ``host``, or a view of the device tensor whose memory ``host`` is a view of;
+        else None.
+        """
         found = self.tensors.get(id(host))
         if found is not None:
             return found

@@ -1,1 +1,1 @@
-"""The emulated recipe cache: its variable, and recipes kept on disk."""
+"""The emulated recipe cache: its variable, and the recipes stored on disk."""

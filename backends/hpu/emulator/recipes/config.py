@@ -1,7 +1,7 @@
-"""``PT_HPU_RECIPE_CACHE_CONFIG`` as an emulated card reads it: where recipes are kept between starts.
+"""Parser of ``PT_HPU_RECIPE_CACHE_CONFIG`` for an emulated card: where recipes are stored between starts.
 
-Torch-free; what the three fields mean stands in the bridge's list of variables (docs/hpu-internals.md). It stands for
-the plug-in's own reader, so it shares nothing with ``start/recipe_cache.py``, which checks the variable for the
+Torch-free; the bridge's list of variables explains the three fields (docs/hpu-internals.md). This is the plug-in's own
+reader, emulated, so it shares nothing with ``start/recipe_cache.py``, which checks the variable for the
 plug-in: a mistake there shows here, as it would on a card.
 """
 
@@ -20,12 +20,12 @@ FIELDS = 3
 
 @dataclass(frozen=True)
 class RecipeCacheConfig:
-    """The variable as values.
+    """The values of the variable.
 
     Args:
-        folder: None: no recipe is kept.
-        clear: the folder is emptied at start.
-        megabytes: most that it holds; 0: no limit.
+        folder: where recipes are stored; None: nowhere.
+        clear: True if the folder is emptied at start.
+        megabytes: maximum size of the folder; 0: no limit.
     """
 
     folder: Path | None
@@ -34,10 +34,10 @@ class RecipeCacheConfig:
 
 
 def read(environ: Mapping[str, str]) -> RecipeCacheConfig:
-    """The variable, or no cache where it is unset.
+    """Parses the variable; without it there is no cache.
 
     Raises:
-        StartupError: a value that cannot be read, in one line.
+        StartupError: the value cannot be parsed; one line.
     """
     text = environ.get(VARIABLE, "")
     path, clear, size = ([f.strip() for f in text.split(",")] + ["", "", ""])[:FIELDS]

@@ -1,4 +1,4 @@
-"""The emulated recipe cache on disk: one file a recipe. Whatever is wrong with it costs a line and a compilation."""
+"""The emulated recipe cache on disk: one file per recipe. Any fault of it is one warning and a new compilation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger("trencadis.engine")
 SUFFIX = ".emulated"
 
 OP_BYTES = 4096
-"""Bytes that an operation of a recipe stands for: the file holds its number alone."""
+"""Size in bytes that one operation of a recipe counts for: the file holds only the number of operations."""
 
 
 class SavedRecipes:
     """Recipes of earlier starts.
 
     Args:
-        version: what recipes belong to; those of another release or card are compiled anew.
+        version: release and card; recipes of another version are compiled again.
     """
 
     def __init__(self, config: RecipeCacheConfig, version: str) -> None:
@@ -42,7 +42,7 @@ class SavedRecipes:
             self._stop(error)
 
     def has(self, key: Hashable) -> bool:
-        """Whether the recipe lies in the folder; a damaged file is compiled again and replaced."""
+        """Returns True if the folder holds the recipe; a damaged file is reported, and compiled again by the caller."""
         path = self._path(key)
         try:
             found = json.loads(path.read_bytes())
@@ -57,7 +57,9 @@ class SavedRecipes:
         return whole
 
     def keep(self, key: Hashable, ops: int) -> None:
-        """Stores a compiled recipe. A folder that takes no more costs one line; serving goes on without it."""
+        """Stores a compiled recipe. If the folder cannot be written, one warning is logged and nothing more is
+        stored.
+        """
         if not self._writes:
             return
         path = self._path(key)
@@ -75,7 +77,7 @@ class SavedRecipes:
             self._shrink()
 
     def _shrink(self) -> None:
-        """Removes the oldest recipes until the folder holds what it may."""
+        """Removes the oldest recipes until the folder is within its limit."""
         for path in sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime_ns):
             if self._held <= self.limit:
                 return
