@@ -39,7 +39,7 @@ class ConnectInfo(msgspec.Struct, tag=True):
     threads: int | None = None
 
     def __repr__(self) -> str:
-        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # a report of a crash may show it: no key
+        return f"Dial({self.address}, {self.port}, rank {self.rank})"  # no key: crash reports may show it
 
 
 class StartRank(msgspec.Struct, tag=True):

@@ -1,4 +1,4 @@
-"""A link carries messages between two processes, in order; the plain one trusts its socket pair."""
+"""Message links between two processes, in order; the plain link trusts its socket pair."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ HEADER = struct.Struct("<I")
 
 
 class LinkClosed(Exception):
-    """The other process closed its end, or the link is of no more use; the text says why, where that is known."""
+    """The other process closed its end, or the link is unusable; the text says why, if known."""
 
 
 class Link(Protocol):
-    """Messages in order, or LinkClosed."""
+    """Sends and receives messages in order, or raises LinkClosed."""
 
     def send(self, body: bytes) -> None:
-        """Sends one message, perhaps on a thread of the link; several threads call it.
+        """Sends one message, perhaps from a thread of the link; may be called by several threads.
 
         Raises:
-            LinkClosed: it cannot be sent. A message that was taken may be lost all the same.
+            LinkClosed: it cannot be sent. Even a message that was accepted may be lost.
         """
         ...
 
     def receive(self) -> bytearray:
-        """The next message; one thread calls it.
+        """Returns the next message; may be called by one thread only.
 
         Raises:
-            LinkClosed: there will be none.
+            LinkClosed: no more messages will arrive.
         """
         ...
 
     def beat(self, steady: bool) -> None:
-        """A sign of life, where the link needs one. ``steady``: others follow every ``keyed.BEAT`` seconds."""
+        """Sends a heartbeat if the link needs one. ``steady``: others follow every ``keyed_link.BEAT`` seconds."""
         ...
 
     def close(self) -> None:
-        """Closes both directions; wakes whoever sends or receives."""
+        """Closes both directions; wakes threads that send or receive."""
         ...
 
 
 class PlainLink:
-    """Frames of a little-endian uint32, the message's size, and the message, over a socket pair."""
+    """A link over a socket pair. A frame is the message's size as little-endian uint32, then the message."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -57,15 +57,15 @@ class PlainLink:
             raise LinkClosed
 
     def receive(self) -> bytearray:
-        """The next message."""
+        """Returns the next message."""
         (size,) = HEADER.unpack(self._receive_exactly(HEADER.size))
         return self._receive_exactly(size)
 
     def beat(self, steady: bool) -> None:
-        """Nothing: the system closes the socket of a process that ends."""
+        """Does nothing: the system closes the socket of a process that ends."""
 
     def close(self) -> None:
-        """Closes it; close() alone would wake neither a thread that receives nor the other process."""
+        """Shuts the socket down; close() alone would wake neither a receiving thread nor the other process."""
         self._outbox.end()
         shut_socket(self.sock)
 
