@@ -21,10 +21,10 @@ from trencadis.core.shared_constants import RESERVED_BLOCKS
 KV_CAP = 4 << 30
 KV_SHARE = 0.4
 ARENA_ROWS = 8192
+"""Minimum number of arena rows: a small model's rows cost little, and many small images should stay cached."""
 
 LEAST_UNITS, MOST_UNITS = 4, 16
 """Limits of the default number of images in the arena if images stay as long as their requests."""
-"""Least arena rows: a small model's rows cost little, and many small images should stay cached."""
 
 
 @dataclass(frozen=True)
