@@ -31,10 +31,10 @@ class Persistent:
     """Tensors that persist between launches. Bodies read and write them as attributes, never as inputs."""
 
     kv: list[LayerKV]
-    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the sink of padding. What a stage sends starts at row 1
+    hidden: Tensor  # [max step tokens + 1, hidden]; row 0 is the padding sink, rows to send start at row 1
     arena: Tensor  # [arena rows x ModelConfig.row_parts, width]; rows 0 (ZERO) and 1 (SINK) are reserved
     state: SamplerState
-    stream: Tensor | None = None  # as ``hidden``, from row 1 on what the stage before sent; None on the first stage
+    stream: Tensor | None = None  # like ``hidden``: received rows, from row 1 on; None on the first stage
 
 
 class MaskingOps(Protocol):
