@@ -372,7 +372,7 @@ class Delta:
 
     ``finish`` is None while it runs, else ``stop``, ``length``, ``repetition``, ``abort`` or ``error``; it is set
     exactly once per choice. ``stop_token`` is the id that ended it if that was not EOS; ``status`` and ``message``
-    explain an error.\n\n``pooled`` is little-endian float32 [width], set if a pooling request ends by ``stop``.
+    explain an error. ``pooled`` is little-endian float32 [width], set if a pooling request ends by ``stop``.
     """
 
     id: str

@@ -72,7 +72,7 @@ class Scheduler:
         self.fair = self.order.fair
         self._closings: list[int] = []  # keys of choices that have left since the last step
         self._biased: set[int] = set()  # slots whose sampler state holds a bias
-        self._had_vision = self._starved_text = False  # the last step had VISION; left a text-only request no tokens
+        self._had_vision = self._starved_text = False  # last step: had VISION; starved a text-only request
 
     # The queue
 
@@ -268,7 +268,7 @@ class Scheduler:
             draws = [builder.draw(seq)]
             if seq.siblings:
                 draws += self._fork(seq, builder)
-            if can_persist(seq, draws) and not self.limits.long_from:  # who may outgrow a table is looked at each step
+            if can_persist(seq, draws) and not self.limits.long_from:  # the length is checked each step
                 self.micro_batches.batch.join(seq, len(builder.rows))
         tokens, blocks, positions = tuple(seq.tokens[start:end]), tuple(seq.blocks), seq.positions_of(start, count)
         pool = seq.pool_of(start, count) if seq.request.pool else None
