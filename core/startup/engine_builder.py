@@ -86,7 +86,7 @@ def create_engine(config: EngineConfig, progress: Progress | None = None) -> Eng
     Rank 0 runs in this process.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported, and what would.
+        StartupError: something does not fit or is not supported; one line that names an alternative.
     """
     progress = progress or SilentProgress()
     config = dataclasses.replace(config, threads=requested_threads(config.threads, os.environ))
@@ -141,7 +141,7 @@ def open_rank(config: EngineConfig, rank_info: RankInfo, progress: Progress) -> 
     """Starts one rank. The ranks of a group do this at the same time and agree on the sizes of their caches.
 
     Raises:
-        StartupError: one line that says what does not fit or is not supported, and what would.
+        StartupError: something does not fit or is not supported; one line that names an alternative.
     """
     model_config = split_model(load_model(config), rank_info.stages, config.pipeline_layer_partition)[rank_info.stage]
     device, index, line = choose(config.device)
